@@ -1,0 +1,74 @@
+# Everything a user or CI runs. Each target does its own set-up, into .venv, once.
+PYTHON ?= python3
+# The CPU build is enough here; on a GPU machine the same version with CUDA.
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+# Formatters change files; targets must not race.
+.NOTPARALLEL:
+
+.PHONY: help
+help: ## This list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Tandem needs Python 3.11 or newer; set PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "This Python has no venv module: apt-get install python3-venv"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Setting up $(VENV) (once; about a minute with a warm package cache) ..."
+	@# torch first and alone: a range that admits a newer one would bring another build.
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) numpy
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+.PHONY: setup
+setup: $(STAMP) ## Make .venv (skipped when nothing changed)
+
+.PHONY: up
+up: setup ## Start a cluster on this machine: one router, one prefill worker, one decode worker
+	@exec $(BIN)/tandem up $(ARGS)
+
+.PHONY: demo
+demo: setup ## Start a cluster, send one request through the two pools, show the answer, stop
+	@exec $(BIN)/tandem demo $(ARGS)
+
+.PHONY: proto
+proto: setup ## Regenerate the gRPC stubs
+	@$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. proto/tandem/v1/*.proto
+	@rm -f tandem/v1/common_pb2_grpc.py
+
+.PHONY: fmt
+fmt: setup ## Format and fix what can be fixed
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+.PHONY: lint
+lint: setup ## Style, types, import contracts, generated stubs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m tests.stubs
+
+.PHONY: test
+test: setup ## All tests but the long proofs
+	$(BIN)/pytest -q -m "not slow and not gpu" $(ARGS)
+
+.PHONY: check
+check: lint test ## What CI runs
+
+.PHONY: nightly
+nightly: setup ## The full counts of the long proofs
+	$(BIN)/pytest -q -m "slow and not gpu" --timeout 3600 $(ARGS)
+
+.PHONY: bench
+bench: setup ## Every done-when figure of the spine, as tables and JSON
+	$(BIN)/tandem bench spine --json bench-spine.json $(ARGS)
+
+.PHONY: clean
+clean: ## Remove what the targets above made
+	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,151 @@
+"""What `tandem up` prints once everything serves: model, pools, memory in blocks, addresses, settings, a curl line."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, SecretStr
+from rich import box
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from cluster.effective import join
+from cluster.local import ProcessView
+from cluster.supervisor import Role
+from tandem.config import ClusterConfig
+
+STOP_HINT = "Ctrl-C drains and stops; a second Ctrl-C kills"
+EXAMPLE_QUESTION = "Tell me a short story about a fox."
+EXAMPLE_TOKENS = 96
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # compared with, never bound
+
+
+def show(console: Console, asked: ClusterConfig, effective: ClusterConfig, processes: Sequence[ProcessView]) -> None:
+    """Print the banner. `asked` is what the user configured, `effective` what runs."""
+    model = model_name(effective, processes)
+    body = Group(
+        _summary(effective, processes, model),
+        Text(""),
+        _pools(processes),
+        Text(""),
+        _urls(effective),
+        *_settings(asked),
+    )
+    console.print(Panel(body, title="[bold]Tandem[/bold]", box=box.ROUNDED, expand=False, padding=(1, 2)))
+    # Outside the panel and unwrapped, so that it can be pasted as it is.
+    console.print("\nTry it:", style="bold")
+    console.out(curl_line(effective, model), highlight=False)
+    console.print(f"\n{STOP_HINT}", style="dim")
+
+
+def model_name(config: ClusterConfig, processes: Sequence[ProcessView]) -> str:
+    """The name that clients use: as the workers report it, else as configured."""
+    reported = next((str(p.ready["model"]) for p in processes if p.ready.get("model")), None)
+    return config.model.name or reported or config.model.path.rstrip("/").rpartition("/")[2]
+
+
+def base_url(config: ClusterConfig, port: int) -> str:
+    """host:port to type on this machine: a wildcard address is not one to connect to."""
+    return join(_EVERYWHERE.get(config.router.host, config.router.host), port)
+
+
+def curl_line(config: ClusterConfig, model: str) -> str:
+    """A streaming chat request that works when pasted into a shell; a key is never shown."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": EXAMPLE_QUESTION}],
+        "max_tokens": EXAMPLE_TOKENS,
+        "stream": True,
+    }
+    url = f"http://{base_url(config, config.router.port)}/v1/chat/completions"
+    parts = ["curl -N", shlex.quote(url), "-H 'Content-Type: application/json'"]
+    if config.router.api_keys:
+        parts.append('-H "Authorization: Bearer $API_KEY"')
+    return " ".join([*parts, "-d", shlex.quote(json.dumps(body, ensure_ascii=False))])
+
+
+def changed_settings(config: BaseModel, defaults: BaseModel, prefix: str = "") -> dict[str, str]:
+    """Dotted names of the settings that differ from their defaults; secrets stay hidden."""
+    found: dict[str, str] = {}
+    for name in type(config).model_fields:
+        value, default = getattr(config, name), getattr(defaults, name)
+        if isinstance(value, BaseModel):
+            found |= changed_settings(value, default, f"{prefix}{name}.")
+        elif value != default:
+            found[f"{prefix}{name}"] = _shown(value)
+    return found
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return ", ".join(_shown(item) for item in value)
+    return "(hidden)" if isinstance(value, SecretStr) else str(value)
+
+
+def format_bytes(size_bytes: float) -> str:
+    """`12.0 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB"
+
+
+def _summary(config: ClusterConfig, processes: Sequence[ProcessView], model: str) -> Table:
+    table = Table.grid(padding=(0, 2))
+    context = next((p.ready["max_model_len"] for p in processes if p.ready.get("max_model_len")), None)
+    table.add_row("model", Text(model, style="bold cyan"))
+    table.add_row("", Text(f"{config.model.path} · {config.model.dtype}", style="dim"))
+    if context is not None:
+        table.add_row("context", Text(f"{context} tokens"))
+    counts = [f"{config.prefill.replicas} prefill", f"{config.decode.replicas} decode"]
+    table.add_row("pools", Text(f"{' + '.join(counts)}, KV by {config.transfer.transport}"))
+    return table
+
+
+def _pools(processes: Sequence[ProcessView]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("process", "pid", "address"):
+        table.add_column(column)
+    for column in ("KV blocks", "KV tokens", "KV memory", "weights", "loaded in"):
+        table.add_column(column, justify="right")
+    for view in processes:
+        name = view.name if view.worker_id == view.name else f"{view.name} ({view.worker_id})"
+        table.add_row(Text(name), str(view.pid), Text(view.address), *_memory(view))
+    return table
+
+
+def _memory(view: ProcessView) -> list[str]:
+    ready = view.ready
+    if view.role is Role.ROUTER or "num_blocks" not in ready:
+        return [""] * 5
+    blocks, size = int(ready["num_blocks"]), int(ready.get("block_size", 0))
+    return [
+        f"{blocks} × {size}",
+        str(blocks * size),
+        format_bytes(float(ready.get("kv_bytes", 0))),
+        format_bytes(float(ready.get("weights_bytes", 0))),
+        f"{float(ready.get('load_s', 0.0)):.1f} s",
+    ]
+
+
+def _urls(config: ClusterConfig) -> Table:
+    http = f"http://{base_url(config, config.router.port)}"
+    table = Table.grid(padding=(0, 2))
+    table.add_row("HTTP", Text(f"{http}/v1", style="cyan"))
+    table.add_row("gRPC", Text(base_url(config, config.router.grpc_port), style="cyan"))
+    table.add_row("metrics", Text(f"{http}/metrics", style="cyan"))
+    return table
+
+
+def _settings(asked: ClusterConfig) -> list[Text | Table]:
+    changed = changed_settings(asked, ClusterConfig())
+    if not changed:
+        return []
+    table = Table.grid(padding=(0, 2))
+    for name, value in changed.items():
+        table.add_row(Text(name, style="dim"), Text(value))
+    return [Text(""), Text("settings that differ from the defaults", style="bold"), table]

@@ -1,0 +1,162 @@
+"""One OS process of ours: started, listened to, signalled and reaped, all through callbacks on the running loop.
+
+A child says that it serves by one JSON line on a pipe (`--ready-fd`); stdout and stderr come back as log lines. It
+leads its own session, so that a terminal's Ctrl-C reaches only the supervisor, and it asks the kernel for SIGKILL
+should the supervisor vanish. Signals go through `subprocess.Popen`, which never signals a pid that was reaped.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+READ_BYTES = 1 << 16
+MAX_LINE_BYTES = 1 << 14
+"""A longer log line is cut in pieces."""
+MAX_READY_BYTES = 1 << 16
+
+# Run by an isolated interpreter that then becomes the child: a preexec_fn would do the same, but it forces a full
+# fork of a process with threads. The check of getppid covers a supervisor that died before prctl was called.
+_SHIM = (
+    "import ctypes, os, sys\n"
+    "parent = int(sys.argv[1])\n"
+    "PR_SET_PDEATHSIG, SIGKILL = 1, 9\n"
+    "ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)\n"
+    "os._exit(1) if os.getppid() != parent else os.execv(sys.argv[2], sys.argv[2:])\n"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Callbacks:
+    """Whom a child tells what; each is called on the event loop."""
+
+    on_ready: Callable[[Mapping[str, Any]], None]
+    on_log: Callable[[str], None]
+    on_exit: Callable[[int], None]
+    """Last of all, after every log line that was written before the end."""
+
+
+class Child:
+    """A running process. Needs a running event loop; raises OSError when it cannot be started.
+
+    The kernel ties the child to the *thread* that started it: use the thread that lives longest.
+    """
+
+    def __init__(self, argv: Callable[[int], Sequence[str]], env: Mapping[str, str], callbacks: Callbacks) -> None:
+        self._callbacks = callbacks
+        self._loop = asyncio.get_running_loop()
+        self._ready = bytearray()
+        self._log = bytearray()
+        self._ready_fd, ready_child = os.pipe()
+        self._log_fd, log_child = os.pipe()
+        try:
+            command = [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), *argv(ready_child)]
+            self._process = subprocess.Popen(  # noqa: S603  # our own modules, no shell
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log_child,
+                stderr=log_child,
+                env=dict(env),
+                pass_fds=(ready_child,),
+                start_new_session=True,
+            )
+        except OSError:
+            os.close(self._ready_fd)
+            os.close(self._log_fd)
+            raise
+        finally:
+            os.close(ready_child)
+            os.close(log_child)
+        try:
+            self._pid_fd = os.pidfd_open(self._process.pid)
+        except OSError:
+            self._process.kill()
+            self._process.wait()
+            os.close(self._ready_fd)
+            os.close(self._log_fd)
+            raise
+        self._open_fds = {self._ready_fd, self._log_fd, self._pid_fd}
+        os.set_blocking(self._ready_fd, False)
+        os.set_blocking(self._log_fd, False)
+        self._loop.add_reader(self._ready_fd, self._read_ready)
+        self._loop.add_reader(self._log_fd, self._read_log)
+        self._loop.add_reader(self._pid_fd, self._exited)
+
+    @property
+    def pid(self) -> int:
+        """Of the process itself: the shim replaces itself."""
+        return self._process.pid
+
+    def send(self, signum: signal.Signals) -> None:
+        """Signal it; does nothing once it has ended."""
+        self._process.send_signal(signum)
+
+    def _read_ready(self) -> None:
+        data = _read(self._ready_fd)
+        if data is None:
+            return
+        self._ready += data
+        if data and b"\n" not in self._ready and len(self._ready) <= MAX_READY_BYTES:
+            return
+        self._close(self._ready_fd)
+        line, newline, _ = self._ready.partition(b"\n")
+        if newline:
+            self._announce(bytes(line))
+
+    def _announce(self, line: bytes) -> None:
+        try:
+            info = json.loads(line)
+        except ValueError:
+            info = None
+        if isinstance(info, dict):
+            self._callbacks.on_ready(info)
+        else:
+            self._callbacks.on_log("the ready line is not a JSON object")
+            self.send(signal.SIGKILL)
+
+    def _read_log(self) -> bool:
+        """Pass on whole lines; True when there may be more."""
+        data = _read(self._log_fd)
+        if data is None:
+            return False
+        self._log += data
+        *lines, rest = self._log.split(b"\n")
+        if not data or len(rest) > MAX_LINE_BYTES:
+            lines, rest = [*lines, rest], bytearray()
+        self._log = bytearray(rest)
+        if not data:
+            self._close(self._log_fd)
+        for line in lines:
+            if line.strip():
+                self._callbacks.on_log(line.decode(errors="replace").rstrip())
+        return bool(data)
+
+    def _exited(self) -> None:
+        status = self._process.wait()
+        if self._ready_fd in self._open_fds:
+            self._read_ready()
+        while self._log_fd in self._open_fds and self._read_log():
+            pass
+        if self._log:  # a grandchild may hold the pipe open, so its end is not waited for
+            self._callbacks.on_log(self._log.decode(errors="replace").rstrip())
+        for fd in tuple(self._open_fds):
+            self._close(fd)
+        self._callbacks.on_exit(status)
+
+    def _close(self, fd: int) -> None:
+        self._loop.remove_reader(fd)
+        os.close(fd)
+        self._open_fds.discard(fd)
+
+
+def _read(fd: int) -> bytes | None:
+    """Bytes, empty at the end of the file, None when there is nothing now."""
+    try:
+        return os.read(fd, READ_BYTES)
+    except BlockingIOError:
+        return None

@@ -1,0 +1,236 @@
+"""The `tandem` command. Only what a command needs is imported, and only when it runs: help must come at once."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tandem.errors import ConfigError
+
+EXIT_CONFIG = 2
+EXIT_INTERRUPTED = 130
+_RUN, _PROCESSES, _TALK, _LOOK = "Run a cluster here", "Run one process", "Use a cluster", "Look around"
+
+app = typer.Typer(
+    name="tandem",
+    help="Serve a large language model from two pools: one reads prompts, the other writes answers.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", "-c", help="The cluster's YAML.", rich_help_panel="Configuration")
+]
+RequiredConfig = Annotated[
+    Path, typer.Option("--config", "-c", exists=True, dir_okay=False, help="The cluster's YAML.")
+]
+IndexOption = Annotated[int, typer.Option("--index", "-i", min=0, help="Which address of the pool this worker is.")]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="DIR_OR_HUB_ID",
+        help="A directory in Hugging Face layout, or a hub id. The built-in model when absent.",
+        rich_help_panel="Model",
+    ),
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option("--dtype", metavar="float32|bfloat16|float16", help="Compute and KV dtype.", rich_help_panel="Model"),
+]
+PrefillOption = Annotated[
+    int | None, typer.Option("--prefill", metavar="N", help="Prefill workers.", rich_help_panel="Pools")
+]
+DecodeOption = Annotated[
+    int | None, typer.Option("--decode", metavar="N", help="Decode workers.", rich_help_panel="Pools")
+]
+TransportOption = Annotated[
+    str | None,
+    typer.Option("--transport", metavar="auto|shm|tcp", help="How KV travels.", rich_help_panel="Pools"),
+]
+
+
+@app.command(rich_help_panel=_RUN)
+def up(  # noqa: PLR0913  # one parameter per option
+    *,
+    model: ModelOption = None,
+    dtype: DtypeOption = None,
+    host: Annotated[str | None, typer.Option(help="Where to listen.", rich_help_panel="Doors")] = None,
+    port: Annotated[int | None, typer.Option(help="HTTP port; 0 takes a free one.", rich_help_panel="Doors")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0: a free one.", rich_help_panel="Doors")] = None,
+    prefill: PrefillOption = None,
+    decode: DecodeOption = None,
+    transport: TransportOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Start a whole cluster on this machine and keep it alive. Ctrl-C drains and stops."""
+    from rich.console import Console
+
+    from cluster.up import serve
+    from tandem.config import load
+
+    overrides = {
+        **_overrides(model, dtype, prefill, decode, transport),
+        "router.host": host,
+        "router.port": port,
+        "router.grpc_port": grpc_port,
+    }
+    err = Console(stderr=True, highlight=False)
+    raise typer.Exit(asyncio.run(serve(load(config, overrides), out=Console(highlight=False), err=err)))
+
+
+@app.command(rich_help_panel=_RUN)
+def demo(
+    *,
+    model: ModelOption = None,
+    dtype: DtypeOption = None,
+    prefill: PrefillOption = None,
+    decode: DecodeOption = None,
+    transport: TransportOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Start a cluster on free ports, ask one question through both pools, show where the time went, stop."""
+    from rich.console import Console
+
+    from cluster.demo import demo as run_demo
+    from tandem.config import load
+
+    overrides = _overrides(model, dtype, prefill, decode, transport) | {"router.port": 0, "router.grpc_port": 0}
+    err = Console(stderr=True, highlight=False)
+    raise typer.Exit(asyncio.run(run_demo(load(config, overrides), out=Console(highlight=False), err=err)))
+
+
+def _overrides(
+    model: str | None, dtype: str | None, prefill: int | None, decode: int | None, transport: str | None
+) -> dict[str, Any]:
+    return {
+        "model.path": model,
+        "model.dtype": dtype,
+        "prefill.replicas": prefill,
+        "decode.replicas": decode,
+        "transfer.transport": transport,
+    }
+
+
+@app.command(rich_help_panel=_PROCESSES)
+def router(config: RequiredConfig) -> None:
+    """Become the router of the cluster that the YAML describes."""
+    _become(["router", "--config", str(config)])
+
+
+@app.command(rich_help_panel=_PROCESSES)
+def prefill(config: RequiredConfig, index: IndexOption = 0) -> None:
+    """Become a prefill worker: it reads prompts."""
+    _become(["prefill_worker", "--config", str(config), "--index", str(index)])
+
+
+@app.command(rich_help_panel=_PROCESSES)
+def decode(config: RequiredConfig, index: IndexOption = 0) -> None:
+    """Become a decode worker: it writes answers."""
+    _become(["decode_worker", "--config", str(config), "--index", str(index)])
+
+
+@app.command(rich_help_panel=_TALK)
+def chat(
+    url: Annotated[str, typer.Option(help="The router's HTTP address.")] = "http://127.0.0.1:8000",
+    system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer in tokens.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
+    api_key_file: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="A file that holds the API key.")
+    ] = None,
+) -> None:
+    """Talk to a running cluster; with a pipe as input, one question per line."""
+    from cluster.chat import Conversation
+    from cluster.chat import chat as run_chat
+    from cluster.client import ChatClient, ClientError
+
+    key = api_key_file.read_text(encoding="utf-8").strip() if api_key_file else None
+
+    async def talk() -> int:
+        async with ChatClient(url, api_key=key) as client:
+            return await run_chat(client, Conversation(system=system), max_tokens=max_tokens, temperature=temperature)
+
+    try:
+        code = asyncio.run(talk())
+    except ClientError as error:
+        _complain(str(error))
+        code = 1
+    raise typer.Exit(code)
+
+
+@app.command(
+    rich_help_panel=_TALK,
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
+def bench(context: typer.Context) -> None:
+    """Measure a cluster: the same as [bold]python -m bench[/bold], which explains its own options."""
+    _become(["bench", *context.args])
+
+
+@app.command(rich_help_panel=_LOOK)
+def doctor(
+    config: ConfigOption = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what this machine has and what is wrong with it; exit code 1 when it cannot run Tandem."""
+    from rich.console import Console
+
+    from cluster import doctor as checks
+    from tandem.config import load
+
+    findings = checks.examine(load(config))
+    if json_:
+        print(checks.as_json(findings))
+    else:
+        checks.show(Console(highlight=False), findings)
+    raise typer.Exit(1 if checks.has_failed(findings) else 0)
+
+
+@app.command(rich_help_panel=_LOOK)
+def version() -> None:
+    """Print the versions of Tandem, Python and torch."""
+    from cluster.version import version_line
+
+    print(version_line())
+
+
+def _become(module_and_arguments: list[str]) -> None:
+    """Replace this process: signals and exit code are then the module's own, as a container expects."""
+    from cluster.effective import import_root
+
+    environment = dict(os.environ)
+    if root := import_root():
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH", ""))))
+    sys.stdout.flush()
+    command = [sys.executable, "-m", *module_and_arguments]
+    os.execve(sys.executable, command, environment)  # noqa: S606  # the interpreter that runs us, no shell
+
+
+def _complain(message: str) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True, highlight=False).print(Text(f"error: {message}", style="red"), soft_wrap=True)
+
+
+def main() -> None:
+    """Entry point of the `tandem` script."""
+    try:
+        app()
+    except ConfigError as error:
+        _complain(str(error))
+        sys.exit(EXIT_CONFIG)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""`tandem doctor`: what this machine has, what is wrong with it, and what to do about that.
+
+Every check is a small function that returns one or more findings. A machine's oddities are findings, never errors.
+"""
+
+import json
+import socket
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tandem.config import ClusterConfig
+
+
+class Status(Enum):
+    """How much a finding matters."""
+
+    OK = "ok"
+    INFO = "info"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One fact about this machine."""
+
+    name: str
+    status: Status
+    detail: str
+    hint: str = ""
+    """What to do, where something can be done."""
+
+
+Check = Callable[[ClusterConfig], list[Finding]]
+
+
+def examine(config: ClusterConfig) -> list[Finding]:
+    """Run every check, in the order shown."""
+    from cluster import machine, software
+
+    checks: tuple[Check, ...] = (
+        software.python,
+        software.packages,
+        software.torch,
+        software.cuda,
+        software.triton,
+        software.redis,
+        software.compiler,
+        software.model,
+        machine.cores,
+        machine.memory,
+        machine.disk,
+        machine.shared_memory,
+        machine.limits,
+        ports,
+    )
+    return [finding for check in checks for finding in check(config)]
+
+
+def ports(config: ClusterConfig) -> list[Finding]:
+    """Whether the router's ports are free, and whether loopback works at all."""
+    host, found = config.router.host, []
+    options = (("HTTP port", config.router.port, "--port"), ("gRPC port", config.router.grpc_port, "--grpc-port"))
+    for name, port, option in options:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, port))
+                probe.listen(1)
+        except OSError as error:
+            hint = f"choose another with `tandem up {option} N`, or end what listens there"
+            status = Status.WARN if port else Status.FAIL
+            found.append(Finding(name=name, status=status, detail=f"{host}:{port}: {error.strerror}", hint=hint))
+        else:
+            found.append(Finding(name=name, status=Status.OK, detail=f"{host}:{port} is free"))
+    return found
+
+
+def has_failed(findings: list[Finding]) -> bool:
+    """Whether something essential is wrong."""
+    return any(finding.status is Status.FAIL for finding in findings)
+
+
+def as_json(findings: list[Finding]) -> str:
+    """All findings for a program."""
+    rows = [asdict(finding) | {"status": finding.status.value} for finding in findings]
+    return json.dumps({"ok": not has_failed(findings), "checks": rows}, indent=2)
+
+
+def show(console: Console, findings: list[Finding]) -> None:
+    """All findings for a human."""
+    marks = {
+        Status.OK: Text("✓", style="green"),
+        Status.INFO: Text("·", style="dim"),
+        Status.WARN: Text("!", style="yellow"),
+        Status.FAIL: Text("✗", style="bold red"),
+    }
+    table = Table.grid(padding=(0, 2))
+    for finding in findings:
+        detail = Text(finding.detail)
+        if finding.hint:
+            detail.append(f"\n→ {finding.hint}", style="yellow" if finding.status is not Status.INFO else "dim")
+        table.add_row(marks[finding.status], Text(finding.name, style="bold"), detail)
+    console.print(table)
+    wrong = sum(finding.status is Status.FAIL for finding in findings)
+    warnings = sum(finding.status is Status.WARN for finding in findings)
+    if wrong:
+        console.print(f"\n[bold red]{wrong} essential thing(s) wrong[/bold red], {warnings} warning(s)")
+    else:
+        console.print(f"\n[green]This machine can run Tandem[/green], {warnings} warning(s)")

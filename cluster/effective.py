@@ -1,0 +1,198 @@
+"""From the configuration that a user wrote to the one that the processes of this machine run with.
+
+Everything left open is decided here, once: the workers' loopback addresses, router ports given as 0, the cluster's
+secret, the directory of a model named by its hub id. The result is written as YAML that only the user can read.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import socket
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from cluster.supervisor import ProcessPlan, Role
+from tandem.config import ENV_PREFIX, ClusterConfig, PoolConfig, dump
+from tandem.errors import ConfigError
+
+BUILTIN = "builtin"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+ROUTER_NAME = "router"
+STOP_MARGIN_S = 5.0
+"""A process that drains to its own bound needs a little more to close what it opened."""
+
+
+class PortDrawer:
+    """Draws free ports; holds each one until `release`, so that none is drawn twice."""
+
+    def __init__(self) -> None:
+        self._held: list[socket.socket] = []
+
+    def __enter__(self) -> "PortDrawer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for held in self._held:
+            held.close()
+
+    def draw(self, host: str) -> int:
+        """A port that nobody listens on. Raises ConfigError when the host is not of this machine."""
+        held = self._bind(host, 0, "host")
+        return int(held.getsockname()[1])
+
+    def claim(self, host: str, port: int, what: str) -> int:
+        """This very port (0: any). Raises ConfigError when it is taken, naming the setting."""
+        return int(self._bind(host, port, what).getsockname()[1])
+
+    def _bind(self, host: str, port: int, what: str) -> socket.socket:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        held = socket.socket(family, socket.SOCK_STREAM)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            held.bind((host, port))
+            held.listen(1)  # SO_REUSEADDR lets two bind; only listening is exclusive
+        except OSError as error:
+            held.close()
+            raise ConfigError(f"{what}: cannot listen on {join(host, port)}: {error.strerror}") from None
+        self._held.append(held)
+        return held
+
+
+def make_effective(config: ClusterConfig) -> ClusterConfig:
+    """Every address, port and the secret filled in. Raises ConfigError when a port is taken or a count contradicts."""
+    router = config.router
+    with PortDrawer() as ports:
+        http = ports.claim(router.host, router.port, "router.port")
+        grpc = ports.claim(router.host, router.grpc_port, "router.grpc_port")
+        return config.model_copy(
+            update={
+                "router": router.model_copy(update={"port": http, "grpc_port": grpc}),
+                "prefill": _with_addresses(config.prefill, "prefill", ports),
+                "decode": _with_addresses(config.decode, "decode", ports),
+                "secret": config.secret or SecretStr(secrets.token_urlsafe(32)),
+            }
+        )
+
+
+def _with_addresses(pool: PoolConfig, name: str, ports: PortDrawer) -> PoolConfig:
+    if not pool.addresses:
+        drawn = tuple(join(pool.host, ports.draw(pool.host)) for _ in range(pool.replicas))
+        return pool.model_copy(update={"addresses": drawn})
+    if len(pool.addresses) != pool.replicas:
+        raise ConfigError(
+            f"{name}.addresses names {len(pool.addresses)} workers, but {name}.replicas is {pool.replicas}"
+        )
+    for address in pool.addresses:
+        host, port = split(address, f"{name}.addresses")
+        ports.claim(host, port, f"{name}.addresses")
+    return pool
+
+
+def join(host: str, port: int) -> str:
+    """`host:port`, with the brackets of IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split(address: str, what: str) -> tuple[str, int]:
+    """The parts of `host:port`. Raises ConfigError naming the setting."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{what}: {address!r} is not host:port")
+    return host.strip("[]"), int(port)
+
+
+def plan_processes(config: ClusterConfig) -> list[ProcessPlan]:
+    """The processes of this cluster, workers first."""
+    pools = ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
+    workers = [
+        ProcessPlan(name=f"{role.value}-{i}", role=role, index=i, drain_s=pool.drain_s + STOP_MARGIN_S)
+        for role, pool in pools
+        for i in range(pool.replicas)
+    ]
+    drain_s = config.decode.drain_s + STOP_MARGIN_S
+    return [*workers, ProcessPlan(name=ROUTER_NAME, role=Role.ROUTER, drain_s=drain_s)]
+
+
+def module_command(plan: ProcessPlan, config_path: Path, ready_fd: int) -> list[str]:
+    """How a process of this plan is started: `python -m MODULE --config FILE …`."""
+    command = [*module_prefix(plan.role), "--config", str(config_path)]
+    if plan.role is not Role.ROUTER:
+        command += ["--index", str(plan.index)]
+    return [*command, "--ready-fd", str(ready_fd)]
+
+
+def module_prefix(role: Role) -> list[str]:
+    """The interpreter and module of a role."""
+    module = "router" if role is Role.ROUTER else f"{role.value}_worker"
+    return [sys.executable, "-m", module]
+
+
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a child inherits.
+
+    `TANDEM_*` is left out: it is already in the effective file, where the command line has overruled it. A checkout
+    that is not installed is put on the path, so that children run this code from any directory.
+    """
+    kept = {name: value for name, value in environment.items() if not name.startswith(ENV_PREFIX)}
+    if root := import_root():
+        kept["PYTHONPATH"] = os.pathsep.join(filter(None, (root, kept.get("PYTHONPATH", ""))))
+    return kept | {"PYTHONUNBUFFERED": "1"}
+
+
+def import_root() -> str | None:
+    """The checkout to put on the path of a process; None when Tandem is installed where Python looks anyway."""
+    root = str(Path(__file__).resolve().parent.parent)
+    return None if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")) else root
+
+
+@contextlib.contextmanager
+def written(config: ClusterConfig, directory: Path) -> Iterator[Path]:
+    """The configuration as a file that only its owner can read; removed in the end."""
+    path = directory / "cluster.yaml"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        file.write(dump(config))
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def resolve_model(config: ClusterConfig) -> ClusterConfig:
+    """A hub id becomes a directory (downloaded once, with a progress bar); a directory becomes absolute.
+
+    Raises ConfigError when the model is neither.
+    """
+    path = config.model.path
+    if path == BUILTIN:
+        return config
+    if Path(path).is_dir():
+        directory = Path(path).absolute()
+        return _with_model(config, str(directory), config.model.name or directory.name)
+    if not _HUB_ID.fullmatch(path):
+        raise ConfigError(f"model.path: {path} is neither a directory nor a hub id such as Qwen/Qwen3-0.6B")
+    return _with_model(config, _download(path), config.model.name or path.rpartition("/")[2])
+
+
+def _with_model(config: ClusterConfig, path: str, name: str) -> ClusterConfig:
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path, "name": name})})
+
+
+def _download(hub_id: str) -> str:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ConfigError(
+            f"model.path: {hub_id} is not a directory; for hub ids `pip install huggingface-hub`"
+        ) from None
+    try:
+        return str(snapshot_download(hub_id, allow_patterns=_MODEL_FILES))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"model.path: cannot fetch {hub_id}: {reason}") from None

@@ -1,0 +1,164 @@
+"""`tandem up`: start a cluster here, show how it comes up, keep it alive, and end it as the user asks.
+
+The first Ctrl-C (or SIGTERM, SIGHUP) drains, the second kills.
+"""
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from cluster import banner
+from cluster.effective import module_command, resolve_model
+from cluster.local import ClusterFailed, Command, LocalCluster, ProcessView, StoppedEarly
+from cluster.sanitize import without_controls
+from cluster.supervisor import Note, ProcessState
+from tandem.config import ClusterConfig
+
+EXIT_FAILED = 1
+EXIT_KILLED = 130
+Body = Callable[[LocalCluster], Awaitable[int]]
+"""What to do while the cluster serves; its result is the exit code."""
+
+
+class ConsoleWatcher:
+    """Spinners while processes load, then their log lines and what the supervisor does about deaths.
+
+    Log lines written before everything serves are kept back, warnings excepted: a process that fails shows its own.
+    """
+
+    def __init__(self, console: Console, *, show_logs: bool) -> None:
+        self._console = console
+        self._show_logs = show_logs
+        self._starting = True
+        self._tasks: dict[str, TaskID] = {}
+        self._progress = Progress(
+            SpinnerColumn(finished_text="[green]✓[/green]"),
+            TextColumn("{task.fields[name]:<12}", style="bold", markup=False),
+            TextColumn("{task.description}", markup=False),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def all_ready(self) -> None:
+        """The start is over: close the spinners and let log lines through."""
+        self._progress.stop()
+        self._starting = False
+
+    def on_state(self, view: ProcessView) -> None:
+        """Move this process's spinner on."""
+        if not self._starting:
+            return
+        if view.state is ProcessState.STARTING and view.name not in self._tasks:
+            what = "opening the doors" if view.name == "router" else "loading weights"
+            self._tasks[view.name] = self._progress.add_task(what, total=1, name=view.name)
+        elif view.state is ProcessState.READY:
+            text = f"ready, pid {view.pid}, {view.address}"
+            self._progress.update(self._tasks[view.name], description=text, completed=1)
+            if not self._console.is_terminal:
+                self._console.print(Text(f"{view.name} {text}"), soft_wrap=True)
+
+    def on_note(self, note: Note) -> None:
+        """Always shown: a process died or came back."""
+        self._console.print(Text(f"{note.name} {note.text}", style="red" if note.is_error else "green"), soft_wrap=True)
+
+    def on_log(self, name: str, line: str) -> None:
+        """Shown dim, with the process's name where the line lacks it."""
+        if self._starting and " WARNING " not in line:
+            return
+        if self._show_logs:
+            text = line if name in line else f"{name} {line}"
+            self._console.print(Text(without_controls(text), style="dim"), soft_wrap=True)
+
+
+@dataclass(slots=True)
+class _Interrupts:
+    """Counts the user's wishes to end."""
+
+    cluster: LocalCluster
+    console: Console
+    work: asyncio.Task[int] | None = None
+    count: int = 0
+
+    def __call__(self) -> None:
+        """First drain, then kill."""
+        self.count += 1
+        if self.count > 1:
+            self.console.print("killing", style="red")
+            self.cluster.request_kill()
+            return
+        self.console.print(f"\ndraining; {banner.STOP_HINT.partition('; ')[2]}", style="yellow")
+        self.cluster.request_stop()
+        if self.work is not None:
+            self.work.cancel()
+
+
+async def serve(config: ClusterConfig, *, out: Console, err: Console) -> int:
+    """Run a cluster until the user ends it; the exit code. Raises ConfigError before anything was started."""
+    resolved = resolve_model(config)
+
+    async def body(cluster: LocalCluster) -> int:
+        banner.show(out, config, cluster.config, cluster.processes)
+        await cluster.wait_stopped()
+        return 0
+
+    return await run_with(resolved, body, console=err, show_logs=True)
+
+
+async def run_with(
+    config: ClusterConfig, body: Body, *, console: Console, show_logs: bool, command: Command = module_command
+) -> int:
+    """Run `body` while a cluster serves, then drain it; the exit code."""
+    watcher = ConsoleWatcher(console, show_logs=show_logs)
+    cluster = LocalCluster(config, watcher=watcher, command=command)
+    interrupts = _Interrupts(cluster, console)
+    loop = asyncio.get_running_loop()
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # `nohup` means what it says
+        signals.append(signal.SIGHUP)
+    for signum in signals:
+        loop.add_signal_handler(signum, interrupts)
+    try:
+        with watcher:
+            async with cluster:
+                watcher.all_ready()
+                interrupts.work = asyncio.ensure_future(body(cluster))
+                code = await _result(interrupts)
+    except StoppedEarly:
+        code = 0
+    except ClusterFailed as error:
+        reason, _, details = str(error).partition("\n")
+        console.print(Text(reason, style="bold red"), soft_wrap=True)
+        if details:
+            console.print(Text(without_controls(details)), soft_wrap=True)
+        return EXIT_FAILED
+    finally:
+        for signum in signals:
+            loop.remove_signal_handler(signum)
+    return EXIT_KILLED if interrupts.count > 1 else code
+
+
+async def _result(interrupts: _Interrupts) -> int:
+    assert interrupts.work is not None  # noqa: S101  # narrows
+    try:
+        return await interrupts.work
+    except asyncio.CancelledError:
+        if interrupts.count == 0:
+            raise
+        return 0

@@ -1,0 +1,209 @@
+"""Blocks as requests see them: tables that grow, prefixes that are found, credit that holds, pins that outlive.
+
+Joins the pool's reference counts with the prefix index and counts promises. Credit is a hard number: free plus
+evictable blocks never fall below the blocks promised, so whoever was promised a block gets it without anybody being
+preempted for it, and a request that grows must find room in what is left (`num_available`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.blocks import KVBlockPool, PoolExhausted
+from engine.kv_events import KVEventLog
+from engine.prefix_index import PrefixIndex
+from engine.request import Request
+from tandem.block_hash import HASH_BLOCK_TOKENS, BlockHasher
+from tandem.errors import InvariantError
+from tandem.ids import BlockHash, BlockId, RequestId
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pin:
+    count: int = 0
+    lingering: list[BlockId] = field(default_factory=list)
+    """References that the request gave up while it was pinned, in table order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixMatch:
+    """The leading blocks of a request that are here, and what taking the whole request would cost."""
+
+    blocks: tuple[BlockId, ...]
+    num_parked: int
+    """Of these, how many stop being evictable when they are taken."""
+    num_missing: int
+    """Blocks for the request's other tokens."""
+
+    @property
+    def cost(self) -> int:
+        """Available blocks used up by taking the prefix and the missing blocks, or a promise of them."""
+        return self.num_parked + self.num_missing
+
+
+class BlockManager:
+    """One worker's blocks."""
+
+    def __init__(self, *, num_blocks: int, block_size: int, hasher: BlockHasher, events: KVEventLog) -> None:
+        self.pool = KVBlockPool(num_blocks)
+        self.index = PrefixIndex(events)
+        self.block_size = block_size
+        self._hashes_per_block = block_size // HASH_BLOCK_TOKENS
+        self._hasher = hasher
+        self._num_promised = 0
+        self._pins: dict[RequestId, _Pin] = {}
+
+    @property
+    def num_promised(self) -> int:
+        """Blocks that are spoken for but not yet taken."""
+        return self._num_promised
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that may be taken, or promised, now: free or evictable, and not promised."""
+        return self.pool.num_free + self.index.num_parked - self._num_promised
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def promise(self, num_blocks: int) -> None:
+        """Set blocks aside without choosing them; PoolExhausted when not so many are available."""
+        self._require(num_blocks)
+        self._num_promised += num_blocks
+
+    def unpromise(self, num_blocks: int) -> None:
+        """Give a promise back."""
+        if num_blocks > self._num_promised:
+            raise InvariantError(f"{num_blocks} blocks unpromised of {self._num_promised}")
+        self._num_promised -= num_blocks
+
+    def allocate(self, num_blocks: int) -> list[BlockId]:
+        """Take available blocks, evicting cache entries as needed; PoolExhausted takes none."""
+        self._require(num_blocks)
+        return [self._take() for _ in range(num_blocks)]
+
+    def allocate_promised(self, num_blocks: int) -> list[BlockId]:
+        """Turn a promise into blocks: cannot fail."""
+        self.unpromise(num_blocks)
+        return [self._take() for _ in range(num_blocks)]
+
+    def _require(self, num_blocks: int) -> None:
+        if num_blocks > self.num_available:
+            raise PoolExhausted(f"{num_blocks} KV blocks wanted, {self.num_available} available", retry_after_s=1.0)
+
+    def _take(self) -> BlockId:
+        if not self.pool.num_free:
+            self.pool.reclaim(self.index.evict())
+        return self.pool.allocate()
+
+    def match(self, request: Request) -> PrefixMatch:
+        """Look up the request's longest held prefix, leaving at least one token to compute; takes nothing."""
+        num_full = (request.num_tokens - 1) // self.block_size
+        self._extend_names(request, num_full)
+        found: list[BlockId] = []
+        num_parked = 0
+        for i in range(num_full):
+            name = self._name(request, i)
+            block = self.index.find(name)
+            if block is None:
+                break
+            found.append(block)
+            num_parked += self.index.is_parked(name)
+        missing = self.blocks_for(request.num_tokens) - len(found)
+        return PrefixMatch(blocks=tuple(found), num_parked=num_parked, num_missing=missing)
+
+    def take_prefix(self, request: Request, match: PrefixMatch) -> None:
+        """Start the request's table with a prefix just matched; PoolExhausted takes nothing."""
+        self._require(match.num_parked)
+        for block in match.blocks:
+            if self.pool.acquire(block) == 1:
+                self.index.unpark(block)
+            request.block_table.append(block)
+        request.num_computed_tokens = len(match.blocks) * self.block_size
+
+    def grow(self, request: Request, blocks: Sequence[BlockId]) -> None:
+        """Append blocks that were just allocated."""
+        for block in blocks:
+            request.block_table.append(block)
+
+    def index_computed(self, request: Request, first_block: int) -> list[BlockId]:
+        """Make the request's full computed blocks, from `first_block` on, findable by content.
+
+        A name has one block. Where another block already bears it and is in use, the table is pointed at that one
+        and the request's own copy is returned, for the caller to release; where it is merely cached, the own
+        copy takes the name over instead, so that credit never depends on who computed something twice.
+        """
+        num_full = request.num_computed_tokens // self.block_size
+        self._extend_names(request, num_full)
+        displaced: list[BlockId] = []
+        for i in range(first_block, num_full):
+            name, own = self._name(request, i), request.block_table[i]
+            canonical = self.index.find(name)
+            if canonical is None:
+                parent = self._name(request, i - 1) if i else request.hash_root
+                self.index.insert(name, own, parent=parent, is_first=i == 0)
+            elif self.index.is_parked(name):
+                self.pool.reclaim(self.index.rebind(name, own))
+            elif canonical != own:
+                self.pool.acquire(canonical)
+                request.block_table.replace(i, canonical)
+                displaced.append(own)
+        return displaced
+
+    def _extend_names(self, request: Request, num_blocks: int) -> None:
+        if len(request.block_hashes) < num_blocks * self._hashes_per_block:
+            self._hasher.extend(request.hash_root, request.block_hashes, request.token_ids)
+
+    def _name(self, request: Request, block_index: int) -> BlockHash:
+        return request.block_hashes[(block_index + 1) * self._hashes_per_block - 1]
+
+    def release(self, blocks: Sequence[BlockId]) -> None:
+        """Drop one reference to each, given in table order: the tail goes first, and so is evicted first."""
+        for block in reversed(blocks):
+            indexed = self.index.holds(block)
+            if not self.pool.release(block, keep=indexed) and indexed:
+                self.index.park(block)
+
+    def surrender(self, request_id: RequestId, blocks: Sequence[BlockId]) -> None:
+        """Release blocks of a request, or set them aside while it is pinned."""
+        pin = self._pins.get(request_id)
+        if pin is None:
+            self.release(blocks)
+        else:
+            pin.lingering.extend(blocks)
+
+    def pin(self, request_id: RequestId) -> None:
+        """From now on nothing that the request holds, or will hold, is reused until as many `unpin`s."""
+        self._pins.setdefault(request_id, _Pin()).count += 1
+
+    def unpin(self, request_id: RequestId) -> None:
+        """Undo one `pin`; the last one releases what the request gave up meanwhile."""
+        pin = self._pins.get(request_id)
+        if pin is None:
+            raise InvariantError(f"request {request_id} is not pinned")
+        pin.count -= 1
+        if not pin.count:
+            del self._pins[request_id]
+            self.release(pin.lingering)
+
+    def is_pinned(self, request_id: RequestId) -> bool:
+        """Whether a transfer may still read the request's blocks."""
+        return request_id in self._pins
+
+    def pinned_blocks(self) -> list[BlockId]:
+        """Every reference that only a pin keeps, for audits."""
+        return [block for pin in self._pins.values() for block in pin.lingering]
+
+    def clear_cache(self) -> None:
+        """Forget every cached block that nobody uses."""
+        for block in self.index.clear():
+            self.pool.reclaim(block)
+
+    def check_invariants(self) -> None:
+        """Pool and index agree and credit is covered; O(num_blocks), for tests and audits."""
+        self.pool.check_invariants()
+        self.index.check_invariants()
+        if self.pool.num_idle != self.index.num_parked:
+            raise InvariantError(f"{self.pool.num_idle} idle blocks, {self.index.num_parked} parked entries")
+        if self._num_promised < 0 or self.num_available < 0:
+            raise InvariantError(f"{self._num_promised} blocks promised, {self.num_available} available beyond them")

@@ -1,0 +1,69 @@
+"""Reading numbers out of JSON that somebody else wrote: every error names the file, the field and its bound."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tandem.errors import ConfigError
+
+_MISSING = object()
+
+
+class Fields:
+    """Typed, bounded access to one JSON object."""
+
+    __slots__ = ("_raw", "_where")
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        self._raw = raw
+        self._where = where
+
+    def has(self, name: str) -> bool:
+        """Whether the field is there and not null."""
+        return self._raw.get(name) is not None
+
+    def is_null(self, name: str) -> bool:
+        """Whether the field is there and null."""
+        return name in self._raw and self._raw[name] is None
+
+    def get(self, name: str) -> Any:
+        """The field as it is; None when absent."""
+        return self._raw.get(name)
+
+    def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
+        """An integer in [low, high]; `default` stands in for an absent or null field."""
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.error(name, f"must be an integer in [{low}, {high}], is {_show(value)}")
+        return value
+
+    def number(self, name: str, low: float, high: float, default: float | None = None) -> float:
+        """A finite number in [low, high]."""
+        value = self._value(name, default)
+        real = isinstance(value, int | float) and not isinstance(value, bool)
+        if not real or not low <= value <= high:  # NaN fails every comparison
+            raise self.error(name, f"must be a number in [{low:g}, {high:g}], is {_show(value)}")
+        return float(value)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, f"must be true or false, is {_show(value)}")
+        return value
+
+    def error(self, name: str, problem: str) -> ConfigError:
+        """The error to raise about a field."""
+        return ConfigError(f"{self._where}: {name} {problem}")
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self._raw.get(name, _MISSING)
+        if value is not None and value is not _MISSING:
+            return value
+        if default is None:
+            raise self.error(name, "is missing")
+        return default
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"

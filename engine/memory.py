@@ -1,0 +1,117 @@
+"""One budget of memory, made at start, printed, and kept: weights, workspace, headroom; the rest is KV blocks."""
+
+from dataclasses import dataclass
+
+from engine.model_config import ModelConfig
+from tandem.errors import ConfigError
+from tandem.kv_layout import DTYPE_BYTES, KVLayout
+
+MAX_GATHER_BYTES = 256 * 2**20
+"""What one layer's attention may copy out of the pool at once, unless a single sequence needs more."""
+
+MAX_MASK_ELEMENTS = 2**24
+"""Largest attention mask, in elements, that a step keeps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBudget:
+    """Who gets how many bytes of one worker's memory."""
+
+    limit_bytes: int
+    weights_bytes: int
+    workspace_bytes: int
+    headroom_bytes: int
+    block_bytes: int
+    block_size: int
+    num_blocks: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all KV blocks."""
+        return self.num_blocks * self.block_bytes
+
+    def lines(self) -> tuple[str, ...]:
+        """The budget for a start banner."""
+        tokens = self.num_blocks * self.block_size
+        return (
+            f"memory     {_size(self.limit_bytes)}",
+            f"weights    {_size(self.weights_bytes)}",
+            f"workspace  {_size(self.workspace_bytes)}",
+            f"headroom   {_size(self.headroom_bytes)}",
+            f"KV cache   {_size(self.kv_bytes)}: {self.num_blocks} blocks of {self.block_size} = {tokens} tokens",
+        )
+
+
+def plan_memory(
+    *,
+    limit_bytes: int,
+    weights_bytes: int,
+    workspace_bytes: int,
+    layout: KVLayout,
+    max_context: int,
+    max_blocks: int | None = None,
+    headroom_fraction: float = 0.05,
+) -> MemoryBudget:
+    """Divide `limit_bytes`; `max_blocks` caps the pool when the rest would be more than is wanted.
+
+    Raises ConfigError, with the figures, when one sequence of `max_context` tokens would not fit.
+    """
+    headroom_bytes = int(limit_bytes * headroom_fraction)
+    rest = limit_bytes - weights_bytes - workspace_bytes - headroom_bytes
+    num_blocks = max(0, rest) // layout.block_bytes
+    if max_blocks is not None:
+        num_blocks = min(num_blocks, max_blocks)
+    budget = MemoryBudget(
+        limit_bytes=limit_bytes,
+        weights_bytes=weights_bytes,
+        workspace_bytes=workspace_bytes,
+        headroom_bytes=headroom_bytes,
+        block_bytes=layout.block_bytes,
+        block_size=layout.block_size,
+        num_blocks=num_blocks,
+    )
+    needed = -(-max_context // layout.block_size)
+    if num_blocks < needed:
+        raise ConfigError(
+            f"not enough memory for one sequence of {max_context} tokens: it takes {needed} KV blocks "
+            f"({_size(needed * layout.block_bytes)}), {num_blocks} fit ({'; '.join(budget.lines())}). "
+            "Raise the memory limit, or lower the context length or the batch bounds."
+        )
+    return budget
+
+
+def estimate_workspace_bytes(
+    config: ModelConfig, *, dtype: str, max_batch_tokens: int, max_num_seqs: int, max_context: int
+) -> int:
+    """Upper bound of what one step allocates beside weights and KV: hidden states, gathered KV, masks, logits."""
+    item = DTYPE_BYTES[dtype]
+    rows = max(max_batch_tokens, max_num_seqs)
+    qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    attention = config.num_heads * config.head_dim
+    # Residual, its norm and one block's output; qkv with its rotated copy; gate, up, activation and product.
+    per_row = 4 * config.hidden_size + 2 * qkv + 2 * attention + 4 * config.intermediate_size
+    one_sequence = 2 * config.num_kv_heads * config.head_dim * max_context * item
+    pool_share = one_sequence * max_num_seqs
+    gathered = max(min(MAX_GATHER_BYTES, pool_share), one_sequence)
+    masks = min(MAX_MASK_ELEMENTS, rows * max_context) * item
+    # Sampling works in float32: logits, their copy, sorted values and indices, noise and its integers.
+    sampling = max_num_seqs * config.vocab_size * 4 * 12
+    return rows * per_row * item + gathered + masks + sampling
+
+
+def kv_layout(config: ModelConfig, *, fingerprint: str, dtype: str, block_size: int) -> KVLayout:
+    """The KV geometry that a model implies."""
+    return KVLayout(
+        model_fingerprint=fingerprint,
+        dtype=dtype,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+    )
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / 2**20:.1f} MiB"

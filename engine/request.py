@@ -1,0 +1,156 @@
+"""One generation as the engine sees it: tokens, of which some still need computing.
+
+A request has no phase. `num_computed_tokens` trails `num_tokens` by a whole prompt when it is new, by one token
+while it decodes, by everything after a preemption or a lost hand-off; the scheduler only ever closes that gap.
+Everything here is touched by the engine thread alone.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tandem.errors import InvariantError
+from tandem.ids import BlockHash, BlockId, RequestId
+from tandem.outputs import FinishReason as FinishReason
+from tandem.outputs import SampledToken as SampledToken
+from tandem.outputs import TokenLogprob as TokenLogprob
+from tandem.sampling import SamplingParams
+
+
+class RequestState(Enum):
+    """Where a request stands with the scheduler."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    HELD = "held"
+    """Prefill is done and the blocks stay pinned until the hand-off ends."""
+    FINISHED = "finished"
+
+
+_NEXT: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.FINISHED}),
+    RequestState.RUNNING: frozenset({RequestState.WAITING, RequestState.HELD, RequestState.FINISHED}),
+    RequestState.HELD: frozenset({RequestState.FINISHED}),
+    RequestState.FINISHED: frozenset(),
+}
+
+
+class BlockTable:
+    """A request's ordered physical blocks, as a C int array that a runner can view without copying."""
+
+    __slots__ = ("_ids",)
+
+    def __init__(self, ids: Iterable[BlockId] = ()) -> None:
+        self._ids = array("i", ids)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> BlockId:
+        return BlockId(self._ids[index])
+
+    def __iter__(self) -> Iterator[BlockId]:
+        return (BlockId(i) for i in self._ids)
+
+    @property
+    def ids(self) -> "array[int]":
+        """The live array; read-only by convention, and never kept across a step."""
+        return self._ids
+
+    def append(self, block: BlockId) -> None:
+        """Add the block for the next `block_size` tokens."""
+        self._ids.append(block)
+
+    def replace(self, index: int, block: BlockId) -> None:
+        """Point at an equal block instead: the one place where a table is not append-only (deduplication)."""
+        self._ids[index] = block
+
+    def clear(self) -> list[BlockId]:
+        """Give up every block, in order."""
+        ids = [BlockId(i) for i in self._ids]
+        del self._ids[:]
+        return ids
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """Mutable state of one choice of one client request."""
+
+    request_id: RequestId
+    token_ids: "array[int]"
+    """Prompt, then output."""
+    num_prompt_tokens: int
+    params: SamplingParams
+    hash_root: BlockHash
+    """Parent of the first block's hash: model, adapter and tenant salt."""
+    choice_index: int = 0
+    arrival_s: float = 0.0
+    priority: int = 0
+    """Lower is sooner."""
+    prefill_only: bool = False
+    """Compute the prompt, sample one token, then hold the blocks for a hand-off."""
+    state: RequestState = RequestState.WAITING
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens that were not computed for this request because their KV was already here."""
+    num_preemptions: int = 0
+    block_table: BlockTable = field(default_factory=BlockTable)
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far, prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far, on whatever worker."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Known tokens whose KV does not exist yet."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def move_to(self, state: RequestState) -> None:
+        """Change state; InvariantError for a move that the life cycle does not have."""
+        if state not in _NEXT[self.state]:
+            raise InvariantError(f"request {self.request_id}: {self.state} -> {state}")
+        self.state = state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchItem:
+    """One request's share of a step: the next `num_tokens` tokens after `start`."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    samples: bool
+    """Whether the step reaches the last known token, so that a new one is sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one step computes; built by the scheduler, executed by a runner."""
+
+    items: tuple[BatchItem, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the step's hidden states."""
+        return sum(item.num_tokens for item in self.items)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent:
+    """One new token of one request, or its end, or both."""
+
+    request_id: RequestId
+    index: int
+    """Position of the token in the output, from 0; equals the number of outputs when only an end is told."""
+    token: SampledToken | None
+    finish_reason: FinishReason | None
+    num_cached_tokens: int

@@ -1,0 +1,83 @@
+"""What one engine step tells the worker's shell: values only, safe to hand to another thread."""
+
+from dataclasses import dataclass
+
+from engine.kv_events import KVEventBatch
+from engine.request import TokenEvent
+from tandem.ids import BlockId, RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """A request left the queue for the first time."""
+
+    request_id: RequestId
+    queued_s: float
+    """Since its arrival, on the clock that `arrival_s` was read from."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    prefill_only: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillProgress:
+    """Source blocks of a `prefill_only` request that got their final content in this step.
+
+    Over a request's life these cover its table once, in order, blocks of its prefix hit first.
+    """
+
+    request_id: RequestId
+    num_computed_tokens: int
+    first_block_index: int
+    """Index in the request's table of the first of `block_ids`."""
+    block_ids: tuple[BlockId, ...]
+    is_complete: bool
+    """The prompt is computed; the last block may be partly filled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A worker's occupation after the step."""
+
+    num_running: int
+    num_waiting: int
+    num_held: int
+    """Finished prefills whose blocks wait for a hand-off."""
+    num_reservations: int
+    num_backlog_tokens: int
+    """Known tokens still to compute, waiting and running."""
+    num_blocks: int
+    num_used_blocks: int
+    num_evictable_blocks: int
+    num_promised_blocks: int
+    num_quarantined_blocks: int
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the pool that is referenced, 0 to 1; cached blocks do not count."""
+        return self.num_used_blocks / self.num_blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimings:
+    """Where one step's time went, and over how many tokens."""
+
+    schedule_s: float
+    execute_s: float
+    commit_s: float
+    num_tokens: int
+    num_requests: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """Everything that happened since the output before."""
+
+    events: tuple[TokenEvent, ...]
+    admissions: tuple[Admission, ...]
+    progress: tuple[PrefillProgress, ...]
+    preemptions: tuple[RequestId, ...]
+    kv_events: KVEventBatch
+    load: Load
+    timings: StepTimings | None = None
+    """None when nothing was executed, for example after an abort of the last request."""

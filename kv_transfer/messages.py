@@ -1,0 +1,214 @@
+"""Every message of a hand-off, as values. `wire.py` alone turns them into protobuf and back.
+
+    D -> P   PREFILL  RESERVE  NACK  COMMIT_ACK  ABORT  RENEW
+    P -> D   OFFER  REJECT  CHUNK  FIRST_TOKEN  SEAL  DRAINED  ABORT  RENEW
+
+HELLO is exchanged once per link. Payload bytes never travel here (see `transport.py`).
+"""
+
+from dataclasses import dataclass
+
+from tandem.errors import ServingError
+from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
+from tandem.kv_layout import KVLayout
+from tandem.outputs import PhaseTimes, SampledToken
+from tandem.sampling import SamplingParams
+
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferKey:
+    """One attempt of one hand-off; grants and writes belong to exactly one."""
+
+    transfer_id: TransferId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellRange:
+    """A box of KV cells in a reservation: layers x blocks x global KV heads. Blocks are indices, never addresses."""
+
+    first_layer: int
+    num_layers: int
+    first_block: int
+    num_blocks: int
+    first_head: int
+    num_heads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """An error as a value: comparable, and never carrying a traceback."""
+
+    kind: type[ServingError]
+    message: str
+    retry_after_s: float | None = None
+
+    @classmethod
+    def of(cls, error: ServingError) -> "Failure":
+        """The value of `error`."""
+        return cls(kind=type(error), message=error.message, retry_after_s=error.retry_after_s)
+
+    def to_error(self) -> ServingError:
+        """The error again."""
+        return self.kind(self.message, retry_after_s=self.retry_after_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillJob:
+    """What the prefill worker is to compute, and which blocks of it to send."""
+
+    transfer_id: TransferId
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    held_tokens: int
+    """Leading tokens whose blocks the decode worker has: whole blocks, fewer than all tokens."""
+    sampling: SamplingParams
+    hash_root: BlockHash
+    choice_index: int = 0
+    priority: int = 0
+    timeout_s: float | None = None
+    resume: bool = False
+    """What follows `token_ids` is already sampled: compute KV, sample nothing."""
+    tail_hash: BlockHash | None = None
+    """Name of the last full hash block of `token_ids`, checked at commit; stays on the decode worker."""
+
+    def num_blocks(self, block_size: int) -> int:
+        """Blocks that travel: all that hold tokens, less the held ones."""
+        return -(-len(self.token_ids) // block_size) - self.held_tokens // block_size
+
+    def num_keepable_blocks(self, block_size: int) -> int:
+        """Blocks that may be kept when an attempt fails: whole ones, and never all, for a token must be computed."""
+        return (len(self.token_ids) - 1) // block_size - self.held_tokens // block_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportOffer:
+    """A way to receive KV."""
+
+    name: str
+    advert: bytes
+    host_id: str
+    """Equal where a same-host transport can work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """Who a peer is; the first message on both sides of a link."""
+
+    protocol_version: int
+    worker_id: WorkerId
+    layout: KVLayout
+    transports: tuple[TransportOffer, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill:
+    """D -> P: compute this and hand it over."""
+
+    job: PrefillJob
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """P -> D: the prompt leaves the queue; bind destinations."""
+
+    num_blocks: int
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """D -> P: destinations are bound; `grant` opens them to the named transport."""
+
+    num_blocks: int
+    transport: str
+    grant: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reject:
+    """Refused: nothing was or will be written."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """P -> D: these cells are in the receiver's memory."""
+
+    seq: int
+    rewrite: int
+    """How often they were written before."""
+    cells: CellRange
+    checksum: int
+    """CRC-32 over the cells' bytes as sent, in order of layer, then block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nack:
+    """D -> P: that write of that chunk arrived damaged."""
+
+    seq: int
+    rewrite: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstToken:
+    """P -> D: sampled; authoritative from now on."""
+
+    token: SampledToken
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seal:
+    """P -> D: everything is computed; this many chunks make up the hand-off."""
+
+    num_chunks: int
+    cached_tokens: int
+    times: PhaseTimes
+    tail_hash: BlockHash | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitAck:
+    """D -> P: sources may go."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """Give up this attempt."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drained:
+    """P -> D: the sender has no write of this attempt under way and will start none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renew:
+    """Both ways: these hand-offs are alive here."""
+
+    transfer_ids: tuple[TransferId, ...]
+
+
+Body = (
+    Hello | Prefill | Offer | Reserve | Reject | Chunk | Nack | FirstToken | Seal | CommitAck | Abort | Drained | Renew
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """A message with the names that make it refusable when stale."""
+
+    incarnation: Incarnation
+    """Of the sender."""
+    key: TransferKey | None
+    """None for HELLO, RENEW and a REJECT of the link itself."""
+    body: Body

@@ -1,0 +1,207 @@
+"""The shell around one pure receiver: executes its actions in order and feeds the answers back."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kv_transfer.actions import (
+    Action,
+    Actions,
+    BindBlocks,
+    Commit,
+    CommitInfo,
+    ForwardFirstToken,
+    OpenGrant,
+    Quarantine,
+    ReleaseBlocks,
+    ReportFailed,
+    Revoke,
+    Send,
+    Verify,
+)
+from kv_transfer.checksum import checksum_of
+from kv_transfer.events import BindRefused, Bound, Committed, GrantOpened, Quiet, ReceiverEvent, Verified
+from kv_transfer.messages import Envelope, Failure, FirstToken, TransferKey
+from kv_transfer.receiver import Receiver
+from kv_transfer.receiver_link import ReceiverLink
+from kv_transfer.states import HandoffState
+from kv_transfer.stats import TransferStats
+from kv_transfer.transport import KVReceiver, KVRegion
+from tandem.errors import ServingError
+from tandem.ids import BlockId, TransferId
+
+
+class ReceiverOwner(Protocol):
+    """What the decode worker does for its hand-offs.
+
+    Every block that `bind` returned comes back exactly once: in `commit`, as landed in `failed`, or in `released`. After
+    a cancel only `quarantine` and `released` are called.
+    """
+
+    async def bind(self, transfer_id: TransferId, num_blocks: int) -> tuple[BlockId, ...]:
+        """Destinations for the blocks beyond the held prefix. Raises ServingError to refuse."""
+
+    def first_token(self, transfer_id: TransferId, first_token: FirstToken) -> None:
+        """Forward it now; from now on it is never sampled again."""
+
+    async def commit(self, transfer_id: TransferId, info: CommitInfo) -> None:
+        """The KV is here and verified: the sequence joins the batch. Must not raise."""
+
+    def failed(self, transfer_id: TransferId, landed: tuple[BlockId, ...], error: ServingError) -> None:
+        """An attempt ended. `landed` continue the held prefix and belong to the owner; reroute or cancel follows."""
+
+    def expired(self, transfer_id: TransferId) -> None:
+        """Nobody rerouted the failed hand-off in time: it is over, as after a cancel."""
+
+    def quarantine(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
+        """The writer of these blocks may be alive; count and show them until they are released."""
+
+    def released(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
+        """Nothing writes into these blocks any more and nobody needs them: free them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverContext:
+    """What all attempts of one hub share."""
+
+    owner: ReceiverOwner
+    region: KVRegion
+    receivers: Mapping[str, KVReceiver]
+    stats: TransferStats
+    executor: Executor
+    """Runs checksums, off the event loop."""
+    now: Callable[[], float]
+    spawn: Callable[[Coroutine[Any, Any, None]], object]
+
+
+class AttemptUser(Protocol):
+    """Hears what an attempt came to."""
+
+    def first_token(self, attempt: "ReceiverAttempt", first_token: FirstToken) -> None:
+        """The first token arrived."""
+
+    def failed(self, attempt: "ReceiverAttempt", landed: tuple[BlockId, ...], failure: Failure) -> None:
+        """It failed; its tail may still be waiting for a proof."""
+
+    def committed(self, attempt: "ReceiverAttempt") -> None:
+        """It is about to commit: no other attempt will follow."""
+
+    def closed(self, attempt: "ReceiverAttempt") -> None:
+        """Nothing of it is left."""
+
+
+class ReceiverAttempt:
+    """One attempt on one link."""
+
+    def __init__(self, machine: Receiver, link: ReceiverLink, context: ReceiverContext, user: AttemptUser) -> None:
+        self.machine = machine
+        self.link = link
+        self._context = context
+        self._user = user
+        self._transport = ""
+        self._num_quarantined = 0
+        self._reserved_s = 0.0
+        self._closed = False
+        self._started = False
+
+    @property
+    def key(self) -> TransferKey:
+        """Its name."""
+        return self.machine.plan.key
+
+    def start(self) -> None:
+        """The link is up: ask for the prefill, once."""
+        if not self._started:
+            self._started = True
+            self._run(self.machine.start())
+
+    def on_message(self, envelope: Envelope) -> None:
+        """A message for this hand-off."""
+        self._run(self.machine.on_message(envelope, self._context.now()))
+
+    def on_event(self, event: ReceiverEvent) -> None:
+        """Something happened here."""
+        if not self._closed:
+            self._run(self.machine.on_event(event, self._context.now()))
+
+    def on_timer(self, now: float) -> None:
+        """The reaper's visit."""
+        self._run(self.machine.on_timer(now))
+
+    def _run(self, actions: Actions) -> None:
+        queue = deque(actions)
+        while queue:
+            event = self._execute(queue.popleft())
+            if event is not None:
+                queue.extend(self.machine.on_event(event, self._context.now()))
+        if self.machine.state is HandoffState.CLOSED and not self._closed:
+            self._closed = True
+            self._user.closed(self)
+
+    def _execute(self, action: Action) -> ReceiverEvent | None:
+        owner, transfer_id = self._context.owner, self.key.transfer_id
+        match action:
+            case Send():
+                self.link.send(self.key, action.body)
+            case BindBlocks():
+                self._context.spawn(self._bind(action.num_blocks))
+            case OpenGrant():
+                return self._open_grant(action.blocks)
+            case Verify():
+                self._context.spawn(self._verify(action))
+            case ForwardFirstToken():
+                self._user.first_token(self, action.first_token)
+            case Commit():
+                self._context.spawn(self._commit(action.info))
+            case Revoke():
+                return Quiet() if self._context.receivers[self._transport].revoke(self.key) else None
+            case ReportFailed():
+                self._context.stats.failed += 1
+                self._context.stats.expired += action.expired
+                self._user.failed(self, action.landed, action.failure)
+            case Quarantine():
+                self._count_quarantined(len(action.blocks))
+                owner.quarantine(transfer_id, action.blocks)
+            case ReleaseBlocks():
+                self._count_quarantined(0)
+                owner.released(transfer_id, action.blocks)
+        return None
+
+    def _open_grant(self, blocks: tuple[BlockId, ...]) -> GrantOpened:
+        self._transport = self.link.transport
+        self._reserved_s = self._context.now()
+        receiver = self._context.receivers[self._transport]
+        grant = receiver.open_grant(self.key, blocks)
+        return GrantOpened(transport=receiver.name, grant=grant, drain_proves_quiet=receiver.drain_proves_quiet)
+
+    def _count_quarantined(self, num_blocks: int) -> None:
+        self._context.stats.quarantined_blocks += num_blocks - self._num_quarantined
+        self._num_quarantined = num_blocks
+
+    async def _bind(self, num_blocks: int) -> None:
+        try:
+            blocks = await self._context.owner.bind(self.key.transfer_id, num_blocks)
+        except ServingError as error:
+            self.on_event(BindRefused(failure=Failure.of(error)))
+        else:
+            self.on_event(Bound(blocks=tuple(blocks)))
+
+    async def _verify(self, action: Verify) -> None:
+        chunk = action.chunk
+        views = self._context.region.views(chunk.cells, action.blocks)
+        checksum = await asyncio.get_running_loop().run_in_executor(self._context.executor, checksum_of, views)
+        intact = checksum == chunk.checksum
+        self._context.stats.chunks += intact
+        self._context.stats.nacks += not intact
+        self._context.stats.num_bytes += sum(view.nbytes for view in views) if intact else 0
+        self.on_event(Verified(seq=chunk.seq, rewrite=chunk.rewrite, intact=intact))
+
+    async def _commit(self, info: CommitInfo) -> None:
+        self._user.committed(self)
+        await self._context.owner.commit(self.key.transfer_id, info)
+        self._context.stats.committed += 1
+        self._context.stats.seconds += self._context.now() - self._reserved_s
+        self.on_event(Committed())

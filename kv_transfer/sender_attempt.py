@@ -1,0 +1,169 @@
+"""The shell around one pure sender: executes its actions in order and feeds the answers back."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kv_transfer.actions import (
+    AbortPrefill,
+    Action,
+    Actions,
+    CancelWrites,
+    ReleaseSources,
+    Send,
+    StartWrite,
+    SubmitPrefill,
+)
+from kv_transfer.events import SenderEvent, SubmitRefused, Submitted, WriteFailed, WritesQuiet, Written
+from kv_transfer.messages import Body, Envelope, Failure, PrefillJob, TransferKey
+from kv_transfer.sender import Sender
+from kv_transfer.states import HandoffState
+from kv_transfer.stats import TransferStats
+from kv_transfer.transport import PeerWriter, WriteOrder, WriteResult
+from tandem.errors import ServingError, TransferError
+from tandem.ids import TransferId
+
+
+class SenderOwner(Protocol):
+    """What the prefill worker does for its hand-offs.
+
+    After a `submit` that did not raise, `release` comes exactly once; until then every block that was told by
+    `SenderHub.progress` stays as it is, preempted or not. `abort` comes at most once, before `release`.
+    """
+
+    async def submit(self, job: PrefillJob) -> None:
+        """Queue the job in the engine. Raises ServingError to refuse."""
+
+    def abort(self, transfer_id: TransferId) -> None:
+        """Stop computing it."""
+
+    def release(self, transfer_id: TransferId) -> None:
+        """Nothing reads its blocks any more: free them."""
+
+
+class SenderPeer(Protocol):
+    """The link that an attempt lives on."""
+
+    @property
+    def writer(self) -> PeerWriter:
+        """The connection for bytes."""
+
+    @property
+    def transport(self) -> str:
+        """Its name."""
+
+    def send(self, key: TransferKey | None, body: Body) -> None:
+        """Send, or drop when the link is down."""
+
+    def close(self) -> None:
+        """End the link: it cannot move bytes any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SenderContext:
+    """What all attempts of one hub share."""
+
+    owner: SenderOwner
+    stats: TransferStats
+    now: Callable[[], float]
+    spawn: Callable[[Coroutine[Any, Any, None]], object]
+    closed: Callable[["SenderAttempt"], None]
+
+
+class SenderAttempt:
+    """One attempt on one link."""
+
+    def __init__(self, machine: Sender, peer: SenderPeer, context: SenderContext) -> None:
+        self.machine = machine
+        self.peer = peer
+        self._context = context
+        self._loop = asyncio.get_running_loop()
+        self._closed = False
+
+    @property
+    def key(self) -> TransferKey:
+        """Its name."""
+        return self.machine.plan.key
+
+    def start(self) -> None:
+        """Hand the job to the engine."""
+        self._run(self.machine.start())
+
+    def on_message(self, envelope: Envelope) -> None:
+        """A message for this hand-off."""
+        self._run(self.machine.on_message(envelope, self._context.now()))
+
+    def on_event(self, event: SenderEvent) -> None:
+        """Something happened here."""
+        if not self._closed:
+            self._run(self.machine.on_event(event, self._context.now()))
+
+    def on_timer(self, now: float) -> None:
+        """The reaper's visit."""
+        self._run(self.machine.on_timer(now))
+
+    def _run(self, actions: Actions) -> None:
+        queue = deque(actions)
+        while queue:
+            event = self._execute(queue.popleft())
+            if event is not None:
+                queue.extend(self.machine.on_event(event, self._context.now()))
+        if self.machine.state is HandoffState.CLOSED and not self._closed:
+            self._closed = True
+            self._context.closed(self)
+
+    def _execute(self, action: Action) -> SenderEvent | None:
+        owner, transfer_id = self._context.owner, self.key.transfer_id
+        match action:
+            case Send():
+                self.peer.send(self.key, action.body)
+            case SubmitPrefill():
+                self._context.spawn(self._submit(action.job))
+            case StartWrite():
+                return self._start_write(action)
+            case AbortPrefill():
+                owner.abort(transfer_id)
+            case CancelWrites():
+                return WritesQuiet() if self.peer.writer.cancel(self.key) else None
+            case ReleaseSources():
+                owner.release(transfer_id)
+        return None
+
+    async def _submit(self, job: PrefillJob) -> None:
+        try:
+            await self._context.owner.submit(job)
+        except ServingError as error:
+            self.on_event(SubmitRefused(failure=Failure.of(error)))
+        else:
+            self.on_event(Submitted())
+
+    def _start_write(self, action: StartWrite) -> SenderEvent | None:
+        reserve = self.machine.reserve
+        if reserve is None or reserve.transport != self.peer.transport:
+            reason = f"granted through another transport than {self.peer.transport}"
+            return WriteFailed(seq=action.seq, rewrite=action.rewrite, reason=reason)
+        order = WriteOrder(key=self.key, grant=reserve.grant, cells=action.cells, sources=action.sources)
+        self._context.stats.nacks += action.rewrite > 0
+        future = self.peer.writer.write(order)
+        future.add_done_callback(
+            lambda done: self._loop.call_soon_threadsafe(self._written, action.seq, action.rewrite, done)
+        )
+        return None
+
+    def _written(self, seq: int, rewrite: int, future: "Future[WriteResult]") -> None:
+        error = future.exception()
+        if error is None:
+            result = future.result()
+            self._context.stats.num_bytes += result.num_bytes
+            self._context.stats.seconds += result.seconds
+            self._context.stats.chunks += 1
+            self.on_event(Written(seq=seq, rewrite=rewrite, checksum=result.checksum))
+        elif isinstance(error, TransferError):
+            self.on_event(WriteFailed(seq=seq, rewrite=rewrite, reason=error.message))
+            if self.peer.writer.closed:
+                self.peer.close()
+        else:
+            raise error

@@ -1,0 +1,281 @@
+"""The prefill worker's hand-offs: serves the links of decode workers and runs the pure senders.
+
+Life of a hand-off here: PREFILL → owner.submit → `scheduled` → OFFER → RESERVE → each `progress` is written while the next
+chunk computes → `first_token` → `finished` → SEAL → COMMIT_ACK → owner.release. All methods are for the event
+loop's thread, and the owner is called on it. News about hand-offs that have ended is ignored.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from kv_transfer import guards
+from kv_transfer.chunks import blocks_per_chunk
+from kv_transfer.config import TransferSettings
+from kv_transfer.events import (
+    Cancelled,
+    Finished,
+    FirstTokenSampled,
+    LinkLost,
+    PeerFaulted,
+    PrefillFailed,
+    Progress,
+    Scheduled,
+    SenderEvent,
+)
+from kv_transfer.messages import (
+    Abort,
+    Drained,
+    Envelope,
+    Failure,
+    FirstToken,
+    Prefill,
+    Reject,
+    Renew,
+    TransferKey,
+)
+from kv_transfer.peer import LocalWorker
+from kv_transfer.reaper import Reaper
+from kv_transfer.receiver_hub import renewals
+from kv_transfer.sender import Sender, SenderPlan
+from kv_transfer.sender_attempt import SenderAttempt, SenderContext, SenderOwner
+from kv_transfer.sender_link import SenderLink
+from kv_transfer.states import LIVE
+from kv_transfer.stats import TransferStats
+from kv_transfer.transport import KVSender
+from tandem.errors import InvalidRequest, Overloaded, ServingError, Unavailable
+from tandem.ids import BlockHash, BlockId, TransferId
+from tandem.outputs import PhaseTimes, SampledToken
+from tandem.v1.handoff_pb2_grpc import HandoffServicer, add_HandoffServicer_to_server
+
+_LEASE_FRACTION = 4
+_MAX_REMEMBERED = 16384
+"""Ended hand-offs whose newest attempt is remembered, so that a replayed PREFILL starts nothing."""
+
+
+class SenderHub:
+    """An async context manager: entered before the server starts, left after it has stopped, in one task."""
+
+    def __init__(
+        self,
+        local: LocalWorker,
+        *,
+        owner: SenderOwner,
+        senders: Sequence[KVSender],
+        settings: TransferSettings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.stats = TransferStats()
+        self._local = local
+        self._senders = senders
+        self._settings = settings
+        self._reaper = Reaper(self._sweep, period_s=settings.sweep_s, clock=clock)
+        self._group = asyncio.TaskGroup()
+        self._links: set[SenderLink] = set()
+        self._attempts: dict[TransferId, SenderAttempt] = {}
+        self._newest: OrderedDict[TransferId, int] = OrderedDict()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._draining = False
+        self._renewed_s = 0.0
+        self._context = SenderContext(
+            owner=owner, stats=self.stats, now=self._reaper.now, spawn=self._spawn, closed=self._closed
+        )
+
+    def register(self, server: Any) -> None:
+        """Add the hand-off service to a grpc.aio server (see tandem.rpc.make_server)."""
+        add_HandoffServicer_to_server(_Servicer(self), server)  # type: ignore[no-untyped-call]
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        self._spawn(self._reaper.run())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Abort what is left and close every link."""
+        self._draining = True
+        for attempt in list(self._attempts.values()):
+            attempt.on_event(Cancelled(reason="prefill worker stops"))
+        for link in list(self._links):
+            link.close()
+        await self._empty.wait()
+        self._reaper.stop()
+        await self._group.__aexit__(kind, error, trace)
+
+    async def drain(self) -> None:
+        """Take no new work and wait until every outstanding hand-off has ended."""
+        self._draining = True
+        await self._empty.wait()
+
+    @property
+    def num_transfers(self) -> int:
+        """Hand-offs alive here."""
+        return len(self._attempts)
+
+    # News from the engine
+
+    def scheduled(self, transfer_id: TransferId, queue_s: float) -> None:
+        """The prompt has left the queue."""
+        self._tell(transfer_id, Scheduled(queue_s=queue_s))
+
+    def progress(self, transfer_id: TransferId, num_computed_tokens: int, block_ids: Sequence[BlockId]) -> None:
+        """KV of that many tokens is in the request's blocks (the whole table); they stay until `owner.release`."""
+        self._tell(transfer_id, Progress(num_computed_tokens=num_computed_tokens, blocks=tuple(block_ids)))
+
+    def first_token(self, transfer_id: TransferId, token: SampledToken, cached_tokens: int) -> None:
+        """Sampled: it goes out at once."""
+        first_token = FirstToken(token=token, cached_tokens=cached_tokens)
+        self._tell(transfer_id, FirstTokenSampled(first_token=first_token))
+
+    def finished(
+        self,
+        transfer_id: TransferId,
+        block_ids: Sequence[BlockId],
+        *,
+        cached_tokens: int,
+        times: PhaseTimes,
+        tail_hash: BlockHash | None = None,
+    ) -> None:
+        """All KV is in the request's blocks; `tail_hash` names the last full one, as computed here."""
+        attempt = self._attempts.get(transfer_id)
+        if attempt is not None:
+            self.progress(transfer_id, len(attempt.machine.plan.job.token_ids), block_ids)
+            attempt.on_event(Finished(cached_tokens=cached_tokens, times=times, tail_hash=tail_hash))
+
+    def failed(self, transfer_id: TransferId, error: ServingError) -> None:
+        """The engine gave the request up."""
+        self._tell(transfer_id, PrefillFailed(failure=Failure.of(error)))
+
+    def _tell(self, transfer_id: TransferId, event: SenderEvent) -> None:
+        attempt = self._attempts.get(transfer_id)
+        if attempt is not None:
+            attempt.on_event(event)
+
+    # Links
+
+    async def serve(self, stream: Any) -> None:
+        """The whole life of one link; called by the servicer."""
+        link = SenderLink(stream, local=self._local, senders=self._senders, settings=self._settings)
+        self._links.add(link)
+        try:
+            await link.run(
+                deliver=lambda envelope: self._deliver(link, envelope),
+                misbehaved=lambda key, reason: self._misbehaved(link, key, reason),
+            )
+        finally:
+            # The client may have gone, which cancels this task: nothing here may wait.
+            self._links.discard(link)
+            for attempt in list(self._attempts.values()):
+                if attempt.peer is link:
+                    attempt.on_event(LinkLost(reason="link lost"))
+            if link.connected:
+                self._spawn(asyncio.to_thread(link.writer.close))
+
+    def _deliver(self, link: SenderLink, envelope: Envelope) -> None:
+        body, key = envelope.body, envelope.key
+        if envelope.incarnation != link.peer:
+            self.stats.bad_messages += 1
+        elif isinstance(body, Renew):
+            for transfer_id in body.transfer_ids:
+                attempt = self._attempts.get(transfer_id)
+                if attempt is not None and attempt.peer is link:
+                    attempt.machine.renew(self._reaper.now())
+        elif key is not None and isinstance(body, Prefill):
+            self._prefill(link, key, body)
+        elif key is not None:
+            attempt = self._attempts.get(key.transfer_id)
+            if attempt is not None and attempt.key == key:
+                attempt.on_message(envelope)
+            elif isinstance(body, Abort):
+                # This process knows of no such attempt, so nothing of it moves here.
+                link.send(key, Drained())
+
+    def _misbehaved(self, link: SenderLink, key: TransferKey | None, reason: str) -> None:
+        self.stats.bad_messages += 1
+        attempt = self._attempts.get(key.transfer_id) if key is not None else None
+        if attempt is not None and attempt.key == key and attempt.peer is link:
+            attempt.on_event(PeerFaulted(reason=reason))
+        elif key is not None:
+            failure = Failure(kind=InvalidRequest, message=reason)
+            link.send(key, Reject(failure=failure))
+
+    def _prefill(self, link: SenderLink, key: TransferKey, body: Prefill) -> None:
+        if guards.superseded(key.attempt, self._newest.get(key.transfer_id)):
+            return
+        older = self._attempts.get(key.transfer_id)
+        if older is not None:
+            older.on_event(Cancelled(reason="superseded by a newer attempt"))
+        if refusal := self._refusal(key, body):
+            link.send(key, Reject(failure=Failure.of(refusal)))
+            return
+        self._remember(key)
+        attempt = SenderAttempt(Sender(self._plan(link, key, body), self._reaper.now()), link, self._context)
+        self._attempts[key.transfer_id] = attempt
+        self.stats.live = len(self._attempts)
+        self.stats.started += 1
+        self._empty.clear()
+        attempt.start()
+
+    def _refusal(self, key: TransferKey, body: Prefill) -> ServingError | None:
+        if self._draining:
+            return Unavailable("prefill worker is draining")
+        if key.transfer_id in self._attempts:
+            return Unavailable("an earlier attempt is still draining", retry_after_s=0.1)
+        if len(self._attempts) >= self._settings.max_transfers:
+            return Overloaded(f"{len(self._attempts)} hand-offs are under way", retry_after_s=1.0)
+        if body.job.held_tokens % self._local.layout.block_size:
+            return InvalidRequest("held_tokens is not a number of whole blocks", param="held_tokens")
+        return None
+
+    def _plan(self, link: SenderLink, key: TransferKey, body: Prefill) -> SenderPlan:
+        return SenderPlan(
+            key=key,
+            peer=link.peer,
+            job=body.job,
+            layout=self._local.layout,
+            lease_s=min(body.lease_s, self._settings.lease_s),
+            stall_s=self._settings.stall_s,
+            queue_s=self._settings.queue_s,
+            chunk_blocks=blocks_per_chunk(self._local.layout, self._settings.chunk_bytes),
+            write_window=self._settings.write_window,
+            max_rewrites=self._settings.max_rewrites,
+        )
+
+    def _remember(self, key: TransferKey) -> None:
+        self._newest[key.transfer_id] = key.attempt
+        self._newest.move_to_end(key.transfer_id)
+        if len(self._newest) > _MAX_REMEMBERED:
+            self._newest.popitem(last=False)
+
+    def _closed(self, attempt: SenderAttempt) -> None:
+        del self._attempts[attempt.key.transfer_id]
+        self.stats.live = len(self._attempts)
+        if not self._attempts:
+            self._empty.set()
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        return self._group.create_task(coroutine)
+
+    def _sweep(self, now: float) -> None:
+        for attempt in list(self._attempts.values()):
+            attempt.on_timer(now)
+        if now - self._renewed_s >= self._settings.lease_s / _LEASE_FRACTION:
+            self._renewed_s = now
+            for link in self._links:
+                live = [a.key for a in self._attempts.values() if a.peer is link and a.machine.state in LIVE]
+                for renewal in renewals(live):
+                    link.send(None, renewal)
+
+
+class _Servicer(HandoffServicer):
+    def __init__(self, hub: SenderHub) -> None:
+        self._hub = hub
+
+    async def Connect(self, _requests: Any, context: Any) -> None:
+        """Serve one link for as long as it lasts."""
+        await self._hub.serve(context)

@@ -1,0 +1,101 @@
+"""The prefill worker's end of the link to one decode worker: HELLO, a connection for bytes, then messages."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kv_transfer import wire
+from kv_transfer.config import TransferSettings
+from kv_transfer.link import LinkBroken, Outbox, carry, read_message, write_message
+from kv_transfer.messages import Body, Envelope, Failure, Hello, Reject, TransferKey
+from kv_transfer.peer import LocalWorker
+from kv_transfer.receiver_link import make_hello, refuses
+from kv_transfer.transport import KVSender, PeerWriter
+from kv_transfer.transports.catalogue import candidates
+from kv_transfer.wire import WireError
+from tandem.errors import InvariantError, TransferError
+from tandem.ids import Incarnation
+
+log = logging.getLogger(__name__)
+
+
+class SenderLink:
+    """One stream. The byte connection is made before HELLO is answered, so what cannot work is refused at once."""
+
+    def __init__(
+        self, stream: Any, *, local: LocalWorker, senders: Sequence[KVSender], settings: TransferSettings
+    ) -> None:
+        self.peer = Incarnation(0)
+        """Of the decode worker; known once the link is up."""
+        self.transport = ""
+        self._stream = stream
+        self._local = local
+        self._senders = senders
+        self._settings = settings
+        self._outbox = Outbox()
+        self._writer: PeerWriter | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a byte connection."""
+        return self._writer is not None
+
+    @property
+    def writer(self) -> PeerWriter:
+        """The byte connection."""
+        if self._writer is None:
+            raise InvariantError("link has no byte connection yet")
+        return self._writer
+
+    def send(self, key: TransferKey | None, body: Body) -> None:
+        """Queue a message; dropped once the link ends."""
+        self._outbox.put(Envelope(incarnation=self._local.incarnation, key=key, body=body))
+
+    def close(self) -> None:
+        """Send what is queued, then end the link."""
+        self._outbox.close()
+
+    async def run(
+        self,
+        *,
+        deliver: Callable[[Envelope], None],
+        misbehaved: Callable[[TransferKey | None, str], None],
+    ) -> None:
+        """The link's whole life."""
+        try:
+            async with asyncio.timeout(self._settings.connect_s):
+                greeting = await self._greet()
+            await write_message(self._stream, greeting)
+            if isinstance(greeting.body, Hello):
+                await carry(self._stream, self._outbox, deliver=deliver, misbehaved=misbehaved)
+        except (LinkBroken, WireError, TimeoutError) as error:
+            log.info("link ended: %s", error or "no HELLO in time")
+
+    async def _greet(self) -> Envelope:
+        """Our answer to the peer's HELLO, with the byte connection made."""
+        envelope = wire.decode(await read_message(self._stream))
+        theirs = envelope.body
+        if not isinstance(theirs, Hello):
+            return self._refuse("no HELLO")
+        mine = make_hello(self._local, ())
+        if refusal := refuses(mine, theirs):
+            return self._refuse(refusal)
+        reasons = []
+        for sender, offer in candidates(theirs.transports, self._senders):
+            try:
+                self._writer = await asyncio.to_thread(sender.connect, offer)
+            except TransferError as error:
+                reasons.append(error.message)
+                continue
+            self.peer, self.transport = envelope.incarnation, sender.name
+            chosen = replace(offer, advert=b"")
+            return self._envelope(replace(mine, transports=(chosen,)))
+        return self._refuse("; ".join(["no KV transport in common", *reasons]))
+
+    def _refuse(self, reason: str) -> Envelope:
+        return self._envelope(Reject(failure=Failure(kind=TransferError, message=reason)))
+
+    def _envelope(self, body: Body) -> Envelope:
+        return Envelope(incarnation=self._local.incarnation, key=None, body=body)

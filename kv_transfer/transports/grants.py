@@ -1,0 +1,66 @@
+"""Grants of a receiving end: unguessable tokens, each naming the blocks of one attempt."""
+
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kv_transfer.messages import TransferKey
+from tandem.errors import InvariantError
+from tandem.ids import BlockId
+
+TOKEN_BYTES = 16
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Grant:
+    """The right to write into `slots`, by index. `lock` is held while bytes land; `revoked` is final."""
+
+    key: TransferKey
+    token: bytes
+    slots: tuple[BlockId, ...]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    revoked: bool = False
+
+
+class GrantTable:
+    """All open grants of one receiving end; used from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_key: dict[TransferKey, Grant] = {}
+        self._by_token: dict[bytes, Grant] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def open(self, key: TransferKey, slots: Sequence[BlockId]) -> Grant:
+        """A new grant with a random token."""
+        grant = Grant(key=key, token=secrets.token_bytes(TOKEN_BYTES), slots=tuple(slots))
+        with self._lock:
+            if key in self._by_key:
+                raise InvariantError(f"{key} is granted twice")
+            self._by_key[key] = grant
+            self._by_token[grant.token] = grant
+        return grant
+
+    def find(self, token: bytes) -> Grant | None:
+        """The open grant with this token."""
+        with self._lock:
+            return self._by_token.get(token)
+
+    def revoke(self, key: TransferKey) -> Grant | None:
+        """End a grant. On return nobody holds its lock, and whoever takes it next finds it revoked."""
+        with self._lock:
+            grant = self._by_key.pop(key, None)
+            if grant is None:
+                return None
+            del self._by_token[grant.token]
+        with grant.lock:
+            grant.revoked = True
+        return grant
+
+    def revoke_all(self) -> None:
+        """End every grant."""
+        for key in list(self._by_key):
+            self.revoke(key)

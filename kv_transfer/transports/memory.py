@@ -1,0 +1,125 @@
+"""`memory`: both workers live in one process, as in tests and single-process clusters. One copy, no syscalls."""
+
+import secrets
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+from kv_transfer.messages import TransferKey, TransportOffer
+from kv_transfer.transport import KVRegion, QuietListener, WriteOrder, WriteResult
+from kv_transfer.transports.copying import RegionCopier
+from kv_transfer.transports.grants import Grant, GrantTable
+from kv_transfer.transports.write_queue import WriteJob, WriteQueue
+from tandem.errors import TransferError
+from tandem.ids import BlockId
+
+NAME = "memory"
+
+
+class MemoryFabric:
+    """The receivers of one process, by their adverts; shared by all ends that should reach each other."""
+
+    def __init__(self) -> None:
+        self.host_id = secrets.token_hex(16)
+        self.receivers: dict[bytes, MemoryReceiver] = {}
+
+
+class MemoryReceiver:
+    """KVReceiver of the `memory` transport."""
+
+    name = NAME
+    drain_proves_quiet = True
+
+    def __init__(self, region: KVRegion, fabric: MemoryFabric) -> None:
+        self.region = region
+        self.grants = GrantTable()
+        self._fabric = fabric
+        self._advert = secrets.token_bytes(16)
+        fabric.receivers[self._advert] = self
+
+    def offer(self) -> TransportOffer:
+        """See KVReceiver."""
+        return TransportOffer(name=NAME, advert=self._advert, host_id=self._fabric.host_id)
+
+    def open_grant(self, key: TransferKey, slots: Sequence[BlockId]) -> bytes:
+        """See KVReceiver."""
+        return self.grants.open(key, slots).token
+
+    def revoke(self, key: TransferKey) -> bool:
+        """Always proven: pieces land under the grant's lock."""
+        self.grants.revoke(key)
+        return True
+
+    def listen_quiet(self, listener: QuietListener) -> None:
+        """Nothing to tell: every revocation is proven at once."""
+
+    def close(self) -> None:
+        """See KVReceiver."""
+        self._fabric.receivers.pop(self._advert, None)
+        self.grants.revoke_all()
+
+
+class MemoryWriter:
+    """PeerWriter of the `memory` transport."""
+
+    def __init__(self, source: KVRegion, receiver: MemoryReceiver) -> None:
+        self._receiver = receiver
+        self._copier = RegionCopier(source, receiver.region)
+        self._queue = WriteQueue("kv-memory-write", self._perform)
+
+    @property
+    def closed(self) -> bool:
+        """See PeerWriter."""
+        return self._queue.failed
+
+    def write(self, order: WriteOrder) -> "Future[WriteResult]":
+        """See PeerWriter."""
+        return self._queue.submit(order)
+
+    def cancel(self, key: TransferKey) -> bool:
+        """See PeerWriter."""
+        self._queue.cancel(key)
+        return True
+
+    def close(self) -> None:
+        """See PeerWriter."""
+        self._queue.close()
+
+    def _perform(self, job: WriteJob) -> None:
+        grant = self._receiver.grants.find(job.order.grant)
+        if grant is None or grant.key != job.order.key:
+            raise TransferError("unknown grant")
+        cells = job.order.cells
+        if cells.first_block < 0 or cells.first_block + cells.num_blocks > len(grant.slots):
+            raise TransferError("blocks outside the reservation")
+        slots = grant.slots[cells.first_block : cells.first_block + cells.num_blocks]
+        job.succeed(*self._copier.copy(job, slots, lambda: self._may_move(job, grant)))
+
+    @contextmanager
+    def _may_move(self, job: WriteJob, grant: Grant) -> Iterator[None]:
+        with self._queue.lock, grant.lock:
+            job.check()
+            if grant.revoked:
+                raise TransferError("grant revoked")
+            yield
+
+
+class MemorySender:
+    """KVSender of the `memory` transport."""
+
+    name = NAME
+
+    def __init__(self, region: KVRegion, fabric: MemoryFabric) -> None:
+        self._region = region
+        self._fabric = fabric
+
+    def reaches(self, offer: TransportOffer) -> bool:
+        """See KVSender."""
+        return offer.name == NAME and offer.host_id == self._fabric.host_id
+
+    def connect(self, offer: TransportOffer) -> MemoryWriter:
+        """See KVSender."""
+        receiver = self._fabric.receivers.get(offer.advert)
+        if receiver is None:
+            raise TransferError("no such receiver in this process")
+        return MemoryWriter(self._region, receiver)

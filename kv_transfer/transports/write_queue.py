@@ -1,0 +1,120 @@
+"""A sending end's writes to one peer: queued, bounded, performed in order on one thread, and stoppable by attempt."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from kv_transfer.messages import TransferKey
+from kv_transfer.transport import WriteOrder, WriteResult
+from tandem.errors import TransferError
+
+MAX_QUEUED = 4096
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class WriteJob:
+    """One order under way. Its sources are read only under the queue's `lock` and while not `stopped`."""
+
+    order: WriteOrder
+    future: "Future[WriteResult]" = field(default_factory=Future)
+    stopped: bool = False
+    started_s: float = field(default_factory=time.monotonic)
+
+    def succeed(self, checksum: int, num_bytes: int) -> None:
+        """End the future, unless it has failed meanwhile."""
+        seconds = time.monotonic() - self.started_s
+        # A cancel on another thread may end it first: then that is how it ended.
+        with suppress(InvalidStateError):
+            self.future.set_result(WriteResult(checksum=checksum, num_bytes=num_bytes, seconds=seconds))
+
+    def fail(self, reason: str) -> None:
+        """End the future, unless it has ended meanwhile."""
+        with suppress(InvalidStateError):
+            self.future.set_exception(TransferError(reason))
+
+    def check(self) -> None:
+        """Raise TransferError when the job must stop."""
+        if self.stopped:
+            raise TransferError("write cancelled")
+
+
+class WriteQueue:
+    """Runs `perform(job)` for each job on its own thread. `perform` may raise TransferError to fail that job."""
+
+    def __init__(self, name: str, perform: Callable[[WriteJob], None]) -> None:
+        self.lock = threading.Lock()
+        self._perform = perform
+        self._queue: queue.Queue[WriteJob | None] = queue.Queue(MAX_QUEUED)
+        self._jobs: dict[TransferKey, set[WriteJob]] = {}
+        self._failure: str | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def failed(self) -> bool:
+        """Whether every further write fails."""
+        return self._failure is not None
+
+    def submit(self, order: WriteOrder) -> "Future[WriteResult]":
+        """Queue a write; a full queue or a dead connection fails it at once."""
+        job = WriteJob(order=order)
+        with self.lock:
+            reason = self._failure
+            if reason is None:
+                try:
+                    self._queue.put_nowait(job)
+                    self._jobs.setdefault(order.key, set()).add(job)
+                except queue.Full:
+                    reason = f"{MAX_QUEUED} writes are queued to this peer"
+        if reason is not None:
+            job.fail(reason)
+            return job.future
+        job.future.add_done_callback(lambda _future: self._forget(job))
+        return job.future
+
+    def cancel(self, key: TransferKey) -> None:
+        """Stop every write of `key`; on return none of them reads its sources any more."""
+        with self.lock:
+            jobs = list(self._jobs.get(key, ()))
+            for job in jobs:
+                job.stopped = True
+        for job in jobs:
+            job.fail("write cancelled")
+
+    def fail_all(self, reason: str) -> None:
+        """The connection is gone: stop every write and refuse new ones."""
+        with self.lock:
+            self._failure = self._failure or reason
+            jobs = [job for jobs in self._jobs.values() for job in jobs]
+            for job in jobs:
+                job.stopped = True
+        for job in jobs:
+            job.fail(reason)
+
+    def close(self) -> None:
+        """Stop every write and the thread. Not for the thread itself."""
+        self.fail_all("connection closed")
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            if job.stopped:
+                continue
+            job.started_s = time.monotonic()
+            try:
+                self._perform(job)
+            except TransferError as error:
+                job.fail(error.message)
+
+    def _forget(self, job: WriteJob) -> None:
+        with self.lock:
+            jobs = self._jobs.get(job.order.key)
+            if jobs is not None:
+                jobs.discard(job)
+                if not jobs:
+                    del self._jobs[job.order.key]

@@ -1,0 +1,156 @@
+"""One choice across its attempts: which tokens its client has, and what follows upon a failure.
+
+The ladder: a refusal or a lost worker is answered by another worker, which continues after the tokens that the
+client already has (sampling noise depends on seed, choice and position only, so the text is the one of an
+undisturbed run); a failed hand-off by another prefill worker, then by computing on the decode worker. Bounds:
+`max_attempts` in a row without progress, the router's retry budget, and the request's deadline.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from router.requests import ChoiceFinish
+from router.session_events import AttemptFinished, AttemptStarted, TokensArrived
+from router.worker_view import WorkerKey
+from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, RequestTooLarge, ServingError, Unavailable
+from tandem.outputs import FinishReason, PhaseTimes, SampledToken
+
+MAX_REROUTES = 2
+"""Prefill workers tried after the first one, before the decode worker computes the prompt itself."""
+
+
+class RetryReason(Enum):
+    """Why an attempt was not the last; a label of the retry metric."""
+
+    REFUSED = "refused"
+    WORKER_LOST = "worker_lost"
+    WORKER_FAULT = "worker_fault"
+    """The worker ended the attempt with an error of its own, or broke the protocol."""
+    TRANSFER_FAILED = "transfer_failed"
+
+
+class TokenGap(Exception):
+    """Tokens are missing between what the client has and what came."""
+
+
+class RetryBudget:
+    """Keeps retries a small share of requests, so that a sick cluster is not made sicker by them.
+
+    Each request earns `share` of a retry, up to `most`; the budget starts full. Streams of a dead worker are exempt:
+    they were promised, and their number is bounded by what that worker ran.
+    """
+
+    def __init__(self, *, share: float = 0.1, most: float = 64.0) -> None:
+        self._share = share
+        self._most = most
+        self._left = most
+
+    def earn(self) -> None:
+        """A request was accepted."""
+        self._left = min(self._most, self._left + self._share)
+
+    def spend(self) -> bool:
+        """Take one retry; False when none is left."""
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+
+def is_final(error: ServingError) -> bool:
+    """Whether no other worker would answer differently: the request is wrong, or late."""
+    return isinstance(error, (InvalidRequest, DeadlineExceeded)) and not isinstance(error, RequestTooLarge)
+
+
+@dataclass(slots=True, kw_only=True)
+class ChoiceProgress:
+    """What one choice has come to."""
+
+    prompt_length: int
+    max_tokens: int
+    max_attempts: int
+    token_ids: list[int] = field(default_factory=list)
+    """Output that the client has, or is about to get: authoritative."""
+    attempt: int = 0
+    num_reroutes: int = 0
+    """Of this attempt."""
+    excluded: set[WorkerKey] = field(default_factory=set)
+    """Workers tried in vain since the last progress."""
+    pool_tokens_above: int = 0
+    last_error: ServingError | None = None
+    _num_failures: int = 0
+    _first_start: AttemptStarted | None = None
+
+    def begin_attempt(self) -> int:
+        """The number of the next attempt, from 1."""
+        self.attempt += 1
+        self.num_reroutes = 0
+        return self.attempt
+
+    def accept(self, arrived: TokensArrived) -> Sequence[SampledToken]:
+        """The tokens that are new to the client; those seen already are dropped. Raises TokenGap."""
+        if arrived.first_index > len(self.token_ids):
+            raise TokenGap(f"token {arrived.first_index} came when {len(self.token_ids)} was due")
+        new = arrived.tokens[len(self.token_ids) - arrived.first_index :]
+        if arrived.started is not None and self._first_start is None:
+            self._first_start = arrived.started
+        if new:
+            self.token_ids.extend(token.token_id for token in new)
+            self._num_failures = 0
+            self.excluded.clear()
+        return new
+
+    def may_retry(self, reason: RetryReason, error: ServingError, budget: RetryBudget) -> bool:
+        """Whether another attempt may follow upon this failure; `last_error` says why not."""
+        self.last_error = error
+        self._num_failures += 1
+        if is_final(error) or self._num_failures >= self.max_attempts:
+            return False
+        return reason is RetryReason.WORKER_LOST or budget.spend()
+
+    def may_reroute(self) -> bool:
+        """Whether a failed hand-off is answered by another prefill worker (else: compute locally)."""
+        self.num_reroutes += 1
+        return self.num_reroutes <= MAX_REROUTES
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all tokens are there and only the word that it ended was lost."""
+        return len(self.token_ids) >= self.max_tokens
+
+    def finish(self, finished: AttemptFinished) -> ChoiceFinish:
+        """The end, as a worker told it. Of a continued choice: the first attempt's cached count, the last's times.
+
+        The cached count is what the client's prompt found when it came; what a later attempt finds of prompt and
+        output is our own doing.
+        """
+        start = self._first_start
+        cached = start.cached_tokens if start is not None else finished.cached_tokens
+        return self._finish(finished.reason, cached, finished.times)
+
+    def finish_early(self, reason: FinishReason, *, decode_s: float) -> ChoiceFinish:
+        """The end, as decided here: with what is known since the first token."""
+        start = self._first_start or AttemptStarted(cached_tokens=0, times=PhaseTimes())
+        times = PhaseTimes(
+            prefill_queue_s=start.times.prefill_queue_s,
+            prefill_s=start.times.prefill_s,
+            transfer_s=start.times.transfer_s,
+            decode_queue_s=start.times.decode_queue_s,
+            decode_s=decode_s,
+        )
+        return self._finish(reason, start.cached_tokens, times)
+
+    def _finish(self, reason: FinishReason, cached: int, times: PhaseTimes) -> ChoiceFinish:
+        return ChoiceFinish(reason=reason, cached_tokens=min(cached, self.prompt_length), times=times)
+
+
+def final_error(last: ServingError | None, *, retry_after_s: float) -> ServingError:
+    """What the client is told when the ladder has ended: the worker's own words where they help."""
+    if last is None:
+        return Unavailable("no decode worker is available", retry_after_s=retry_after_s)
+    if last.retryable:
+        return last if last.retry_after_s is not None else type(last)(last.message, retry_after_s=retry_after_s)
+    if is_final(last) or isinstance(last, RequestTooLarge):
+        return last
+    return InternalError("the workers failed on this request")

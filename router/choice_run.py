@@ -1,0 +1,266 @@
+"""One choice of a request under way: carries its worker's events to `ChoiceProgress`, and its orders to workers."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from router.attempts import ChoiceProgress, RetryBudget, RetryReason, TokenGap, final_error
+from router.observer import DispatchObserver
+from router.placement import NoDecodeWorker
+from router.placer import Assignment, Placer
+from router.requests import ChoiceDelta, ChoiceFinish, RoutedRequest
+from router.session_events import (
+    AttemptEvent,
+    AttemptRefused,
+    PrefillRoute,
+    SubmitOrder,
+    TokensArrived,
+    TransferFailed,
+    WorkerLost,
+)
+from router.workers import FAILURE_PENALTY_S
+from tandem.block_hash import BlockHasher
+from tandem.errors import InternalError, RequestTooLarge, ServingError, Unavailable
+from tandem.ids import BlockHash, RequestId, TransferId
+from tandem.outputs import FinishReason
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchSettings:
+    """Bounds of one request."""
+
+    max_attempts: int = 4
+    """Attempts in a row without a new token."""
+    stream_buffer_tokens: int = 4096
+    """Per choice: tokens waiting for a slow reader before the request is cancelled."""
+    rejoin_s: float = 10.0
+    """How long a stream whose worker died waits for one to come (back) when none is left."""
+    retry_after_s: float = 1.0
+    """What clients are told when no worker said anything better."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What every request of one router shares."""
+
+    placer: Placer
+    hasher: BlockHasher
+    budget: RetryBudget
+    observer: DispatchObserver
+    clock: Callable[[], float]
+    settings: DispatchSettings
+
+
+Post = Callable[[int, int, AttemptEvent], None]
+"""Takes a choice's index, an attempt's number and an event of it."""
+
+
+class ChoiceRun:
+    """Drives one choice to its end, over as many workers as it takes."""
+
+    def __init__(
+        self, index: int, request: RoutedRequest, prompt_names: list[BlockHash], around: Surroundings, post: Post
+    ) -> None:
+        self.done = False
+        self.waiting = False
+        """Its worker died and none is left: it continues when one joins."""
+        self._index = index
+        self._request = request
+        self._request_id = RequestId(f"{request.request_id}-{index}")
+        self._prompt_names = prompt_names
+        self._around = around
+        self._placer = around.placer
+        self._post = post
+        self._progress = ChoiceProgress(
+            prompt_length=len(request.prompt_token_ids),
+            max_tokens=request.sampling.max_tokens,
+            max_attempts=around.settings.max_attempts,
+        )
+        self._assignment: Assignment | None = None
+        self._route: PrefillRoute | None = None
+        self._first_token_s: float | None = None
+
+    def submit(self) -> None:
+        """Start the next attempt on the best worker whose session takes it.
+
+        When there is none, a choice that is `waiting` goes on waiting. Raises the error that the client is told.
+        """
+        progress = self._progress
+        while self._assignment is None:
+            try:
+                assignment = self._assign()
+            except NoDecodeWorker as none:
+                if self.waiting:
+                    return
+                raise self.final_error() from none
+            number = progress.begin_attempt()
+            self._route = self._first_route(assignment)
+            try:
+                assignment.port.submit(self._order(number), partial(self._post, self._index, number))
+            except Unavailable as error:
+                self._note_failure(assignment, error)
+                if not progress.may_retry(RetryReason.REFUSED, error, self._around.budget):
+                    raise self.final_error() from error
+                self._around.observer.retried(RetryReason.REFUSED.value)
+                continue
+            self._assignment, self.waiting = assignment, False
+            self._around.observer.placed(assignment.placement.reason.value)
+
+    def take(self, attempt: int, event: AttemptEvent) -> list[ChoiceDelta]:
+        """What the client gets of an event; nothing of an earlier attempt's. Raises the error that it is told."""
+        assignment = self._assignment
+        if assignment is None or attempt != self._progress.attempt:
+            return []
+        match event:
+            case TokensArrived():
+                return self._take_tokens(assignment, event)
+            case AttemptRefused():
+                return self._retry(assignment, RetryReason.REFUSED, event.error)
+            case WorkerLost():
+                logger.warning("request %s: its worker was lost: %s", self._request_id, event.reason)
+                return self._retry(assignment, RetryReason.WORKER_LOST, Unavailable("the worker was lost"))
+            case TransferFailed():
+                self._reroute(assignment, event)
+        return []
+
+    def abandon(self) -> None:
+        """Cancel whatever runs for this choice."""
+        self.waiting = False
+        if (assignment := self._assignment) is not None:
+            self._assignment = None
+            assignment.port.cancel(self._request_id, self._progress.attempt)
+            self._placer.release(assignment)
+
+    def finish_early(self, reason: FinishReason) -> ChoiceDelta:
+        """The end, by the router's own decision."""
+        since_s = self._first_token_s
+        decode_s = 0.0 if since_s is None else self._around.clock() - since_s
+        return self._finish(self._progress.finish_early(reason, decode_s=decode_s))
+
+    def final_error(self) -> ServingError:
+        """What the client is told when nothing more can be tried."""
+        return final_error(self._progress.last_error, retry_after_s=self._around.settings.retry_after_s)
+
+    def _take_tokens(self, assignment: Assignment, arrived: TokensArrived) -> list[ChoiceDelta]:
+        try:
+            tokens = tuple(self._progress.accept(arrived))
+        except TokenGap as gap:
+            logger.error("request %s: %s", self._request_id, gap)
+            assignment.port.cancel(self._request_id, self._progress.attempt)
+            return self._retry(assignment, RetryReason.WORKER_FAULT, InternalError("tokens were lost"))
+        self._placer.prompt_computed(assignment)
+        if tokens and self._first_token_s is None:
+            self._first_token_s = self._around.clock()
+        deltas = [ChoiceDelta(choice_index=self._index, tokens=tokens)] if tokens else []
+        finished = arrived.finished
+        if finished is None:
+            return deltas
+        if finished.failure is not None or finished.reason in {FinishReason.ABORT, FinishReason.ERROR}:
+            error = finished.failure or Unavailable("the worker gave the request up")
+            return deltas + self._retry(assignment, RetryReason.WORKER_FAULT, error)
+        return [replace(self._finish(self._progress.finish(finished)), tokens=tokens)]
+
+    def _retry(self, assignment: Assignment, reason: RetryReason, error: ServingError) -> list[ChoiceDelta]:
+        """The attempt has ended on its worker before the choice has: continue elsewhere, or raise."""
+        self._note_failure(assignment, error)
+        if self._progress.is_complete:
+            return [self.finish_early(FinishReason.LENGTH)]
+        if not self._progress.may_retry(reason, error, self._around.budget):
+            raise self.final_error()
+        self._around.observer.retried(reason.value)
+        self.waiting = reason is RetryReason.WORKER_LOST
+        self.submit()
+        return []
+
+    def _note_failure(self, assignment: Assignment, error: ServingError) -> None:
+        self._assignment = None
+        self._placer.release(assignment)
+        self._progress.excluded.add(assignment.decode)
+        if isinstance(error, RequestTooLarge):
+            self._progress.pool_tokens_above = assignment.placement.decode.info.pool_tokens
+        elif error.retryable or isinstance(error, InternalError):
+            pause_s = FAILURE_PENALTY_S if error.retry_after_s is None else error.retry_after_s
+            self._placer.registry.penalise(assignment.decode, pause_s)
+
+    def _assign(self) -> Assignment:
+        progress = self._progress
+        try:
+            return self._placer.assign(
+                num_tokens=progress.prompt_length + len(progress.token_ids),
+                names=self._names(),
+                excluded=frozenset(progress.excluded),
+                pool_tokens_above=progress.pool_tokens_above,
+            )
+        except RequestTooLarge as computed:
+            # The worker that refused it for its size has said more precisely why.
+            told = progress.last_error
+            raise told if isinstance(told, RequestTooLarge) else computed from None
+
+    def _order(self, attempt: int) -> SubmitOrder:
+        request = self._request
+        timeout_s = None if request.deadline_s is None else max(0.0, request.deadline_s - self._around.clock())
+        return SubmitOrder(
+            request_id=self._request_id,
+            attempt=attempt,
+            choice_index=self._index,
+            prompt_token_ids=request.prompt_token_ids,
+            generated_token_ids=tuple(self._progress.token_ids),
+            sampling=request.sampling,
+            hash_root=request.hash_root,
+            priority=request.priority,
+            timeout_s=timeout_s,
+            prefill=self._route,
+        )
+
+    def _names(self) -> Sequence[BlockHash]:
+        """Blocks of the prompt and of what the client has."""
+        generated = self._progress.token_ids
+        if not generated:
+            return self._prompt_names
+        names = list(self._prompt_names)
+        self._around.hasher.extend(self._request.hash_root, names, [*self._request.prompt_token_ids, *generated])
+        return names
+
+    def _first_route(self, assignment: Assignment) -> PrefillRoute | None:
+        if (prefill := assignment.placement.prefill) is None:
+            return None
+        return PrefillRoute(
+            worker=prefill.info.key,
+            address=prefill.info.handoff_address,
+            transfer_id=TransferId(f"{self._request_id}.{self._progress.attempt}"),
+            attempt=1,
+        )
+
+    def _reroute(self, assignment: Assignment, failed: TransferFailed) -> None:
+        route, progress = self._route, self._progress
+        if route is None or failed.transfer_id != route.transfer_id:
+            return
+        logger.warning(
+            "request %s: hand-off from %s failed: %s", self._request_id, route.worker.worker_id, failed.reason
+        )
+        progress.excluded.add(route.worker)
+        self._placer.registry.penalise(route.worker, FAILURE_PENALTY_S)
+        prefill = None
+        if progress.may_reroute() and self._around.budget.spend():
+            prefill = self._placer.reassign_prefill(assignment, frozenset(progress.excluded))
+        else:
+            self._placer.compute_locally(assignment)
+        self._route = (
+            None
+            if prefill is None
+            else replace(
+                route, worker=prefill.info.key, address=prefill.info.handoff_address, attempt=route.attempt + 1
+            )
+        )
+        self._around.observer.retried(RetryReason.TRANSFER_FAILED.value)
+        assignment.port.reroute(self._request_id, progress.attempt, self._route)
+
+    def _finish(self, finish: ChoiceFinish) -> ChoiceDelta:
+        self.done, self.waiting = True, False
+        if self._assignment is not None:
+            self._placer.release(self._assignment)
+            self._assignment = None
+        return ChoiceDelta(choice_index=self._index, finish=finish)

@@ -1,0 +1,72 @@
+"""The router's half of a request's life: admitted, placed, submitted, streamed, continued elsewhere, ended.
+
+`Dispatcher` is the `Generator` of the doors. It admits and counts; a `RequestRun` does the rest.
+"""
+
+from collections.abc import AsyncGenerator, Callable
+
+from router.admission import Admission
+from router.attempts import RetryBudget
+from router.choice_run import DispatchSettings, Surroundings
+from router.observer import DispatchObserver, SilentObserver
+from router.placer import Placer
+from router.request_run import RequestRun
+from router.requests import ChoiceDelta, RoutedRequest
+from tandem.block_hash import BlockHasher
+from tandem.errors import InvariantError
+from tandem.ids import RequestId
+
+
+class Dispatcher:
+    """Streams the answers to requests; see `router.requests.Generator`."""
+
+    def __init__(
+        self,
+        *,
+        placer: Placer,
+        admission: Admission,
+        hasher: BlockHasher,
+        settings: DispatchSettings,
+        clock: Callable[[], float],
+        observer: DispatchObserver | None = None,
+    ) -> None:
+        self._admission = admission
+        self._around = Surroundings(
+            placer=placer,
+            hasher=hasher,
+            budget=RetryBudget(),
+            observer=observer or SilentObserver(),
+            clock=clock,
+            settings=settings,
+        )
+        self._runs: dict[RequestId, RequestRun] = {}
+
+    @property
+    def num_inflight(self) -> int:
+        """Requests accepted and not yet ended: zero when a drain is complete."""
+        return self._admission.num_inflight
+
+    async def generate(self, request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
+        """Stream all choices, interleaved. Closing the iterator early cancels the request on every worker.
+
+        Raises Overloaded, Unavailable, RequestTooLarge, DeadlineExceeded or InternalError, or what a worker found
+        wrong with the request.
+        """
+        if request.request_id in self._runs:
+            raise InvariantError(f"request id {request.request_id} is in use")
+        with self._admission.admit(request.priority):
+            self._around.budget.earn()
+            run = self._runs[request.request_id] = RequestRun(request, self._around)
+            try:
+                run.start()
+                while not run.done:
+                    for delta in await run.step():
+                        yield delta
+            finally:
+                del self._runs[request.request_id]
+                run.close()
+
+    def finish_choice(self, request_id: RequestId, choice_index: int) -> None:
+        """Stop generating one choice early; its ChoiceFinish still follows. No-op once the request has ended."""
+        if (run := self._runs.get(request_id)) is not None:
+            run.stop_choice(choice_index)

@@ -1,0 +1,105 @@
+"""Keeps a session to every worker that the directory names: connects, and connects again after a loss."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from random import Random
+from types import TracebackType
+
+import grpc
+import grpc.aio
+
+from router.session import SessionListener, SessionSettings, WorkerSession
+from router.session_wire import ProtocolError
+from router.workers import WorkerRejected
+from tandem.registry import WorkerAddress, WorkerDirectory
+
+logger = logging.getLogger(__name__)
+
+ChannelFactory = Callable[[str], grpc.aio.Channel]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backoff:
+    """Exponential waiting times, half of each at random so that routers do not return in step."""
+
+    first_s: float = 0.1
+    most_s: float = 2.0
+
+    def wait_s(self, num_failures: int, rng: Random) -> float:
+        """Time to wait after so many failures in a row (from 1)."""
+        whole_s = min(self.most_s, self.first_s * 2.0 ** min(num_failures - 1, 30))
+        return whole_s * rng.uniform(0.5, 1.0)
+
+
+class WorkerFleet:
+    """All sessions of one router; an async context manager."""
+
+    def __init__(
+        self,
+        *,
+        directory: WorkerDirectory,
+        listener: SessionListener,
+        channel_factory: ChannelFactory,
+        settings: SessionSettings,
+        rng: Random,
+        backoff: Backoff | None = None,
+    ) -> None:
+        self._directory = directory
+        self._listener = listener
+        self._channel_factory = channel_factory
+        self._settings = settings
+        self._rng = rng
+        self._backoff = backoff or Backoff()
+        self._stack = AsyncExitStack()
+        self._follower: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "WorkerFleet":
+        tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        self._follower = tasks.create_task(self._follow())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._follower is not None:
+            self._follower.cancel()
+        # Not told of `error`: the task group would wrap it in a group of its own.
+        await self._stack.aclose()
+
+    async def _follow(self) -> None:
+        keepers: dict[WorkerAddress, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as tasks:
+            async for addresses in self._directory.watch():
+                for gone in keepers.keys() - addresses:
+                    keepers.pop(gone).cancel()
+                for new in addresses - keepers.keys():
+                    keepers[new] = tasks.create_task(self._keep(new))
+
+    async def _keep(self, address: WorkerAddress) -> None:
+        num_failures = 0
+        told = ""
+        while True:
+            reason, lived = await self._converse(address)
+            num_failures = 1 if lived else num_failures + 1
+            if not lived and reason != told:
+                logger.warning("no session with %s: %s", address.address, reason)
+            told = reason
+            await asyncio.sleep(self._backoff.wait_s(num_failures, self._rng))
+
+    async def _converse(self, address: WorkerAddress) -> tuple[str, bool]:
+        """One session; returns why it ended, and whether it was ever up."""
+        async with self._channel_factory(address.address) as channel:
+            try:
+                session = await WorkerSession.open(channel, self._settings)
+                if session.info.role is not address.role:
+                    return f"expected a {address.role.value} worker, found a {session.info.role.value} worker", False
+                return await session.converse(self._listener), True
+            except grpc.aio.AioRpcError as error:
+                return f"{error.code().name}: {error.details()}", False
+            except TimeoutError:
+                return f"no hello within {self._settings.hello_timeout_s:g} s", False
+            except (ProtocolError, WorkerRejected) as error:
+                return str(error), False

@@ -1,0 +1,264 @@
+"""From what a client asked to a `RoutedRequest`: the one validator that both doors use.
+
+A door turns its wire format into a prompt and `ClientFields`; here every bound is checked, cheapest first, so that
+nothing is tokenized for a request that will be refused. The bounds of sampling live in `tandem.sampling`, those of
+stop strings in `router.stop_strings`.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from router.chat_template import Message
+from router.requests import RoutedRequest
+from router.stop_strings import StopStrings
+from router.tokenizer import Tokenizer
+from tandem.block_hash import root_hash
+from tandem.config import RouterConfig
+from tandem.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Overloaded
+from tandem.ids import BlockHash, RequestId
+from tandem.sampling import SamplingParams
+
+ROLES = frozenset({"system", "developer", "user", "assistant"})
+MAX_MESSAGES = 2048
+MAX_SALT_CHARS = 1024
+MAX_PRIORITY = 2**31 - 1
+MAX_CHARS_PER_TOKEN = 32
+"""A prompt with more characters than this per token of context is refused unread: no real text is so regular."""
+DEFAULT_COMPLETION_TOKENS = 16
+"""`max_tokens` of a plain prompt when absent (OpenAI); a conversation gets the rest of the context."""
+_MOST_TOKENS = 2**31 - 1
+_INLINE_CHARS = 4096  # about a millisecond of tokenizing; longer texts leave the event loop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What the doors must know of the served model."""
+
+    name: str
+    fingerprint: str
+    max_model_len: int
+    """Tokens of prompt and answer together."""
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    created_s: int
+    """Unix time; shown by the list of models."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientFields:
+    """What a client asked for besides its prompt, as it asked: nothing is checked yet."""
+
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """Its `max_tokens` and `seed` are ignored: they stand below, because absent differs from any value."""
+    max_tokens: int | None = None
+    seed: int | None = None
+    model: str | None = None
+    num_choices: int = 1
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    add_special_tokens: bool = True
+    """Let the tokenizer put its own tokens, such as BOS, around a plain prompt."""
+    add_generation_prompt: bool = True
+    priority: int = 0
+    cache_salt: str | None = None
+    tenant: str = ""
+    time_left_s: float | None = None
+    """The client's own deadline; the router's applies as well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A request ready for dispatch, and what the door needs to show its answer."""
+
+    request: RoutedRequest
+    stops: StopStrings
+    stop_token_ids: frozenset[int]
+    """Ids that end a choice when sampled; their text is not part of the answer."""
+    include_stop: bool
+    skip_special_tokens: bool
+    prompt_text: str | None = None
+    """What the client wrote; None for a conversation or a prompt of token ids."""
+
+
+class Frontend:
+    """Validates, tokenizes and names requests. One per router; every door shares it."""
+
+    def __init__(
+        self,
+        *,
+        model: ModelInfo,
+        tokenizer: Tokenizer,
+        config: RouterConfig,
+        secret: bytes,
+        clock: Callable[[], float] = time.monotonic,
+        mint_seed: Callable[[], int] = lambda: secrets.randbits(63),
+    ) -> None:
+        """`secret` keys block names, so it must be the workers' own."""
+        self.model = model
+        self.tokenizer = tokenizer
+        self.clock = clock
+        self._config = config
+        self._secret = secret
+        self._mint_seed = mint_seed
+        self._preparing = 0
+        self._max_chars = model.max_model_len * MAX_CHARS_PER_TOKEN
+
+    async def prepare_chat(self, messages: Sequence[Message], fields: ClientFields) -> Prepared:
+        """A conversation. Raises InvalidRequest, ContextLengthExceeded or ModelNotFound."""
+        self.check_fields(fields)
+        with self._preparation():
+            ids = await self.encode_chat(messages, add_generation_prompt=fields.add_generation_prompt)
+        return self._finish(ids, fields, default_max_tokens=None)
+
+    async def prepare_prompts(self, prompts: Sequence[str | tuple[int, ...]], fields: ClientFields) -> list[Prepared]:
+        """Plain prompts, each text or token ids. Raises as `prepare_chat`."""
+        self.check_fields(fields)
+        prepared = []
+        with self._preparation():
+            for prompt in prompts:
+                text = prompt if isinstance(prompt, str) else None
+                ids = prompt if isinstance(prompt, tuple) else await self.encode(prompt, fields.add_special_tokens)
+                one = self._finish(ids, fields, default_max_tokens=DEFAULT_COMPLETION_TOKENS)
+                prepared.append(replace(one, prompt_text=text))
+        return prepared
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ModelNotFound unless `name` is the served model, or absent."""
+        if name is not None and name != self.model.name:
+            raise ModelNotFound(f"model {name[:100]!r} is not served here; {self.model.name!r} is", param="model")
+
+    def check_fields(self, fields: ClientFields) -> None:
+        """Every bound that needs no tokenizing."""
+        self.check_model(fields.model)
+        if not 1 <= fields.num_choices <= self._config.max_choices:
+            raise InvalidRequest(f"n must be an integer in [1, {self._config.max_choices}]", param="n")
+        if not -MAX_PRIORITY <= fields.priority <= MAX_PRIORITY:
+            raise InvalidRequest(f"priority must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]", param="priority")
+        if fields.cache_salt is not None and not 1 <= len(fields.cache_salt) <= MAX_SALT_CHARS:
+            raise InvalidRequest(f"cache_salt must have 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
+        most = fields.max_tokens if fields.max_tokens is not None else _MOST_TOKENS
+        asked = replace(fields.sampling, max_tokens=most, seed=fields.seed or 0)
+        asked.validate(vocab_size=self.model.vocab_size)
+        StopStrings(fields.stop)
+
+    def parse_prompts(self, value: Any) -> list[str | tuple[int, ...]]:
+        """The prompts of a completions request: text, several texts, token ids, or several lists of them.
+
+        Stops at the first fault, so that a hostile list costs no more than reading it. Raises InvalidRequest.
+        """
+        if isinstance(value, str):
+            return [value]
+        if not isinstance(value, list) or not value:
+            raise InvalidRequest("prompt must be a string, token ids, or a non-empty list of either", param="prompt")
+        if isinstance(value[0], (str, list)):
+            if len(value) > self._config.max_prompts:
+                raise InvalidRequest(f"prompt: at most {self._config.max_prompts} prompts", param="prompt")
+            if not all(isinstance(item, type(value[0])) for item in value):
+                raise InvalidRequest("prompt: texts and token ids cannot be mixed", param="prompt")
+            return [item if isinstance(item, str) else self.parse_ids(item) for item in value]
+        return [self.parse_ids(value)]
+
+    def parse_ids(self, value: Sequence[Any], param: str = "prompt") -> tuple[int, ...]:
+        """Token ids of the model's vocabulary. Raises InvalidRequest or ContextLengthExceeded."""
+        if not value:
+            raise InvalidRequest(f"{param}: empty", param=param)
+        if len(value) > self.model.max_model_len:
+            raise self._too_long(len(value), param)
+        for item in value:
+            if type(item) is not int or not 0 <= item < self.model.vocab_size:
+                raise InvalidRequest(f"{param}: token ids are integers in [0, {self.model.vocab_size})", param=param)
+        return tuple(value)
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of one text. Raises InvalidRequest or ContextLengthExceeded."""
+        self._check_size(len(text), "prompt")
+        if len(text) <= _INLINE_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    async def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
+        """Token ids of one conversation. Raises InvalidRequest or ContextLengthExceeded."""
+        if not 1 <= len(messages) <= MAX_MESSAGES:
+            raise InvalidRequest(f"messages: 1 to {MAX_MESSAGES} of them", param="messages")
+        for message in messages:
+            if message.role not in ROLES:
+                raise InvalidRequest(f"messages: role must be one of {', '.join(sorted(ROLES))}", param="messages")
+        size = sum(len(m.content) + len(m.name or "") for m in messages)
+        self._check_size(size, "messages")
+
+        def encode() -> list[int]:
+            return self.tokenizer.encode_chat(
+                messages, add_generation_prompt=add_generation_prompt, max_chars=4 * self._max_chars
+            )
+
+        if size <= _INLINE_CHARS and len(messages) <= 64:
+            return encode()
+        return await asyncio.to_thread(encode)
+
+    @contextmanager
+    def _preparation(self) -> Iterator[None]:
+        """Dispatch bounds what it accepts; this bounds the texts that wait for the tokenizer before it."""
+        if self._preparing >= self._config.max_inflight_requests:
+            raise Overloaded(f"{self._preparing} requests wait to be tokenized", retry_after_s=1.0)
+        self._preparing += 1
+        try:
+            yield
+        finally:
+            self._preparing -= 1
+
+    def _finish(self, ids: Sequence[int], fields: ClientFields, *, default_max_tokens: int | None) -> Prepared:
+        if not ids:
+            raise InvalidRequest("prompt: empty", param="prompt")
+        room = self.model.max_model_len - len(ids)
+        least = max(1, fields.sampling.min_tokens)
+        if room < least:
+            raise self._too_long(len(ids), "prompt" if default_max_tokens else "messages", least)
+        asked = fields.max_tokens if fields.max_tokens is not None else default_max_tokens
+        sampling = replace(
+            fields.sampling,
+            max_tokens=room if asked is None else min(asked, room),
+            seed=fields.seed if fields.seed is not None else self._mint_seed(),
+        )
+        sampling.validate(vocab_size=self.model.vocab_size)
+        time_left_s = self._config.request_timeout_s
+        if fields.time_left_s is not None:
+            time_left_s = min(time_left_s, fields.time_left_s)
+        request = RoutedRequest(
+            request_id=RequestId(secrets.token_hex(16)),
+            prompt_token_ids=tuple(ids),
+            sampling=sampling,
+            hash_root=self._hash_root(fields),
+            num_choices=fields.num_choices,
+            priority=fields.priority,
+            deadline_s=self.clock() + time_left_s,
+        )
+        ends = frozenset() if sampling.ignore_eos else self.model.eos_token_ids
+        return Prepared(
+            request=request,
+            stops=StopStrings(fields.stop),
+            stop_token_ids=ends | frozenset(sampling.stop_token_ids),
+            include_stop=fields.include_stop,
+            skip_special_tokens=fields.skip_special_tokens,
+        )
+
+    def _hash_root(self, fields: ClientFields) -> BlockHash:
+        # The tenant's length first: no salt of one tenant can spell another tenant's.
+        salt = f"{len(fields.tenant)}:{fields.tenant}{fields.cache_salt or ''}"
+        return root_hash(secret=self._secret, model_fingerprint=self.model.fingerprint, salt=salt)
+
+    def _check_size(self, chars: int, param: str) -> None:
+        if chars > self._max_chars:
+            context = f"the model's context of {self.model.max_model_len} tokens"
+            raise ContextLengthExceeded(f"{param}: {chars} characters cannot fit {context}", param=param)
+
+    def _too_long(self, tokens: int, param: str, least: int = 1) -> ContextLengthExceeded:
+        context = f"the model's context is {self.model.max_model_len} tokens"
+        return ContextLengthExceeded(
+            f"{param}: {tokens} tokens; {context}, of which at least {least} must be left for the answer", param=param
+        )

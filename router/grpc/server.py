@@ -1,0 +1,69 @@
+"""The socket of the gRPC door: the service, health and reflection, started and stopped by its owner."""
+
+from types import TracebackType
+from typing import Self
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from router.auth import ApiKeys
+from router.frontend import Frontend
+from router.grpc.errors import MAX_METADATA_BYTES, StatusInterceptor
+from router.grpc.service import InferenceService
+from router.metrics import RouterMetrics
+from router.requests import Generator
+from tandem import rpc
+from tandem.config import RouterConfig
+from tandem.v1 import inference_pb2
+from tandem.v1.inference_pb2_grpc import add_InferenceServicer_to_server
+
+SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+
+
+def build_server(
+    frontend: Frontend, generator: Generator, config: RouterConfig, metrics: RouterMetrics
+) -> grpc.aio.Server:
+    """A server of `tandem.v1.Inference` alone, bound to nothing yet."""
+    options = dict(rpc.SERVER_OPTIONS)
+    options["grpc.max_receive_message_length"] = config.max_body_bytes
+    options["grpc.max_metadata_size"] = MAX_METADATA_BYTES
+    server = grpc.aio.server(interceptors=(StatusInterceptor(metrics),), options=tuple(options.items()))
+    service = InferenceService(frontend, generator, ApiKeys(config.api_keys), metrics)
+    add_InferenceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated
+    return server
+
+
+class GrpcDoor:
+    """Listens while entered. Health is NOT_SERVING until `set_serving(True)`, and again before the door closes."""
+
+    def __init__(self, server: grpc.aio.Server, *, host: str, port: int, grace_s: float = 30.0) -> None:
+        self._server = server
+        self._health = health.aio.HealthServicer()
+        self._host = host
+        self.port = port
+        """The real port once entered; port 0 takes a free one."""
+        self._grace_s = grace_s
+
+    async def __aenter__(self) -> Self:
+        """Raises OSError when the address is taken."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        await self.set_serving(False)
+        self.port = rpc.listen(self._server, self._host, self.port)
+        await self._server.start()
+        return self
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health answers, for the whole server and for the service."""
+        state = health_pb2.HealthCheckResponse
+        status = state.SERVING if serving else state.NOT_SERVING
+        for name in ("", SERVICE_NAME):
+            await self._health.set(name, status)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(self._grace_s)

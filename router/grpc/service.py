@@ -1,0 +1,123 @@
+"""tandem.v1.Inference: each call decodes, delegates to the frontend that HTTP uses, and encodes."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from router.auth import ApiKeys
+from router.chat_template import Message
+from router.frontend import ClientFields, Frontend, Prepared
+from router.metrics import RequestMeter, RouterMetrics
+from router.requests import Generator
+from router.text_stream import TextDelta, stream_text
+from router.usage import Usage
+from tandem import wire
+from tandem.errors import InvalidRequest
+from tandem.v1 import inference_pb2 as pb
+from tandem.v1.inference_pb2_grpc import InferenceServicer
+
+
+class InferenceService(InferenceServicer):
+    """The four calls."""
+
+    def __init__(self, frontend: Frontend, generator: Generator, keys: ApiKeys, metrics: RouterMetrics) -> None:
+        self._frontend = frontend
+        self._generator = generator
+        self._keys = keys
+        self._metrics = metrics
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Stream an answer; a client that cancels closes the stream, and so the request."""
+        prepared = await self._prepare(request, self._fields(request, context))
+        usage = Usage([prepared])
+        meter = RequestMeter(
+            self._metrics, self._frontend.clock, prompt_tokens=usage.prompt_tokens, choices=prepared.request.num_choices
+        )
+        stream = stream_text(self._generator, prepared, self._frontend.tokenizer, meter)
+        async with aclosing(stream) as deltas:
+            async for delta in deltas:
+                usage.add(delta)
+                yield _response(prepared, delta, usage)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        """Token ids of a text or a conversation."""
+        self._tenant(context)
+        self._frontend.check_model(request.model or None)
+        kind = request.WhichOneof("input")
+        if kind == "chat":
+            ids = await self._frontend.encode_chat(_messages(request.chat), add_generation_prompt=True)
+        elif kind == "text":
+            add = request.add_special_tokens if request.HasField("add_special_tokens") else True
+            ids = await self._frontend.encode(request.text, add)
+        else:
+            raise InvalidRequest("input is missing: send text or chat", param="input")
+        return pb.TokenizeResponse(token_ids=ids, max_model_len=self._frontend.model.max_model_len)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
+        """Text of token ids, special tokens included."""
+        self._tenant(context)
+        self._frontend.check_model(request.model or None)
+        ids = self._frontend.parse_ids(request.token_ids, "token_ids") if request.token_ids else ()
+        return pb.DetokenizeResponse(text=self._frontend.tokenizer.decode(ids, skip_special_tokens=False))
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        """The one model."""
+        self._tenant(context)
+        model = self._frontend.model
+        return pb.ListModelsResponse(models=[pb.Model(id=model.name, max_model_len=model.max_model_len)])
+
+    def _tenant(self, context: Any) -> str:
+        sent = (value for key, value in context.invocation_metadata() or () if key == "authorization")
+        return self._keys.tenant(next(sent, None))
+
+    def _fields(self, request: pb.GenerateRequest, context: Any) -> ClientFields:
+        sampling = request.sampling
+        return ClientFields(
+            sampling=wire.sampling_from_pb(sampling),
+            max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
+            seed=sampling.seed if sampling.HasField("seed") else None,
+            model=request.model or None,
+            num_choices=request.n if request.HasField("n") else 1,
+            stop=tuple(request.stop),
+            priority=request.priority,
+            cache_salt=request.cache_salt or None,
+            tenant=self._tenant(context),
+            time_left_s=context.time_remaining(),
+        )
+
+    async def _prepare(self, request: pb.GenerateRequest, fields: ClientFields) -> Prepared:
+        kind = request.WhichOneof("input")
+        if kind == "chat":
+            return await self._frontend.prepare_chat(_messages(request.chat), fields)
+        if kind == "prompt":
+            return (await self._frontend.prepare_prompts([request.prompt], fields))[0]
+        if kind == "prompt_token_ids":
+            ids = self._frontend.parse_ids(request.prompt_token_ids.ids, "prompt_token_ids")
+            return (await self._frontend.prepare_prompts([ids], fields))[0]
+        raise InvalidRequest("input is missing: send prompt, prompt_token_ids or chat", param="input")
+
+
+def _messages(chat: pb.Chat) -> Sequence[Message]:
+    return [Message(role=m.role, content=m.content) for m in chat.messages]
+
+
+def _response(prepared: Prepared, delta: TextDelta, usage: Usage) -> pb.GenerateResponse:
+    response = pb.GenerateResponse(
+        id=prepared.request.request_id,
+        choice_index=delta.choice_index,
+        text=delta.text,
+        token_ids=[token.token_id for token in delta.tokens],
+        logprobs=[found for token in delta.tokens if (found := wire.logprobs_to_pb(token)) is not None],
+    )
+    if delta.finish is not None:
+        response.finish_reason = wire.finish_reason_to_pb(delta.finish.reason)
+    if usage.complete:
+        response.usage.CopyFrom(
+            pb.Usage(
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=usage.completion_tokens,
+                cached_tokens=usage.cached_tokens,
+                times=wire.times_to_pb(usage.times()),
+            )
+        )
+    return response

@@ -1,0 +1,241 @@
+"""The two shapes of an answer, chat and completions, in chunks or whole."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from router.frontend import Prepared
+from router.text_stream import TextDelta
+from router.tokenizer import Tokenizer
+from tandem.errors import InternalError
+from tandem.outputs import SampledToken
+
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerHead:
+    """What every chunk of one answer repeats, and what the client asked to see."""
+
+    id: str
+    created_s: int
+    model: str
+    return_token_ids: bool = False
+    echo: bool = False
+
+
+class Answer(Protocol):
+    """How one route shows an answer. Chunks carry neither usage nor timing; the route adds them."""
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Chunks before the first token."""
+        ...
+
+    def chunks(self, delta: TextDelta) -> list[dict[str, Any]]:
+        """Chunks of one delta; none when it shows nothing yet."""
+        ...
+
+    def ending(self) -> dict[str, Any]:
+        """A chunk without choices, for usage."""
+        ...
+
+    def whole(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
+        """The answer in one piece."""
+        ...
+
+
+class ChatAnswer:
+    """chat.completion and chat.completion.chunk."""
+
+    def __init__(self, head: AnswerHead, prepared: Sequence[Prepared], tokenizer: Tokenizer) -> None:
+        self._head = head
+        self._request = prepared[0].request
+        self._logprobs = _Logprobs(tokenizer)
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Role chunks."""
+        chunks = [
+            self._chunk([_chat_choice(i, {"role": "assistant", "content": ""})])
+            for i in range(self._request.num_choices)
+        ]
+        if self._head.return_token_ids:
+            chunks[0]["prompt_token_ids"] = list(self._request.prompt_token_ids)
+        return chunks
+
+    def chunks(self, delta: TextDelta) -> list[dict[str, Any]]:
+        """Content, then the end."""
+        chunks = []
+        logprobs = self._logprobs.chat(delta.tokens)
+        if delta.text or logprobs or (self._head.return_token_ids and delta.tokens):
+            choice = _chat_choice(delta.choice_index, {"content": delta.text})
+            choice["logprobs"] = logprobs
+            if self._head.return_token_ids:
+                choice["token_ids"] = [token.token_id for token in delta.tokens]
+            chunks.append(self._chunk([choice]))
+        if delta.finish is not None:
+            choice = _chat_choice(delta.choice_index, {}) | _ending(delta)
+            chunks.append(self._chunk([choice]))
+        return chunks
+
+    def ending(self) -> dict[str, Any]:
+        """No choices."""
+        return self._chunk([])
+
+    def whole(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
+        """chat.completion."""
+        content: dict[str, Any] = _head(self._head, "chat.completion")
+        content["choices"] = [self._whole_choice(delta) for delta in choices]
+        if self._head.return_token_ids:
+            content["prompt_token_ids"] = list(self._request.prompt_token_ids)
+        return content
+
+    def _whole_choice(self, delta: TextDelta) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": delta.choice_index,
+            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "logprobs": self._logprobs.chat(delta.tokens),
+            **_ending(delta),
+        }
+        if self._head.return_token_ids:
+            choice["token_ids"] = [token.token_id for token in delta.tokens]
+        return choice
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**_head(self._head, "chat.completion.chunk"), "choices": choices}
+
+
+class CompletionAnswer:
+    """text_completion, for one prompt or several."""
+
+    def __init__(self, head: AnswerHead, prepared: Sequence[Prepared], tokenizer: Tokenizer) -> None:
+        self._head = head
+        self._prepared = prepared
+        self._tokenizer = tokenizer
+        self._logprobs = _Logprobs(tokenizer)
+        self._offsets: dict[int, int] = {}
+        """Where the next token's text begins, by choice; for logprobs."""
+
+    def opening(self) -> list[dict[str, Any]]:
+        """The echoed prompt, and its token ids."""
+        chunks = []
+        for index in range(len(self._prepared) * self._prepared[0].request.num_choices):
+            choice = {"index": index, "text": self._echoed(index), "logprobs": None, "finish_reason": None}
+            if self._head.return_token_ids:
+                choice |= {"token_ids": [], "prompt_token_ids": self._prompt_ids(index)}
+            if choice["text"] or self._head.return_token_ids:
+                chunks.append(self.ending() | {"choices": [choice]})
+        return chunks
+
+    def chunks(self, delta: TextDelta) -> list[dict[str, Any]]:
+        """Text and end in one."""
+        logprobs = self._logprobs_of(delta)
+        if not (delta.text or logprobs or delta.finish or (self._head.return_token_ids and delta.tokens)):
+            return []
+        choice = {"index": delta.choice_index, "text": delta.text, "logprobs": logprobs, **_ending(delta)}
+        if self._head.return_token_ids:
+            choice["token_ids"] = [token.token_id for token in delta.tokens]
+        return [self.ending() | {"choices": [choice]}]
+
+    def ending(self) -> dict[str, Any]:
+        """No choices."""
+        return {**_head(self._head, "text_completion"), "choices": []}
+
+    def whole(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
+        """text_completion."""
+        return self.ending() | {"choices": [self._whole_choice(delta) for delta in choices]}
+
+    def _whole_choice(self, delta: TextDelta) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": delta.choice_index,
+            "text": self._echoed(delta.choice_index) + delta.text,
+            "logprobs": self._logprobs_of(delta),
+            **_ending(delta),
+        }
+        if self._head.return_token_ids:
+            choice["token_ids"] = [token.token_id for token in delta.tokens]
+            choice["prompt_token_ids"] = self._prompt_ids(delta.choice_index)
+        return choice
+
+    def _of(self, index: int) -> Prepared:
+        return self._prepared[index // self._prepared[0].request.num_choices]
+
+    def _prompt_ids(self, index: int) -> list[int]:
+        return list(self._of(index).request.prompt_token_ids)
+
+    def _echoed(self, index: int) -> str:
+        if not self._head.echo:
+            return ""
+        prompt = self._of(index)
+        if prompt.prompt_text is not None:
+            return prompt.prompt_text
+        return self._tokenizer.decode(prompt.request.prompt_token_ids)
+
+    def _logprobs_of(self, delta: TextDelta) -> dict[str, Any] | None:
+        offset = self._offsets.get(delta.choice_index, 0)
+        logprobs, self._offsets[delta.choice_index] = self._logprobs.completion(delta.tokens, offset)
+        return logprobs
+
+
+class _Logprobs:
+    """Log probabilities in the two shapes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def chat(self, tokens: Sequence[SampledToken]) -> dict[str, Any] | None:
+        """None when the request asked for none."""
+        known = [token for token in tokens if token.logprob is not None]
+        if not known:
+            return None
+        content = []
+        for token in known:
+            top = [self._entry(other.token_id, other.logprob) for other in token.top_logprobs]
+            content.append(self._entry(token.token_id, token.logprob or 0.0) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def completion(self, tokens: Sequence[SampledToken], offset: int) -> tuple[dict[str, Any] | None, int]:
+        """The object, and the text offset after it."""
+        known = [token for token in tokens if token.logprob is not None]
+        if not known:
+            return None, offset
+        texts = [self._text(token.token_id) for token in known]
+        offsets = [offset]
+        for text in texts:
+            offsets.append(offsets[-1] + len(text))
+        logprobs = {
+            "tokens": texts,
+            "token_logprobs": [_finite(token.logprob or 0.0) for token in known],
+            "top_logprobs": [
+                {self._text(t.token_id): _finite(t.logprob) for t in token.top_logprobs} for token in known
+            ],
+            "text_offset": offsets[:-1],
+        }
+        return logprobs, offsets[-1]
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._tokenizer.bytes_of(token_id)
+        return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
+
+    def _text(self, token_id: int) -> str:
+        return self._tokenizer.bytes_of(token_id).decode(errors="replace")
+
+
+def _finite(logprob: float) -> float:
+    if math.isnan(logprob):
+        raise InternalError("a log probability is not a number")
+    return max(logprob, LEAST_LOGPROB)
+
+
+def _head(head: AnswerHead, kind: str) -> dict[str, Any]:
+    return {"id": head.id, "object": kind, "created": head.created_s, "model": head.model}
+
+
+def _chat_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _ending(delta: TextDelta) -> dict[str, Any]:
+    reason = delta.finish.reason.value if delta.finish else None
+    return {"finish_reason": reason, "stop_reason": delta.stopped_by}

@@ -1,0 +1,140 @@
+"""The HTTP door: OpenAI's routes, those for operators, and nothing that decides."""
+
+from importlib import metadata
+from typing import Any, Protocol
+
+from fastapi import APIRouter, Depends, FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.auth import ApiKeys
+from router.frontend import Frontend
+from router.http import errors
+from router.http.generation import GenerationRoutes
+from router.http.json_body import read_object
+from router.http.middleware import Envelope
+from router.http.schemas import DetokenizeBody, TokenizeBody, validate
+from router.metrics import RouterMetrics
+from router.requests import Generator
+from tandem.config import RouterConfig
+from tandem.errors import Unavailable
+
+_DISTRIBUTION = "tandem-serve"
+
+
+class Readiness(Protocol):
+    """Whether this router can answer."""
+
+    def not_ready_reason(self) -> str | None:
+        """None once a decode worker has answered; until then, what is missing."""
+        ...
+
+
+def create_app(
+    frontend: Frontend, generator: Generator, readiness: Readiness, config: RouterConfig, metrics: RouterMetrics
+) -> FastAPI:
+    """The ASGI application. It owns nothing: whoever made the parts closes them."""
+    app = FastAPI(title="Tandem", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    errors.install(app)
+    keys = ApiKeys(config.api_keys)
+
+    async def authenticate(request: Request) -> None:
+        request.state.tenant = keys.tenant(request.headers.get("authorization"))
+
+    generation = GenerationRoutes(frontend, generator, metrics, max_body_bytes=config.max_body_bytes)
+    texts = _TextRoutes(frontend, max_body_bytes=config.max_body_bytes)
+    public = APIRouter(dependencies=[Depends(authenticate)])
+    public.add_api_route("/v1/chat/completions", generation.chat, methods=["POST"], response_model=None)
+    public.add_api_route("/v1/completions", generation.completions, methods=["POST"], response_model=None)
+    public.add_api_route("/v1/models", texts.models, methods=["GET"])
+    public.add_api_route("/v1/models/{name:path}", texts.model, methods=["GET"])
+    public.add_api_route("/tokenize", texts.tokenize, methods=["POST"])
+    public.add_api_route("/detokenize", texts.detokenize, methods=["POST"])
+    app.include_router(public)
+    app.include_router(_operator_routes(readiness, metrics))
+    app.add_middleware(Envelope, metrics=metrics)
+    return app
+
+
+class _TextRoutes:
+    """What needs the model's names and tokenizer only."""
+
+    def __init__(self, frontend: Frontend, *, max_body_bytes: int) -> None:
+        self._frontend = frontend
+        self._max_body_bytes = max_body_bytes
+
+    async def models(self) -> dict[str, Any]:
+        """The one model."""
+        return {"object": "list", "data": [self._card()]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """The same, by name."""
+        self._frontend.check_model(name)
+        return self._card()
+
+    async def tokenize(self, request: Request) -> dict[str, Any]:
+        """Token ids of a prompt or a conversation."""
+        body = validate(TokenizeBody, await read_object(request, max_bytes=self._max_body_bytes))
+        self._frontend.check_model(body.model)
+        if body.messages is not None:
+            messages = [turn.message() for turn in body.messages]
+            generation_prompt = body.add_generation_prompt is not False
+            ids = await self._frontend.encode_chat(messages, add_generation_prompt=generation_prompt)
+        else:
+            ids = await self._frontend.encode(body.prompt or "", body.add_special_tokens is not False)
+        texts = None
+        if body.return_token_strs:
+            texts = [self._frontend.tokenizer.bytes_of(i).decode(errors="replace") for i in ids]
+        return {
+            "count": len(ids),
+            "max_model_len": self._frontend.model.max_model_len,
+            "tokens": ids,
+            "token_strs": texts,
+        }
+
+    async def detokenize(self, request: Request) -> dict[str, Any]:
+        """Text of token ids, special tokens included."""
+        body = validate(DetokenizeBody, await read_object(request, max_bytes=self._max_body_bytes))
+        self._frontend.check_model(body.model)
+        ids = self._frontend.parse_ids(body.tokens, "tokens") if body.tokens else ()
+        return {"prompt": self._frontend.tokenizer.decode(ids, skip_special_tokens=False)}
+
+    def _card(self) -> dict[str, Any]:
+        model = self._frontend.model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": model.created_s,
+            "owned_by": "tandem",
+            "root": model.name,
+            "parent": None,
+            "max_model_len": model.max_model_len,
+        }
+
+
+def _operator_routes(readiness: Readiness, metrics: RouterMetrics) -> APIRouter:
+    """Probes, metrics, version: without a key, because orchestrators have none."""
+    routes = APIRouter()
+
+    @routes.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "alive"}
+
+    @routes.get("/readyz")
+    async def readyz() -> dict[str, str]:
+        if (reason := readiness.not_ready_reason()) is not None:
+            raise Unavailable(f"not ready: {reason}", retry_after_s=1.0)
+        return {"status": "ready"}
+
+    @routes.get("/metrics", response_model=None)
+    async def render_metrics() -> Response:
+        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @routes.get("/version")
+    async def version() -> dict[str, str]:
+        try:
+            return {"version": metadata.version(_DISTRIBUTION)}
+        except metadata.PackageNotFoundError:
+            return {"version": "unknown"}
+
+    return routes

@@ -1,0 +1,298 @@
+"""What clients may send over HTTP: types here, bounds in the frontend.
+
+A field is honoured, or harmless by nature, or refused: never ignored. Fields of OpenAI's and vLLM's that Tandem does
+not serve stand in `_NOT_YET` with the values that ask for nothing; everything else unknown is refused by its name.
+"""
+
+import re
+from dataclasses import replace
+from typing import Annotated, Any, Self, TypeAlias, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from router.chat_template import Message
+from router.frontend import MAX_MESSAGES, ClientFields
+from router.stop_strings import MAX_STOP_STRINGS
+from tandem.errors import InvalidRequest
+from tandem.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, SamplingParams
+
+_MAX_KEYS = 128
+_MAX_PARTS = 256  # of one message's content
+_MAX_NOTES = 16  # OpenAI's bound of `metadata`
+_TOKEN_KEY = re.compile(r"[0-9]{1,10}")
+_SAMPLING = (
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+)
+_NOT_YET: dict[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "suffix": (None, ""),
+    "echo": (None, False),
+    "prompt_logprobs": (None,),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1.0),
+    "early_stopping": (None, False),
+    "spaces_between_special_tokens": (None, True),
+    "return_tokens_as_token_ids": (None, False),
+    "logits_processors": (None, []),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "continue_final_message": (None, False),
+    "documents": (None, []),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+    "store": (None, False),
+    "service_tier": (None, "auto", "default"),
+    # In a message.
+    "tool_calls": (None, []),
+    "tool_call_id": (None,),
+    "refusal": (None,),
+    "annotations": (None, []),
+}
+
+
+def _at_most(limit: int) -> BeforeValidator:
+    def check(value: Any) -> Any:
+        if isinstance(value, (dict, list)) and len(value) > limit:
+            raise ValueError(f"at most {limit} entries")
+        return value
+
+    return BeforeValidator(check)
+
+
+class _Body(BaseModel):
+    """Strict: no value is turned into another type, no field is overlooked."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        if len(data) > _MAX_KEYS:
+            raise InvalidRequest(f"more than {_MAX_KEYS} fields in one object")
+        return {name: value for name, value in data.items() if name in cls.model_fields or not _neutral(name, value)}
+
+
+class StreamOptions(_Body):
+    """What else a stream carries."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(_Body):
+    """Fields that chat and completions share."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float] | None, _at_most(MAX_LOGIT_BIAS)] = None
+    n: int | None = None
+    best_of: int | None = None
+    seed: int | None = None
+    stop: Annotated[str | list[str] | None, _at_most(MAX_STOP_STRINGS)] = None
+    stop_token_ids: Annotated[list[int] | None, _at_most(MAX_STOP_TOKENS)] = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    """Becomes part of the answer's `id`; inside, the router's own id is used."""
+    return_token_ids: bool | None = None
+    # These ask for nothing: notes of the client's.
+    user: str | None = None
+    metadata: Annotated[dict[str, str] | None, _at_most(_MAX_NOTES)] = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.best_of not in (None, self.n or 1):
+            raise InvalidRequest("best_of other than n is not supported yet", param="best_of")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+        return self
+
+    def fields(self, *, tenant: str, num_logprobs: int | None, max_tokens: int | None) -> ClientFields:
+        """What the frontend validates."""
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        sampling = SamplingParams(
+            **given,
+            logit_bias=_token_keys(self.logit_bias or {}),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            num_logprobs=num_logprobs,
+        )
+        return ClientFields(
+            sampling=sampling,
+            max_tokens=max_tokens,
+            seed=self.seed,
+            model=self.model,
+            num_choices=self.n if self.n is not None else 1,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            include_stop=bool(self.include_stop_str_in_output),
+            skip_special_tokens=self.skip_special_tokens is not False,
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt,
+            tenant=tenant,
+        )
+
+
+class TextPart(_Body):
+    """One part of a message's content; images and sound are not supported yet."""
+
+    type: str
+    text: str = ""
+
+
+class ChatTurn(_Body):
+    """One message."""
+
+    role: str
+    content: Annotated[str | list[TextPart] | None, _at_most(_MAX_PARTS)] = None
+    name: str | None = None
+
+    def message(self) -> Message:
+        """The turn as the template sees it; several text parts stand on lines of their own."""
+        content = self.content
+        if isinstance(content, list):
+            if other := next((part.type for part in content if part.type != "text"), None):
+                raise InvalidRequest(f"content of type {other[:40]!r} is not supported yet", param="messages")
+            content = "\n".join(part.text for part in content)
+        if content is None and self.role != "assistant":
+            raise InvalidRequest("messages: content is missing", param="messages")
+        return Message(role=self.role, content=content or "", name=self.name)
+
+
+_Turns: TypeAlias = Annotated[list[ChatTurn], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: _Turns
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+
+    def chat_fields(self, tenant: str) -> ClientFields:
+        """Resolves the pairs of fields that chat has."""
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
+        if len(limits) > 1:
+            raise InvalidRequest("max_tokens and max_completion_tokens differ", param="max_completion_tokens")
+        num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        fields = self.fields(tenant=tenant, num_logprobs=num_logprobs, max_tokens=next(iter(limits), None))
+        return replace(fields, add_generation_prompt=self.add_generation_prompt is not False)
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Any
+    """Text, texts, token ids or lists of them; the frontend reads it."""
+    logprobs: int | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+    def completion_fields(self, tenant: str) -> ClientFields:
+        """Refuses what would need the prompt's logprobs."""
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
+            raise InvalidRequest(f"logprobs must be an integer in [0, {MAX_TOP_LOGPROBS}]", param="logprobs")
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest("echo together with logprobs is not supported yet", param="echo")
+        fields = self.fields(tenant=tenant, num_logprobs=self.logprobs, max_tokens=self.max_tokens)
+        return replace(fields, add_special_tokens=self.add_special_tokens is not False)
+
+
+class TokenizeBody(_Body):
+    """POST /tokenize: a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: _Turns | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_input(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("send either prompt or messages", param="prompt")
+        return self
+
+
+class DetokenizeBody(_Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Any]
+
+
+_B = TypeVar("_B", bound=_Body)
+
+
+def validate(body: type[_B], data: dict[str, Any]) -> _B:
+    """The typed body. Raises InvalidRequest that names the first wrong field and quotes nothing of it."""
+    try:
+        return body.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        # A union's branches add their type to the place; only names and indices of the client's are shown.
+        place = [str(part)[:100] for part in first["loc"] if isinstance(part, int) or "[" not in part]
+        name = place[0] if place else None
+        if first["type"] == "extra_forbidden":
+            raise InvalidRequest(f"{'.'.join(place)}: unknown field", param=name) from None
+        raise InvalidRequest(f"{'.'.join(place)}: {first['msg'][:200]}", param=name) from None
+
+
+def _neutral(name: str, value: Any) -> bool:
+    """Whether a field that is not served yet asks for nothing. Raises InvalidRequest when it asks for something."""
+    if name not in _NOT_YET:
+        return False
+    if any(type(value) is type(one) and value == one for one in _NOT_YET[name]):
+        return True
+    raise InvalidRequest(f"{name} is not supported yet", param=name)
+
+
+def _token_keys(bias: dict[str, float]) -> dict[int, float]:
+    if bad := next((key for key in bias if not _TOKEN_KEY.fullmatch(key)), None):
+        raise InvalidRequest(f"logit_bias: {bad[:40]!r} is no token id", param="logit_bias")
+    return {int(key): value for key, value in bias.items()}

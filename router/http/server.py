@@ -1,0 +1,94 @@
+"""The socket of the HTTP door: uvicorn with bounded headers, started and stopped by its owner."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from router.http.middleware import MAX_HEADER_BYTES
+
+_BACKLOG = 2048
+_KEEP_ALIVE_S = 65
+_MAX_URL_BYTES = 8 << 10
+_MAX_HEAD_BYTES = 4 * MAX_HEADER_BYTES
+"""Beyond what the application answers with 400, the connection is closed: a head may otherwise be endless."""
+
+
+class _BoundedProtocol(HttpToolsProtocol):
+    """Gives up on a request whose head never ends; httptools itself collects without a bound."""
+
+    _head_bytes = 0
+
+    def on_message_begin(self) -> None:
+        self._head_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url), _MAX_URL_BYTES)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count(len(name) + len(value), _MAX_HEAD_BYTES)
+
+    def _count(self, size: int, most: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > most:
+            # uvicorn answers a parser's error with 400 and closes.
+            raise ValueError("request head too large")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn that leaves signals to the process that owns it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpDoor:
+    """Listens while entered; leaving stops new connections and lets running requests end within `grace_s`."""
+
+    def __init__(self, app: FastAPI, *, host: str, port: int, grace_s: float = 30.0) -> None:
+        self._host = host
+        self.port = port
+        """The real port once entered; port 0 takes a free one."""
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                http=_BoundedProtocol,
+                ws="none",
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=max(1, round(grace_s)),
+            )
+        )
+        self._socket: socket.socket | None = None
+        self._task: asyncio.Task[Any] | None = None
+
+    async def __aenter__(self) -> Self:
+        """Raises OSError when the address is taken."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        self._socket = socket.create_server((self._host, self.port), family=family, backlog=_BACKLOG)
+        self.port = self._socket.getsockname()[1]
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+        if self._socket is not None:
+            self._socket.close()

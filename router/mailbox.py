@@ -1,0 +1,93 @@
+"""Where sessions leave the events of one client request, until its client has room for them.
+
+Writers never wait. The bound is in tokens: a client that reads too slowly overflows its own mailbox, which then
+holds nothing but that fact, and no one else is slowed down.
+"""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+
+from router.session_events import AttemptEvent, TokensArrived
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromWorker:
+    """An event of one attempt at one choice."""
+
+    choice_index: int
+    attempt: int
+    event: AttemptEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopChoice:
+    """A door saw a stop string: the choice ends here."""
+
+    choice_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    """The request's time is up."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersChanged:
+    """A worker joined or left."""
+
+
+@dataclass(frozen=True, slots=True)
+class RejoinOver:
+    """The time is up in which a lost worker may be replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overflowed:
+    """More tokens were waiting than the mailbox holds."""
+
+
+Mail = FromWorker | StopChoice | DeadlinePassed | WorkersChanged | RejoinOver | Overflowed
+
+
+class Mailbox:
+    """Many writers, one reader, first come first served."""
+
+    def __init__(self, *, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._mail: deque[Mail] = deque()
+        self._num_tokens = 0
+        self._overflowed = False
+        self._arrived = asyncio.Event()
+
+    def put(self, mail: Mail) -> None:
+        """Leave mail; after an overflow it is thrown away."""
+        if self._overflowed:
+            return
+        self._num_tokens += _count_tokens(mail)
+        if self._num_tokens > self._max_tokens:
+            self._overflowed = True
+            self._mail.clear()
+            mail = Overflowed()
+        self._mail.append(mail)
+        self._arrived.set()
+
+    async def get(self) -> Mail:
+        """Take the oldest mail, waiting for it."""
+        while not self._mail:
+            self._arrived.clear()
+            await self._arrived.wait()
+        mail = self._mail.popleft()
+        self._num_tokens -= _count_tokens(mail)
+        return mail
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether mail was thrown away."""
+        return self._overflowed
+
+
+def _count_tokens(mail: Mail) -> int:
+    if isinstance(mail, FromWorker) and isinstance(mail.event, TokensArrived):
+        return len(mail.event.tokens)
+    return 0

@@ -1,0 +1,187 @@
+"""Every metric of the router, in its own registry: nothing is global, so tests and processes may hold several.
+
+Names under `vllm:` mean what they mean in vLLM (buckets too), so that existing dashboards work; `tandem_` names are
+ours. The doors measure requests through `RequestMeter`; `RouterMetrics` is dispatch's observer as well.
+Label values are ours alone, never a client's words.
+"""
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from router.attempts import RetryReason
+from router.placement import Placement
+from router.requests import ChoiceFinish
+from tandem.errors import Code, ServingError
+
+_TTFT = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0, 2560.0,
+)  # fmt: skip
+_ITL = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+_E2E = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+)  # fmt: skip
+_TOKENS = tuple(float(scale * 10**power) for power in range(6) for scale in (1, 2, 5))
+_TRANSFER = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_LABELS = ("model_name", "engine")
+_ENGINE = "router"
+
+
+class RouterMetrics:
+    """The registry and its instruments."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = (model_name, _ENGINE)
+        self.waiting = self._gauge("vllm:num_requests_waiting", "Requests without a first token yet")
+        self.running = self._gauge("vllm:num_requests_running", "Requests that are streaming tokens")
+        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of started requests")
+        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens sent to clients")
+        self.prefix_queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in prefix caches")
+        self.prefix_hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in prefix caches")
+        self.ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token", _TTFT)
+        self.itl = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens of one choice", _ITL)
+        self.e2e = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token", _E2E)
+        self.queue_time = self._histogram("vllm:request_queue_time_seconds", "Waiting in workers' queues", _E2E)
+        self.prefill_time = self._histogram("vllm:request_prefill_time_seconds", "Computing the prompt", _E2E)
+        self.decode_time = self._histogram("vllm:request_decode_time_seconds", "First to last token", _E2E)
+        self.prompt_size = self._histogram("vllm:request_prompt_tokens", "Prompt tokens per request", _TOKENS)
+        self.answer_size = self._histogram("vllm:request_generation_tokens", "Tokens per choice", _TOKENS)
+        self.transfer_time = self._histogram("tandem_transfer_seconds", "KV transfer not hidden by prefill", _TRANSFER)
+        self._success = Counter(
+            "vllm:request_success", "Choices that ended well", (*_LABELS, "finished_reason"), registry=self.registry
+        )
+        self._failures = Counter("tandem_request_failures", "Requests that failed", ("code",), registry=self.registry)
+        self._http = Counter(
+            "tandem_http_requests", "HTTP answers", ("route", "method", "status"), registry=self.registry
+        )
+        self._rpcs = Counter("tandem_grpc_requests", "gRPC answers", ("method", "code"), registry=self.registry)
+        self._placements = Counter(
+            "tandem_placements", "Where prompts were computed", ("reason",), registry=self.registry
+        )
+        self._retries = Counter(
+            "tandem_dispatch_retries", "Attempts after the first", ("reason",), registry=self.registry
+        )
+        self._workers = Gauge("tandem_workers", "Workers by role and state", ("role", "state"), registry=self.registry)
+        self._prefix_blocks = Gauge("tandem_prefix_map_blocks", "Block names in the prefix map", registry=self.registry)
+
+    def render(self) -> bytes:
+        """The text exposition format."""
+        return generate_latest(self.registry)
+
+    def http_answered(self, route: str, method: str, status: int) -> None:
+        """`route` is the route's pattern, never the path that was asked for."""
+        self._http.labels(route, method, str(status)).inc()
+
+    def rpc_answered(self, method: str, code: str) -> None:
+        """`code` is a name of grpc.StatusCode."""
+        self._rpcs.labels(method, code).inc()
+
+    def succeeded(self, reason: str) -> None:
+        """One choice ended with `reason`."""
+        self._success.labels(*self._model, reason).inc()
+
+    def failed(self, code: Code) -> None:
+        """One request ended without an answer."""
+        self._failures.labels(code.value).inc()
+
+    def on_placed(self, placement: Placement) -> None:
+        """Dispatch sent an attempt to workers (`router.observer.DispatchObserver`)."""
+        self._placements.labels(placement.reason.value).inc()
+
+    def on_retry(self, reason: RetryReason) -> None:
+        """Dispatch tries again."""
+        self._retries.labels(reason.value).inc()
+
+    def on_finished(self, finish: ChoiceFinish, *, num_tokens: int) -> None:
+        """Nothing: the doors' meter counts what the client got, stop strings included."""
+
+    def on_failed(self, error: ServingError) -> None:
+        """Nothing: the error passes the doors' meter."""
+
+    def workers(self, role: str, state: str, count: int) -> None:
+        """How many workers of a role are in a state, such as (`decode`, `healthy`)."""
+        self._workers.labels(role, state).set(count)
+
+    def prefix_map_size(self, num_blocks: int) -> None:
+        """Block names the router knows, over all workers."""
+        self._prefix_blocks.set(num_blocks)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, _LABELS, registry=self.registry).labels(*self._model)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, _LABELS, registry=self.registry).labels(*self._model)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, _LABELS, buckets=buckets, registry=self.registry).labels(*self._model)
+
+
+class RequestMeter:
+    """One request's measurements; a context manager around its stream."""
+
+    def __init__(self, metrics: RouterMetrics, clock: Callable[[], float], *, prompt_tokens: int, choices: int) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._prompt_tokens = prompt_tokens
+        self._start = clock()
+        self._last: list[float | None] = [None] * choices
+        self._counts = [0] * choices
+        self._began = False
+
+    def __enter__(self) -> Self:
+        self._metrics.waiting.inc()
+        self._metrics.prompt_tokens.inc(self._prompt_tokens)
+        self._metrics.prompt_size.observe(self._prompt_tokens)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        (self._metrics.running if self._began else self._metrics.waiting).dec()
+        if isinstance(error, ServingError):
+            self._metrics.failed(error.code)
+        elif isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+            self._metrics.failed(Code.CANCELLED)
+        elif error is not None:
+            self._metrics.failed(Code.INTERNAL)
+
+    def tokens(self, choice: int, count: int) -> None:
+        """`count` tokens of one choice arrived together."""
+        if count == 0:
+            return
+        now = self._clock()
+        if not self._began:
+            self._began = True
+            self._metrics.waiting.dec()
+            self._metrics.running.inc()
+            self._metrics.ttft.observe(now - self._start)
+        if (last := self._last[choice]) is not None:
+            for _ in range(count):
+                self._metrics.itl.observe((now - last) / count)
+        self._last[choice] = now
+        self._counts[choice] += count
+        self._metrics.generation_tokens.inc(count)
+
+    def choice_finished(self, choice: int, finish: ChoiceFinish) -> None:
+        """One choice ended; its phase times are the workers' own."""
+        metrics, times = self._metrics, finish.times
+        metrics.succeeded(finish.reason.value)
+        metrics.answer_size.observe(self._counts[choice])
+        metrics.prefix_queries.inc(self._prompt_tokens)
+        metrics.prefix_hits.inc(finish.cached_tokens)
+        metrics.queue_time.observe(times.prefill_queue_s + times.decode_queue_s)
+        metrics.prefill_time.observe(times.prefill_s)
+        metrics.transfer_time.observe(times.transfer_s)
+        metrics.decode_time.observe(times.decode_s)
+
+    def succeeded(self) -> None:
+        """All choices ended."""
+        self._metrics.e2e.observe(self._clock() - self._start)

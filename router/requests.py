@@ -1,0 +1,64 @@
+"""The router's own values: what the doors hand to dispatch, and what dispatch hands back.
+
+A door (HTTP or gRPC) validates and tokenizes a client's request into a `RoutedRequest`; `dispatch` answers with
+a stream of `ChoiceDelta`s, or raises one of `tandem.errors`. Doors know nothing of workers, dispatch nothing of text.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from tandem.ids import BlockHash, RequestId
+from tandem.outputs import FinishReason, PhaseTimes, SampledToken
+from tandem.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedRequest:
+    """A client request after every bound was checked."""
+
+    request_id: RequestId
+    """Minted here; a client's X-Request-Id is only echoed."""
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    """`max_tokens` is already clamped to the context, `seed` already concrete."""
+    hash_root: BlockHash
+    """Model, adapter, and the salt of tenant and client: the root of the prompt's block names."""
+    num_choices: int = 1
+    priority: int = 0
+    deadline_s: float | None = None
+    """On the router's monotonic clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceFinish:
+    """The end of one choice."""
+
+    reason: FinishReason
+    cached_tokens: int
+    """Prompt tokens whose KV was reused, wherever the prefill ran: the true count."""
+    times: PhaseTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceDelta:
+    """New tokens of one choice, its end, or both. Tokens arrive in order, each exactly once."""
+
+    choice_index: int
+    tokens: tuple[SampledToken, ...] = ()
+    finish: ChoiceFinish | None = None
+
+
+class Generator(Protocol):
+    """What the doors need of dispatch."""
+
+    def generate(self, request: RoutedRequest) -> AsyncIterator[ChoiceDelta]:
+        """Stream all choices, interleaved. Closing the iterator early cancels the request on every worker.
+
+        Raises Overloaded, Unavailable, RequestTooLarge, DeadlineExceeded or InternalError.
+        """
+        ...
+
+    def finish_choice(self, request_id: RequestId, choice_index: int) -> None:
+        """Stop generating one choice early (a stop string was seen); its ChoiceFinish still follows, reason STOP."""
+        ...

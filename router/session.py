@@ -1,0 +1,213 @@
+"""One conversation with one worker, from HELLO to the end of the stream.
+
+The reader hands every event to whom it concerns and never waits for anybody: what a slow client does not take
+piles up in that request's own bounded mailbox. A worker that is silent longer than `silence_s` is taken for
+dead, as is one whose stream ends; then every attempt that it was running gets a WorkerLost.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from router.session_events import Deliver, PrefillRoute, SubmitOrder, WorkerLost, WorkerPort
+from router.session_wire import (
+    ProtocolError,
+    cancel_to_pb,
+    hello_from_pb,
+    hello_to_pb,
+    load_from_pb,
+    prefix_change_from_pb,
+    refused_from_pb,
+    reroute_to_pb,
+    submit_to_pb,
+    tokens_from_pb,
+    transfer_failed_from_pb,
+)
+from router.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
+from tandem.errors import Unavailable
+from tandem.ids import Incarnation, RequestId
+from tandem.v1 import session_pb2 as pb
+from tandem.v1.session_pb2_grpc import WorkerStub
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSettings:
+    """Bounds of one session."""
+
+    metadata: Sequence[tuple[str, str]]
+    """Proves that the router belongs to the cluster."""
+    incarnation: Incarnation
+    """Of the router's process."""
+    hello_timeout_s: float = 5.0
+    silence_s: float = 5.0
+    """Workers report their load at least once a second."""
+    max_queued_submits: int = 4096
+    """Submits waiting for a slow connection."""
+
+
+class SessionListener(Protocol):
+    """Who is told what workers say of themselves (`WorkerRegistry`)."""
+
+    def joined(self, info: WorkerInfo, port: WorkerPort) -> None:
+        """Raises WorkerRejected."""
+        ...
+
+    def left(self, key: WorkerKey, reason: str) -> None: ...  # noqa: D102
+
+    def load_changed(self, key: WorkerKey, load: WorkerLoad) -> None: ...  # noqa: D102
+
+    def prefix_changed(self, key: WorkerKey, change: PrefixChange) -> None: ...  # noqa: D102
+
+    def draining(self, key: WorkerKey, reason: str) -> None: ...  # noqa: D102
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attempt:
+    number: int
+    deliver: Deliver
+
+
+class WorkerSession:
+    """The live conversation; a WorkerPort for dispatch."""
+
+    def __init__(self, call: Any, info: WorkerInfo, settings: SessionSettings) -> None:
+        self.info = info
+        self._call = call
+        self._settings = settings
+        self._attempts: dict[RequestId, _Attempt] = {}
+        # Bounded: submits by `max_queued_submits`, the others by the attempts that they concern.
+        self._outgoing: deque[pb.RouterMessage] = deque()
+        self._has_outgoing = asyncio.Event()
+        self._ended = False
+
+    @classmethod
+    async def open(cls, channel: grpc.aio.Channel, settings: SessionSettings) -> "WorkerSession":
+        """Exchange HELLOs. Raises ProtocolError, grpc.aio.AioRpcError or TimeoutError."""
+        call = WorkerStub(channel).Session(metadata=tuple(settings.metadata))  # type: ignore[no-untyped-call]  # generated
+        async with asyncio.timeout(settings.hello_timeout_s):
+            await call.write(hello_to_pb(settings.incarnation))
+            first = await call.read()
+        if first is grpc.aio.EOF:
+            raise ProtocolError(f"the stream ended before hello: {await call.details()}")
+        return cls(call, hello_from_pb(first), settings)
+
+    async def converse(self, listener: SessionListener) -> str:
+        """Carry messages both ways until the stream ends; returns why it did.
+
+        Raises WorkerRejected, at once, when the listener does not want the worker.
+        """
+        reason = "the router closed the session"
+        listener.joined(self.info, self)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                writer = tasks.create_task(self._write())
+                reason = await self._read(listener)
+                writer.cancel()
+        finally:
+            self._end(listener, reason)
+        return reason
+
+    def submit(self, order: SubmitOrder, deliver: Deliver) -> None:
+        """See WorkerPort."""
+        if self._ended:
+            raise Unavailable(f"worker {self.info.key.worker_id} has left")
+        if len(self._outgoing) >= self._settings.max_queued_submits:
+            raise Unavailable(f"the connection to worker {self.info.key.worker_id} is too slow")
+        self._attempts[order.request_id] = _Attempt(number=order.attempt, deliver=deliver)
+        self._send(submit_to_pb(order))
+
+    def reroute(self, request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> None:
+        """See WorkerPort."""
+        if self._attempt(request_id, attempt) is not None:
+            self._send(reroute_to_pb(request_id, attempt, prefill))
+
+    def cancel(self, request_id: RequestId, attempt: int) -> None:
+        """See WorkerPort."""
+        if self._attempt(request_id, attempt) is not None:
+            del self._attempts[request_id]
+            self._send(cancel_to_pb(request_id, attempt))
+
+    def _attempt(self, request_id: str, number: int) -> _Attempt | None:
+        """The live attempt, or None for one that has ended or been followed by another."""
+        attempt = self._attempts.get(RequestId(request_id))
+        return attempt if attempt is not None and attempt.number == number else None
+
+    def _send(self, message: pb.RouterMessage) -> None:
+        self._outgoing.append(message)
+        self._has_outgoing.set()
+
+    async def _write(self) -> None:
+        while True:
+            await self._has_outgoing.wait()
+            self._has_outgoing.clear()
+            while self._outgoing:
+                try:
+                    await self._call.write(self._outgoing.popleft())
+                except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    return  # The reader sees the same end, and tells everybody.
+
+    async def _read(self, listener: SessionListener) -> str:
+        while True:
+            try:
+                async with asyncio.timeout(self._settings.silence_s):
+                    message = await self._call.read()
+                if message is grpc.aio.EOF:
+                    return f"the worker closed the session: {await self._call.details() or 'no reason given'}"
+                self._take(message, listener)
+            except grpc.aio.AioRpcError as error:
+                return f"{error.code().name}: {error.details()}"
+            except TimeoutError:
+                return f"silent for {self._settings.silence_s:g} s"
+            except ProtocolError as error:
+                return f"protocol error: {error}"
+
+    def _take(self, message: pb.WorkerMessage, listener: SessionListener) -> None:
+        key = self.info.key
+        match message.WhichOneof("kind"):
+            case "tokens":
+                for delta in message.tokens.deltas:
+                    self._take_tokens(delta)
+            case "load":
+                listener.load_changed(key, load_from_pb(message.load))
+            case "kv_events":
+                listener.prefix_changed(key, prefix_change_from_pb(message.kv_events))
+            case "refused":
+                refused = message.refused
+                if (attempt := self._attempt(refused.request_id, refused.attempt)) is not None:
+                    del self._attempts[RequestId(refused.request_id)]
+                    attempt.deliver(refused_from_pb(refused))
+            case "transfer_failed":
+                failed = message.transfer_failed
+                if (attempt := self._attempt(failed.request_id, failed.attempt)) is not None:
+                    attempt.deliver(transfer_failed_from_pb(failed))
+            case "draining":
+                listener.draining(key, message.draining.reason)
+            case other:
+                raise ProtocolError(f"unexpected {other or 'unknown message'}")
+
+    def _take_tokens(self, delta: pb.TokenDelta) -> None:
+        attempt = self._attempt(delta.request_id, delta.attempt)
+        if attempt is None:
+            return
+        arrived = tokens_from_pb(delta)
+        if arrived.finished is not None:
+            del self._attempts[RequestId(delta.request_id)]
+        attempt.deliver(arrived)
+
+    def _end(self, listener: SessionListener, reason: str) -> None:
+        self._ended = True
+        self._outgoing.clear()
+        self._call.cancel()
+        # First the registry, so that whoever is told of the loss does not choose the same worker again.
+        listener.left(self.info.key, reason)
+        attempts, self._attempts = self._attempts, {}
+        for attempt in attempts.values():
+            attempt.deliver(WorkerLost(reason=reason))

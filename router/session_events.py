@@ -1,0 +1,114 @@
+"""What passes between dispatch and one worker's session: orders down, events of one attempt up."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.worker_view import WorkerKey
+from tandem.errors import ServingError
+from tandem.ids import BlockHash, RequestId, TransferId
+from tandem.outputs import FinishReason, PhaseTimes, SampledToken
+from tandem.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillRoute:
+    """Where a decode worker is to have its prompt computed."""
+
+    worker: WorkerKey
+    address: str
+    """host:port of the prefill worker's hand-off service."""
+    transfer_id: TransferId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitOrder:
+    """One attempt at one choice."""
+
+    request_id: RequestId
+    """Of the choice, not of the client's request."""
+    attempt: int
+    choice_index: int
+    prompt_token_ids: tuple[int, ...]
+    generated_token_ids: tuple[int, ...]
+    """Output of earlier attempts: input now, never sampled again."""
+    sampling: SamplingParams
+    hash_root: BlockHash
+    priority: int
+    timeout_s: float | None
+    prefill: PrefillRoute | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptStarted:
+    """What is known of an attempt with its first token."""
+
+    cached_tokens: int
+    times: PhaseTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptFinished:
+    """The worker's word on an attempt's end; `failure` with reason ERROR."""
+
+    reason: FinishReason
+    cached_tokens: int
+    times: PhaseTimes
+    failure: ServingError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensArrived:
+    """Tokens `first_index`, `first_index + 1`, ... of the output; the end, or both."""
+
+    first_index: int
+    tokens: tuple[SampledToken, ...]
+    started: AttemptStarted | None = None
+    finished: AttemptFinished | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptRefused:
+    """The worker will not run it, and keeps nothing of it."""
+
+    error: ServingError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferFailed:
+    """The prompt's KV did not arrive; the decode worker holds what did and waits for a new route."""
+
+    transfer_id: TransferId
+    landed_tokens: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLost:
+    """The session ended, and with it all that the worker did for this router."""
+
+    reason: str
+
+
+AttemptEvent = TokensArrived | AttemptRefused | TransferFailed | WorkerLost
+Deliver = Callable[[AttemptEvent], None]
+
+
+class WorkerPort(Protocol):
+    """The way to one live worker. Nothing here waits: orders are queued for the session's writer."""
+
+    def submit(self, order: SubmitOrder, deliver: Deliver) -> None:
+        """Start an attempt; its events go to `deliver` until it ends or is cancelled.
+
+        Raises Unavailable when the session has ended or its queue is full.
+        """
+        ...
+
+    def reroute(self, request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> None:
+        """Answer a TransferFailed: another prefill worker, or None to compute locally. No-op once ended."""
+        ...
+
+    def cancel(self, request_id: RequestId, attempt: int) -> None:
+        """End an attempt; no event of it is delivered from now on. No-op once ended."""
+        ...

@@ -1,0 +1,166 @@
+"""Protobuf to dataclass and back, for the session with workers."""
+
+from router.session_events import (
+    AttemptFinished,
+    AttemptRefused,
+    AttemptStarted,
+    PrefillRoute,
+    SubmitOrder,
+    TokensArrived,
+    TransferFailed,
+)
+from router.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
+from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
+from tandem.kv_layout import DTYPE_BYTES
+from tandem.outputs import FinishReason
+from tandem.roles import WorkerRole
+from tandem.v1 import session_pb2 as pb
+from tandem.wire import (
+    failure_from_pb,
+    finish_reason_from_pb,
+    layout_from_pb,
+    sampling_to_pb,
+    times_from_pb,
+    token_from_pb,
+)
+
+PROTOCOL_VERSION = 1
+_ROLES: dict[int, WorkerRole] = {
+    pb.WORKER_ROLE_PREFILL: WorkerRole.PREFILL,
+    pb.WORKER_ROLE_DECODE: WorkerRole.DECODE,
+}
+
+
+class ProtocolError(Exception):
+    """The peer said something that the session's protocol does not have; names what."""
+
+
+def hello_to_pb(incarnation: Incarnation) -> pb.RouterMessage:
+    """The router's first message."""
+    return pb.RouterMessage(hello=pb.RouterHello(protocol_version=PROTOCOL_VERSION, incarnation=incarnation))
+
+
+def hello_from_pb(message: pb.WorkerMessage) -> WorkerInfo:
+    """A worker's first message. Raises ProtocolError when it is another message, or says the impossible."""
+    if not message.HasField("hello"):
+        raise ProtocolError(f"expected hello, got {message.WhichOneof('kind')}")
+    hello = message.hello
+    if hello.protocol_version != PROTOCOL_VERSION:
+        raise ProtocolError(f"protocol version {hello.protocol_version}, not {PROTOCOL_VERSION}")
+    role = _ROLES.get(hello.role)
+    layout = layout_from_pb(hello.layout)
+    sizes = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size, layout.tp_size)
+    if role is None or not hello.worker_id or not hello.num_blocks or not hello.max_model_len:
+        raise ProtocolError("hello lacks worker_id, role, num_blocks or max_model_len")
+    if layout.dtype not in DTYPE_BYTES or min(sizes) < 1:
+        raise ProtocolError(f"hello has an impossible KV layout: dtype {layout.dtype!r}, sizes {sizes}")
+    return WorkerInfo(
+        key=WorkerKey(WorkerId(hello.worker_id), Incarnation(hello.incarnation)),
+        role=role,
+        model_name=hello.model_name,
+        max_model_len=hello.max_model_len,
+        num_blocks=hello.num_blocks,
+        layout=layout,
+        handoff_address=hello.handoff_address,
+        transports=frozenset(hello.transports),
+    )
+
+
+def submit_to_pb(order: SubmitOrder) -> pb.RouterMessage:
+    """One attempt at one choice."""
+    submit = pb.Submit(
+        request_id=order.request_id,
+        attempt=order.attempt,
+        prompt_token_ids=order.prompt_token_ids,
+        generated_token_ids=order.generated_token_ids,
+        sampling=sampling_to_pb(order.sampling),
+        choice_index=order.choice_index,
+        hash_root=order.hash_root,
+        priority=order.priority,
+        timeout_s=order.timeout_s,
+        prefill=_route_to_pb(order.prefill),
+    )
+    return pb.RouterMessage(submit=submit)
+
+
+def cancel_to_pb(request_id: RequestId, attempt: int) -> pb.RouterMessage:
+    """The end of one attempt."""
+    return pb.RouterMessage(cancel=pb.Cancel(request_id=request_id, attempt=attempt))
+
+
+def reroute_to_pb(request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> pb.RouterMessage:
+    """The answer to a TransferFailed."""
+    route = _route_to_pb(prefill)
+    return pb.RouterMessage(reroute=pb.Reroute(request_id=request_id, attempt=attempt, prefill=route))
+
+
+def _route_to_pb(route: PrefillRoute | None) -> pb.PrefillRoute | None:
+    if route is None:
+        return None
+    return pb.PrefillRoute(
+        worker_id=route.worker.worker_id,
+        incarnation=route.worker.incarnation,
+        address=route.address,
+        transfer_id=route.transfer_id,
+        attempt=route.attempt,
+    )
+
+
+def tokens_from_pb(delta: pb.TokenDelta) -> TokensArrived:
+    """One attempt's share of a step. Raises ProtocolError when log probabilities and tokens do not match up."""
+    if delta.logprobs:
+        if len(delta.logprobs) != len(delta.token_ids):
+            raise ProtocolError(f"{len(delta.token_ids)} tokens with {len(delta.logprobs)} logprobs")
+        tokens = tuple(token_from_pb(t, p) for t, p in zip(delta.token_ids, delta.logprobs, strict=True))
+    else:
+        tokens = tuple(token_from_pb(t, None) for t in delta.token_ids)
+    started = None
+    if delta.HasField("started"):
+        started = AttemptStarted(cached_tokens=delta.started.cached_tokens, times=times_from_pb(delta.started.times))
+    finished = _finished_from_pb(delta.finish) if delta.HasField("finish") else None
+    return TokensArrived(first_index=delta.first_index, tokens=tokens, started=started, finished=finished)
+
+
+def _finished_from_pb(finish: pb.Finish) -> AttemptFinished:
+    reason = finish_reason_from_pb(finish.reason)
+    return AttemptFinished(
+        reason=reason,
+        cached_tokens=finish.cached_tokens,
+        times=times_from_pb(finish.times),
+        failure=failure_from_pb(finish.failure) if reason is FinishReason.ERROR else None,
+    )
+
+
+def refused_from_pb(refused: pb.Refused) -> AttemptRefused:
+    """A worker's no, with its reason."""
+    return AttemptRefused(error=failure_from_pb(refused.failure))
+
+
+def transfer_failed_from_pb(failed: pb.TransferFailed) -> TransferFailed:
+    """A hand-off that ended without a commit."""
+    return TransferFailed(
+        transfer_id=TransferId(failed.transfer_id), landed_tokens=failed.landed_tokens, reason=failed.reason
+    )
+
+
+def load_from_pb(load: pb.LoadSnapshot) -> WorkerLoad:
+    """A worker's load."""
+    return WorkerLoad(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        backlog_tokens=load.backlog_tokens,
+        num_free_blocks=load.num_free_blocks,
+        prefill_tokens_per_s=load.prefill_tokens_per_s,
+        decode_step_s=load.decode_step_s,
+        kv_bytes_per_s=load.kv_bytes_per_s,
+        num_quarantined_blocks=load.num_quarantined_blocks,
+    )
+
+
+def prefix_change_from_pb(events: pb.KVEvents) -> PrefixChange:
+    """Changes of a worker's prefix cache."""
+    return PrefixChange(
+        first_sequence=events.first_sequence,
+        snapshot=events.cleared,
+        changes=tuple((BlockHash(event.block_hash), event.stored) for event in events.events),
+    )

@@ -1,0 +1,89 @@
+"""A worker as the router sees it: what it said of itself, how loaded it is, and what placement is told."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tandem.ids import BlockHash, Incarnation, WorkerId
+from tandem.kv_layout import KVLayout
+from tandem.roles import WorkerRole
+
+
+class WorkerKey(NamedTuple):
+    """One process of a worker: a restarted worker is another one."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """What a worker's HELLO says; fixed for the life of its process."""
+
+    key: WorkerKey
+    role: WorkerRole
+    model_name: str
+    max_model_len: int
+    num_blocks: int
+    layout: KVLayout
+    handoff_address: str = ""
+    """host:port of a prefill worker's hand-off service."""
+    transports: frozenset[str] = frozenset()
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens whose KV fits the worker's whole pool."""
+        return self.num_blocks * self.layout.block_size
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token's KV over all layers and ranks."""
+        return self.layout.block_bytes * self.layout.tp_size // self.layout.block_size
+
+    def cannot_pair(self, other: "WorkerInfo") -> str | None:
+        """Why KV cannot travel between the two, or None."""
+        if self.transports and other.transports and not self.transports & other.transports:
+            return f"transports: {sorted(self.transports)} here, {sorted(other.transports)} there"
+        return self.layout.mismatch(other.layout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """A worker's latest word on its work. A rate of 0 was not measured yet."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    backlog_tokens: int = 0
+    """Uncomputed tokens of everything accepted."""
+    num_free_blocks: int = 0
+    """Free or evictable."""
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+    kv_bytes_per_s: float = 0.0
+    num_quarantined_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSnapshot:
+    """All that placement may know of one worker at one moment."""
+
+    info: WorkerInfo
+    load: WorkerLoad
+    backlog_tokens: int
+    """Uncomputed tokens that a new request queues behind, with what this router sent since the load was told."""
+    num_active: int
+    """Requests running, waiting or on their way."""
+    draining: bool = False
+    penalty_ms: float = 0.0
+    """After a refusal or failure: how long the worker is better left alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixChange:
+    """Changes of one worker's prefix cache, numbered."""
+
+    first_sequence: int
+    """Number of the first change; of a snapshot, of the next change after it."""
+    snapshot: bool
+    """The blocks stored here, uncounted, replace everything known before."""
+    changes: tuple[tuple[BlockHash, bool], ...]
+    """Each a block's name and whether it was stored (else evicted)."""

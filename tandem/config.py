@@ -1,0 +1,215 @@
+"""The cluster's configuration: one YAML, one frozen model per section, every default stated once, here.
+
+`load` reads the file, applies `TANDEM_*` environment overrides and validates; an unknown key is an error that names
+it. Helm and Ray render the same file. This is the only module that reads the environment.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
+
+from tandem.errors import ConfigError
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+MAX_CONFIG_BYTES = 1 << 20
+ENV_PREFIX = "TANDEM_"
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and refusing what it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    """Which model the cluster serves; the same on every worker."""
+
+    path: str = "builtin"
+    """Directory in Hugging Face layout, a hub id, or `builtin` for the small model that ships with Tandem."""
+    name: str | None = None
+    """Name that clients use; the last part of the path when absent."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Compute and KV dtype."""
+    max_model_len: PositiveInt | None = None
+    """Context bound in tokens; the model's own when absent."""
+
+
+class EngineConfig(Section):
+    """One worker's model execution."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    block_size: Literal[16, 32, 64, 128] = 16
+    """Tokens per physical KV block."""
+    num_blocks: PositiveInt | None = None
+    """KV blocks; computed from `memory_bytes` when absent."""
+    memory_bytes: PositiveInt | None = None
+    """Budget for weights, workspace and KV of one worker; a share of the machine's when absent."""
+    max_batched_tokens: PositiveInt = 2048
+    """Most tokens computed in one step."""
+    prefill_chunk_tokens: PositiveInt = 512
+    """Most tokens of one prompt computed in one step."""
+    max_running_requests: PositiveInt = 256
+    max_waiting_requests: PositiveInt = 1024
+    """Beyond it new requests are refused with a Retry-After."""
+    prefix_cache: bool = True
+    num_threads: PositiveInt | None = None
+    """CPU threads for tensor work; the cores divided by the workers of this machine when absent."""
+
+
+class TransferConfig(Section):
+    """Moving KV between workers."""
+
+    transport: Literal["auto", "memory", "shm", "tcp"] = "auto"
+    """`auto` takes shm between processes of one host, else tcp."""
+    lease_s: PositiveFloat = 2.0
+    """A hand-off whose peer is silent this long is given up."""
+    chunk_bytes: PositiveInt = 8 << 20
+    """Most bytes under one checksum."""
+
+
+class RouterConfig(Section):
+    """The front doors and placement."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    grpc_port: Port = 8001
+    api_keys: tuple[SecretStr, ...] = ()
+    """Bearer keys; empty means that no key is asked for."""
+    max_body_bytes: PositiveInt = 8 << 20
+    max_choices: PositiveInt = 16
+    """Bound of `n`."""
+    max_prompts: PositiveInt = 64
+    """Prompts in one completions request."""
+    max_inflight_requests: PositiveInt = 1024
+    """Requests accepted and not yet answered; beyond it 429."""
+    request_timeout_s: PositiveFloat = 600.0
+    local_prefill_tokens: int = Field(default=64, ge=0)
+    """Uncached prompt tokens up to which the decode worker prefills itself."""
+    max_attempts: PositiveInt = 4
+    """Workers tried for one request before it fails."""
+    stream_buffer_tokens: PositiveInt = 4096
+    """Tokens waiting for a slow reader before its request is cancelled."""
+
+
+class PoolConfig(Section):
+    """One pool of workers."""
+
+    replicas: int = Field(default=1, ge=0)
+    host: str = "127.0.0.1"
+    """Where a worker of this pool listens."""
+    addresses: tuple[str, ...] = ()
+    """host:port of each worker; `tandem up` fills it in, a hand-made cluster states it."""
+    drain_s: PositiveFloat = 30.0
+    """Most time to finish outstanding work after SIGTERM."""
+
+
+class ClusterConfig(Section):
+    """Everything."""
+
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    transfer: TransferConfig = TransferConfig()
+    router: RouterConfig = RouterConfig()
+    prefill: PoolConfig = PoolConfig()
+    decode: PoolConfig = PoolConfig()
+    secret: SecretStr | None = None
+    """Keys block names and authenticates workers and routers to each other; `tandem up` draws one when absent."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.decode.replicas < 1:
+            raise ValueError("decode.replicas must be at least 1: only decode workers answer")
+        if self.secret is not None and not 16 <= len(self.secret.get_secret_value()) <= 64:
+            raise ValueError("secret must have 16 to 64 characters")
+        if self.router.port == self.router.grpc_port != 0:
+            raise ValueError(f"router.port and router.grpc_port are both {self.router.port}")
+        if self.engine.prefill_chunk_tokens > self.engine.max_batched_tokens:
+            raise ValueError("engine.prefill_chunk_tokens must not exceed engine.max_batched_tokens")
+        return self
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Safe YAML without aliases (a few lines of them can expand to gigabytes) and without duplicate keys."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.events.AliasEvent):
+            raise ConfigError("YAML aliases are not allowed")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        if repeated := {k for k in keys if keys.count(k) > 1}:
+            raise ConfigError(f"key {sorted(repeated)[0]!r} stands twice (line {node.start_mark.line + 1})")
+        return super().construct_mapping(node, deep=deep)
+
+
+def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:
+    """The configuration from `path` (defaults when None), then `TANDEM_*` variables, then `overrides`.
+
+    `TANDEM_ROUTER__PORT=9000` sets `router.port`. `overrides` maps dotted names to values; None values are ignored.
+    Raises ConfigError that names the field and what is wrong with it.
+    """
+    data = _read(path) if path is not None else {}
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(ENV_PREFIX):
+            _put(data, name.removeprefix(ENV_PREFIX).lower().split("__"), yaml.safe_load(value))
+    for dotted, value in (overrides or {}).items():
+        if value is not None:
+            _put(data, dotted.split("."), value)
+    try:
+        return ClusterConfig.model_validate(data)
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc'])) or 'configuration'}: {e['msg']}" for e in error.errors()]
+        raise ConfigError("; ".join(lines)) from None
+
+
+def dump(config: ClusterConfig) -> str:
+    """The configuration as YAML, secrets included: for the file that `tandem up` hands to its processes."""
+    return yaml.safe_dump(_plain(config.model_dump()), sort_keys=False)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{path}: larger than {MAX_CONFIG_BYTES} bytes")
+        # A SafeLoader subclass: it builds plain values only.
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_PlainLoader)  # noqa: S506
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections, found {type(data).__name__}")
+    return data
+
+
+def _put(data: dict[str, Any], keys: list[str], value: Any) -> None:
+    for key in keys[:-1]:
+        data = data.setdefault(key, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"{'.'.join(keys)}: {key} is not a section")
+    data[keys[-1]] = value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value

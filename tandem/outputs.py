@@ -1,0 +1,42 @@
+"""What generation yields, on every layer: tokens, reasons for ending, and where the time went."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class FinishReason(Enum):
+    """Why a choice ended. The values are OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """A token and the natural log of its probability under the unmodified distribution."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledToken:
+    """One sampled token; `logprob` and `top_logprobs` only when the request asked for them."""
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseTimes:
+    """Seconds one request spent in each phase; each measured by the process that spent it."""
+
+    prefill_queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    """From the last computed prompt token to the commit on the decode worker: the exposed transfer."""
+    decode_queue_s: float = 0.0
+    decode_s: float = 0.0

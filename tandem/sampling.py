@@ -1,0 +1,81 @@
+"""How the next token is chosen: validated once at the doors, then a plain value everywhere.
+
+The bounds stated here are the only ones: HTTP schemas, gRPC servicers and the engine all call `validate`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tandem.errors import InvalidRequest
+
+MAX_SEED = 2**63 - 1
+MIN_SEED = -(2**63)
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_TOKENS = 64
+MAX_LOGIT_BIAS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling of one choice. Defaults are the neutral values: they change no logit and stop nothing."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_k: int = 0
+    """0 keeps every token."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop_token_ids: tuple[int, ...] = ()
+    """Sampling one of these ends the choice; the model's own end tokens are added unless `ignore_eos`."""
+    ignore_eos: bool = False
+    seed: int = 0
+    """Always concrete below the doors: the router mints one when the client gave none."""
+    num_logprobs: int | None = None
+    """None: no logprobs; 0: of the sampled token only; k: also of the k most likely."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+    def validate(self, *, vocab_size: int) -> None:
+        """Raise InvalidRequest naming the field and its bound."""
+        _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _number("temperature", self.temperature, 0.0, 2.0)
+        _integer("top_k", self.top_k, 0, 2**31 - 1)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        _integer("seed", self.seed, MIN_SEED, MAX_SEED)
+        if self.num_logprobs is not None:
+            _integer("top_logprobs", self.num_logprobs, 0, MAX_TOP_LOGPROBS)
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            raise InvalidRequest(f"stop_token_ids: at most {MAX_STOP_TOKENS}", param="stop_token_ids")
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0, vocab_size - 1)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequest(f"logit_bias: at most {MAX_LOGIT_BIAS} entries", param="logit_bias")
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias", token, 0, vocab_size - 1)
+            _number("logit_bias", bias, -100.0, 100.0)
+
+
+def _integer(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidRequest(f"{name} must be an integer in [{low}, {high}]", param=name)
+
+
+def _number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    real = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not real or not low <= value <= high or (open_low and value == low):
+        raise InvalidRequest(f"{name} must be a number in {'(' if open_low else '['}{low}, {high}]", param=name)

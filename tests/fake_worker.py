@@ -1,0 +1,242 @@
+"""A worker that speaks the session protocol over a real socket and does what a test's script says.
+
+It has no model: its tokens are a function of (prompt, seed, choice, position), as real sampling noise is, so that a
+continued stream can be told from a disturbed one.
+"""
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tandem.outputs import FinishReason
+from tandem.roles import WorkerRole
+from tandem.rpc import ClusterAuth, listen, make_server
+from tandem.v1 import common_pb2 as common
+from tandem.v1 import session_pb2 as pb
+from tandem.v1.session_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from tandem.wire import finish_reason_to_pb
+
+SECRET = b"a secret of the test cluster"
+VOCAB = 997
+
+
+def expected_tokens(prompt: Sequence[int], *, count: int, seed: int = 0, choice: int = 0, start: int = 0) -> list[int]:
+    """What any fake worker generates at output positions `start` to `count` - 1."""
+    root = sum(prompt) + 31 * seed + 101 * choice
+    return [(root + 17 * position * position) % VOCAB for position in range(start, count)]
+
+
+class Submission:
+    """One attempt as the worker sees it, with the ways to answer it."""
+
+    def __init__(self, submit: pb.Submit, send: Callable[[pb.WorkerMessage], None]) -> None:
+        self.submit = submit
+        self.cancelled = asyncio.Event()
+        self.reroutes: asyncio.Queue[pb.Reroute] = asyncio.Queue()
+        self._send = send
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens that the attempt has still to give."""
+        submit = self.submit
+        return expected_tokens(
+            submit.prompt_token_ids,
+            count=submit.sampling.max_tokens,
+            seed=submit.sampling.seed,
+            choice=submit.choice_index,
+            start=len(submit.generated_token_ids),
+        )
+
+    def give(
+        self,
+        tokens: Sequence[int],
+        *,
+        first_index: int | None = None,
+        finish: FinishReason | None = None,
+        cached: int | None = None,
+        attempt: int | None = None,
+    ) -> None:
+        """Send tokens; by default from where the attempt began."""
+        delta = pb.TokenDelta(
+            request_id=self.submit.request_id,
+            attempt=self.submit.attempt if attempt is None else attempt,
+            first_index=len(self.submit.generated_token_ids) if first_index is None else first_index,
+            token_ids=tokens,
+        )
+        if cached is not None:
+            delta.started.CopyFrom(pb.Started(cached_tokens=cached, times=common.PhaseTimes(prefill_s=0.25)))
+        if finish is not None:
+            times = common.PhaseTimes(prefill_s=0.25, decode_s=0.5)
+            failure = common.Failure(code="InternalError", message="boom") if finish is FinishReason.ERROR else None
+            delta.finish.CopyFrom(
+                pb.Finish(reason=finish_reason_to_pb(finish), cached_tokens=7, times=times, failure=failure)
+            )
+        self._send(pb.WorkerMessage(tokens=pb.StepTokens(deltas=[delta])))
+
+    def give_all(self, *, cached: int | None = None) -> None:
+        """Everything at once, with a normal end."""
+        self.give(self.tokens, finish=FinishReason.LENGTH, cached=cached)
+
+    def refuse(self, code: str, message: str = "no", retry_after_s: float | None = None) -> None:
+        """Refuse with a class of tandem.errors."""
+        failure = common.Failure(code=code, message=message, retry_after_s=retry_after_s)
+        refused = pb.Refused(request_id=self.submit.request_id, attempt=self.submit.attempt, failure=failure)
+        self._send(pb.WorkerMessage(refused=refused))
+
+    def fail_transfer(self, transfer_id: str | None = None) -> None:
+        """Report that the hand-off ended without a commit."""
+        failed = pb.TransferFailed(
+            request_id=self.submit.request_id,
+            attempt=self.submit.attempt,
+            transfer_id=self.submit.prefill.transfer_id if transfer_id is None else transfer_id,
+            reason="the peer was lost",
+        )
+        self._send(pb.WorkerMessage(transfer_failed=failed))
+
+
+Script = Callable[[Submission], Awaitable[None]]
+
+
+async def answer(submission: Submission) -> None:
+    """The script of a healthy worker: one message per token."""
+    tokens, start = submission.tokens, len(submission.submit.generated_token_ids)
+    for offset, token in enumerate(tokens):
+        last = offset == len(tokens) - 1
+        submission.give(
+            [token],
+            first_index=start + offset,
+            finish=FinishReason.LENGTH if last else None,
+            cached=3 if offset == 0 else None,
+        )
+        await asyncio.sleep(0)
+
+
+class FakeWorker(WorkerServicer):
+    """One worker; an async context manager that serves while inside."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        *,
+        role: WorkerRole = WorkerRole.DECODE,
+        script: Script = answer,
+        incarnation: int = 1,
+        num_blocks: int = 64,
+        model_fingerprint: str = "model-a",
+        port: int = 0,
+    ) -> None:
+        self.worker_id = worker_id
+        self.role = role
+        self.script = script
+        self.hello = pb.WorkerHello(
+            protocol_version=1,
+            worker_id=worker_id,
+            incarnation=incarnation,
+            role=pb.WORKER_ROLE_DECODE if role is WorkerRole.DECODE else pb.WORKER_ROLE_PREFILL,
+            model_name="toy",
+            max_model_len=1024,
+            num_blocks=num_blocks,
+            layout=common.KVLayout(
+                model_fingerprint=model_fingerprint,
+                dtype="float32",
+                num_layers=2,
+                num_kv_heads=2,
+                head_dim=8,
+                block_size=16,
+                tp_size=1,
+            ),
+            handoff_address=f"{worker_id}:1" if role is WorkerRole.PREFILL else "",
+            transports=["tcp"],
+        )
+        self.first_messages: list[pb.WorkerMessage] = []
+        """Sent on each session right after HELLO."""
+        self.submissions: asyncio.Queue[Submission] = asyncio.Queue()
+        """Every submit that arrived, in order."""
+        self.port = port
+        self._server: grpc.aio.Server | None = None
+        self._outgoing: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
+        self._live: dict[str, Submission] = {}
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def __aenter__(self) -> "FakeWorker":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        await self.crash()
+
+    async def start(self) -> None:
+        """Serve, on the same port as before if there was one."""
+        self._server = make_server(ClusterAuth(SECRET))
+        add_WorkerServicer_to_server(self, self._server)
+        self.port = listen(self._server, "127.0.0.1", self.port)
+        await self._server.start()
+
+    async def crash(self) -> None:
+        """Close every connection at once, as the kernel does for a killed process."""
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.stop(None)
+
+    def send(self, message: pb.WorkerMessage) -> None:
+        """Send on the open session."""
+        self._outgoing.put_nowait(message)
+
+    def submission(self, request_id: str) -> Submission:
+        """A live attempt."""
+        return self._live[request_id]
+
+    async def Session(self, request_iterator: Any, context: Any) -> None:
+        first = await context.read()
+        assert first.HasField("hello")
+        self._outgoing = asyncio.Queue()
+        await context.write(pb.WorkerMessage(hello=self.hello))
+        for message in self.first_messages:
+            await context.write(message)
+        async with asyncio.TaskGroup() as tasks:
+            writer = tasks.create_task(self._write(context))
+            scripts = []
+            while (message := await context.read()) is not grpc.aio.EOF:
+                scripts += self._take(message, tasks)
+            for task in (writer, *scripts):
+                task.cancel()
+
+    def _take(self, message: pb.RouterMessage, tasks: asyncio.TaskGroup) -> list[asyncio.Task[Any]]:
+        match message.WhichOneof("kind"):
+            case "submit":
+                submission = Submission(message.submit, self.send)
+                self._live[message.submit.request_id] = submission
+                self.submissions.put_nowait(submission)
+                return [tasks.create_task(self.script(submission))]
+            case "cancel":
+                self._live[message.cancel.request_id].cancelled.set()
+            case "reroute":
+                self._live[message.reroute.request_id].reroutes.put_nowait(message.reroute)
+        return []
+
+    async def _write(self, context: Any) -> None:
+        outgoing = self._outgoing
+        while True:
+            await context.write(await outgoing.get())
+
+
+async def hold(_: Submission) -> None:
+    """The script of a worker that never answers."""
+
+
+async def _serve_until_killed() -> None:
+    async with FakeWorker("d0", script=hold) as worker:
+        sys.stdout.write(f"{worker.port}\n")
+        sys.stdout.flush()
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve_until_killed())

@@ -1,0 +1,61 @@
+"""The tensor half of the engine on CUDA: the same answers as on the CPU."""
+
+import random
+
+import pytest
+import torch
+
+from engine.models.loader import load_model
+from engine.philox import gumbel_noise
+from tandem.sampling import SamplingParams
+from tests.unit.engine.paged_harness import Session, random_tokens, reference_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    overrides = {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1}
+    reference_model("Qwen3ForCausalLM", **overrides).save_pretrained(path)
+    return path
+
+
+def test_logits_equal_the_cpu(model_path):
+    tokens = random_tokens(random.Random(0), 45)
+    rows = []
+    for device in ("cpu", "cuda"):
+        session = Session(load_model(model_path, device=device))
+        request = session.request(tokens)
+        rows.append(torch.cat([session.logits(request, n).cpu() for n in (20, 17, 7, 1)]))
+    torch.testing.assert_close(rows[0], rows[1], atol=1e-4, rtol=0.0)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "seed": 5}])
+def test_tokens_equal_the_cpu(model_path, params):
+    prompts = [random_tokens(random.Random(i), 3 + 7 * i) for i in range(5)]
+    outputs = []
+    for device in ("cpu", "cuda"):
+        session = Session(load_model(model_path, device=device), num_blocks=160)
+        requests = [session.request(p, SamplingParams(**params), capacity=64) for p in prompts]
+        session.run(requests, num_output=12, chunk=16)
+        outputs.append([list(r.token_ids) for r in requests])
+    assert outputs[0] == outputs[1]
+
+
+def test_noise_equals_the_cpu():
+    rows = [torch.tensor(v, dtype=torch.int64) for v in ([-1, 2**63 - 1, 0], [0, 7, 2**31], [0, 1, 2])]
+    ours = gumbel_noise(*(row.cuda() for row in rows), 999).cpu()
+    torch.testing.assert_close(ours, gumbel_noise(*rows, 999), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_runs(model_path, dtype):
+    session = Session(load_model(model_path, device="cuda", dtype=dtype), num_blocks=160)
+    requests = [session.request(random_tokens(random.Random(i), 5 + i), capacity=40) for i in range(4)]
+    session.run(requests, num_output=8, chunk=4)
+    assert all(r.num_output_tokens >= 8 for r in requests)
+    assert torch.isfinite(session.cache.tensor).all()

@@ -1,0 +1,48 @@
+"""Local clusters of fake processes; run as `fake_cluster.py JOURNAL [NAME=MODE …]`, a `tandem up` of them."""
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+from cluster.local import Command, LocalCluster
+from cluster.supervisor import ProcessPlan
+from cluster.up import run_with
+from tandem.config import ClusterConfig, PoolConfig, RouterConfig
+
+FAKE = Path(__file__).with_name("fake_process.py")
+
+
+def fake_config(*, prefill: int = 1, decode: int = 1, drain_s: float = 5.0) -> ClusterConfig:
+    """Free ports everywhere."""
+    return ClusterConfig(
+        router=RouterConfig(port=0, grpc_port=0),
+        prefill=PoolConfig(replicas=prefill, drain_s=drain_s),
+        decode=PoolConfig(replicas=decode, drain_s=drain_s),
+    )
+
+
+def fake_command(journal: Path, modes: Mapping[str, str] | None = None) -> Command:
+    """Starts `fake_process.py` in the mode named for it."""
+
+    def command(plan: ProcessPlan, _config: Path, ready_fd: int) -> list[str]:
+        mode = (modes or {}).get(plan.name, "ok")
+        return [sys.executable, "-I", "-S", str(FAKE), plan.name, str(ready_fd), str(journal), mode]
+
+    return command
+
+
+async def _up(journal: Path, modes: dict[str, str]) -> int:
+    async def body(cluster: LocalCluster) -> int:
+        print("serving", flush=True)  # noqa: T201  # the test waits for it
+        await cluster.wait_stopped()
+        return 0
+
+    console = Console(stderr=True)
+    return await run_with(fake_config(), body, console=console, show_logs=True, command=fake_command(journal, modes))
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(_up(Path(sys.argv[1]), dict(pair.split("=") for pair in sys.argv[2:]))))

@@ -1,0 +1,47 @@
+"""A child that speaks the ready protocol: run as `python fake_process.py NAME READY_FD JOURNAL MODE`.
+
+It writes `NAME started PID`, `NAME term` … to the journal. Modes: ok; fail (exits 3 with a message before it is ready);
+stubborn (ignores SIGTERM); slow (never ready); garbage (a bad ready line); once (fails on every start but
+the first); http:ADDRESS (a router that says it serves there).
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+name, ready_fd, journal, mode = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+
+
+def record(text: str) -> None:
+    """Append one line; short appends are atomic."""
+    with journal.open("a") as file:
+        file.write(f"{name} {text}\n")
+
+
+def terminate(*_: object) -> None:
+    """End as a drained process does."""
+    record("term")
+    if mode != "stubborn":
+        sys.exit(0)
+
+
+signal.signal(signal.SIGTERM, terminate)
+starts = journal.read_text().count(f"{name} started") if journal.exists() else 0
+record(f"started {os.getpid()}")
+sys.stdout.write(f"{name} says hello\n")
+sys.stdout.flush()
+if mode == "fail" or (mode == "once" and starts):
+    sys.stderr.write("error: the model directory is empty\n")
+    sys.exit(3)
+if mode == "garbage":
+    os.write(ready_fd, b"not json\n")
+elif mode != "slow":
+    ready = {"worker_id": f"w-{name}", "num_blocks": 8, "block_size": 16, "model": "fake", "max_model_len": 128}
+    if name == "router":
+        ready = {"http": mode} if mode.startswith("http:") else {}
+    os.write(ready_fd, json.dumps(ready).encode() + b"\n")
+os.close(ready_fd)
+while True:
+    signal.pause()

@@ -1,0 +1,84 @@
+"""One child process: what it says reaches the callbacks whole, in order, before its end."""
+
+import asyncio
+import os
+import signal
+import sys
+
+import pytest
+
+from cluster.child import MAX_LINE_BYTES, Callbacks, Child
+
+
+class Heard:
+    """Everything that one child said."""
+
+    def __init__(self):
+        self.ready, self.lines, self.status = [], [], None
+        self.ended, self.serves = asyncio.Event(), asyncio.Event()
+
+    def callbacks(self):
+        return Callbacks(on_ready=self.on_ready, on_log=self.lines.append, on_exit=self.on_exit)
+
+    def on_ready(self, info):
+        self.ready.append(info)
+        self.serves.set()
+
+    def on_exit(self, status):
+        self.status = status
+        self.ended.set()
+
+
+def spawn(code, heard):
+    script = "import os, signal, sys, time\nfd = int(sys.argv[1])\n" + code
+    return Child(lambda fd: [sys.executable, "-I", "-S", "-c", script, str(fd)], dict(os.environ), heard.callbacks())
+
+
+async def run(code):
+    heard = Heard()
+    spawn(code, heard)
+    await heard.ended.wait()
+    return heard
+
+
+async def test_the_last_words_come_before_the_end():
+    heard = await run("os.write(fd, b'{\"a\": 1}\\n')\nprint('one\\n\\ntwo')\nsys.stderr.write('cut')\nsys.exit(4)")
+    assert heard.ready == [{"a": 1}]
+    assert sorted(heard.lines) == ["cut", "one", "two"]
+    assert heard.status == 4
+
+
+async def test_long_output_arrives_whole():
+    heard = await run(f"print('x' * {MAX_LINE_BYTES * 20})\nprint('end')")
+    assert "".join(heard.lines) == "x" * MAX_LINE_BYTES * 20 + "end"
+    assert max(map(len, heard.lines)) <= MAX_LINE_BYTES + (1 << 16)
+
+
+@pytest.mark.parametrize("ready", ["b'[1]\\n'", "b'nonsense\\n'"])
+async def test_a_bad_ready_line_is_fatal(ready):
+    heard = await run(f"os.write(fd, {ready})\ntime.sleep(60)")
+    assert heard.ready == []
+    assert heard.status == -signal.SIGKILL
+    assert heard.lines == ["the ready line is not a JSON object"]
+
+
+async def test_a_ready_line_in_pieces():
+    heard = await run("os.write(fd, b'{\"a\":')\ntime.sleep(0.05)\nos.write(fd, b' 2}\\n')\nos.close(fd)")
+    assert heard.ready == [{"a": 2}]
+
+
+async def test_a_grandchild_that_keeps_the_pipe_open_delays_nothing():
+    code = "print('parent', flush=True)\npid = os.fork()\nif pid == 0:\n    time.sleep(60)\nprint(pid, flush=True)"
+    heard = await run(code)
+    assert heard.lines[0] == "parent"
+    os.kill(int(heard.lines[1]), signal.SIGKILL)
+
+
+async def test_signals_reach_it_and_stop_reaching_it_after_its_end():
+    heard = Heard()
+    child = spawn("os.write(fd, b'{}\\n')\ntime.sleep(60)", heard)
+    await heard.serves.wait()
+    child.send(signal.SIGTERM)
+    await heard.ended.wait()
+    assert heard.status == -signal.SIGTERM
+    child.send(signal.SIGTERM)

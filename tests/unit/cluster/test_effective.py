@@ -1,0 +1,170 @@
+"""From the user's configuration to the one that runs."""
+
+import io
+import json
+import shlex
+import socket
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from cluster import banner
+from cluster.effective import (
+    child_environment,
+    make_effective,
+    module_command,
+    plan_processes,
+    resolve_model,
+    split,
+    written,
+)
+from cluster.local import ProcessView
+from cluster.supervisor import ProcessPlan, ProcessState, Role
+from tandem.config import ClusterConfig, ModelConfig, PoolConfig, RouterConfig, load
+from tandem.errors import ConfigError
+
+FREE = RouterConfig(port=0, grpc_port=0)
+
+
+def test_everything_left_open_is_filled_in_and_survives_the_file(tmp_path):
+    asked = ClusterConfig(router=FREE, prefill=PoolConfig(replicas=2))
+    effective = make_effective(asked)
+    ports = [int(a.rpartition(":")[2]) for a in effective.prefill.addresses + effective.decode.addresses]
+    assert len({*ports, effective.router.port, effective.router.grpc_port} - {0}) == 5
+    assert len(effective.secret.get_secret_value()) >= 32
+    assert make_effective(asked).secret != effective.secret
+    with written(effective, tmp_path) as path:
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert load(path) == effective
+    assert not path.exists()
+
+
+def test_what_the_user_gave_stays():
+    config = ClusterConfig(router=FREE, secret="0123456789abcdef")
+    effective = make_effective(config)
+    again = make_effective(effective)
+    assert again == effective
+    assert effective.secret == config.secret
+
+
+def test_a_taken_port_is_named_before_anything_starts():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ConfigError, match=rf"router.port: cannot listen on 127.0.0.1:{port}: Address already in use"
+        ):
+            make_effective(ClusterConfig(router=RouterConfig(port=port, grpc_port=0)))
+
+
+@pytest.mark.parametrize(
+    ("decode", "message"),
+    [
+        (PoolConfig(replicas=1, addresses=("127.0.0.1:4001", "127.0.0.1:4002")), "names 2 workers"),
+        (PoolConfig(replicas=1, addresses=("localhost",)), "not host:port"),
+        (PoolConfig(replicas=1, addresses=("127.0.0.1:99999",)), "not host:port"),
+        (PoolConfig(replicas=1, host="203.0.113.1"), "cannot listen on 203.0.113.1"),
+    ],
+)
+def test_contradictions_are_refused(decode, message):
+    with pytest.raises(ConfigError, match=message):
+        make_effective(ClusterConfig(router=FREE, decode=decode))
+
+
+def test_addresses():
+    assert split("127.0.0.1:80", "x") == ("127.0.0.1", 80)
+    assert split("[::1]:80", "x") == ("::1", 80)
+
+
+def test_the_plan_and_its_commands():
+    plans = plan_processes(ClusterConfig(prefill=PoolConfig(replicas=2)))
+    assert [plan.name for plan in plans] == ["prefill-0", "prefill-1", "decode-0", "router"]
+    command = module_command(plans[1], Path("/run/c.yaml"), 7)
+    assert command[1:] == ["-m", "prefill_worker", "--config", "/run/c.yaml", "--index", "1", "--ready-fd", "7"]
+    router = module_command(ProcessPlan(name="router", role=Role.ROUTER), Path("c"), 7)
+    assert router[1:] == ["-m", "router", "--config", "c", "--ready-fd", "7"]
+
+
+def test_children_inherit_no_settings():
+    environment = child_environment({"TANDEM_SECRET": "x", "HOME": "/root", "PYTHONPATH": "/mine"})
+    assert "TANDEM_SECRET" not in environment
+    assert environment["HOME"] == "/root"
+    assert environment["PYTHONPATH"].endswith("/mine")
+
+
+def test_models(tmp_path, monkeypatch):
+    builtin = ClusterConfig()
+    assert resolve_model(builtin) is builtin
+    (tmp_path / "my-model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    resolved = resolve_model(ClusterConfig(model=ModelConfig(path="my-model")))
+    assert resolved.model.path == str(tmp_path / "my-model")
+    assert resolved.model.name == "my-model"
+    with pytest.raises(ConfigError, match="neither a directory nor a hub id"):
+        resolve_model(ClusterConfig(model=ModelConfig(path="./nothing-here")))
+
+
+def show(asked, effective, views):
+    console = Console(width=120, record=True, file=io.StringIO())
+    banner.show(console, asked, effective, views)
+    return console.export_text()
+
+
+def make_views(effective):
+    ready = {
+        "worker_id": "d-1",
+        "num_blocks": 512,
+        "block_size": 16,
+        "kv_bytes": 3 << 20,
+        "weights_bytes": 9 << 20,
+        "model": "tandem-tiny",
+        "max_model_len": 2048,
+        "load_s": 0.44,
+    }
+    common = {"state": ProcessState.READY, "pid": 77}
+    return [
+        ProcessView(name="decode-0", role=Role.DECODE, address=effective.decode.addresses[0], ready=ready, **common),
+        ProcessView(name="router", role=Role.ROUTER, address="127.0.0.1:8000", **common),
+    ]
+
+
+def test_the_banner_shows_what_runs_and_hides_secrets():
+    asked = ClusterConfig(
+        router=RouterConfig(port=0, grpc_port=0, host="0.0.0.0", api_keys=("key-of-a-user",)), secret="0123456789abcdef"
+    )
+    effective = make_effective(asked)
+    text = show(asked, effective, make_views(effective))
+    for expected in (
+        "tandem-tiny",
+        "2048 tokens",
+        "512 × 16",
+        "8192",
+        "3.0 MiB",
+        "9.0 MiB",
+        "decode-0 (d-1)",
+        effective.decode.addresses[0],
+        f"http://127.0.0.1:{effective.router.port}/metrics",
+        f"127.0.0.1:{effective.router.grpc_port}",
+        "router.host",
+        "a second Ctrl-C kills",
+    ):
+        assert expected in text
+    assert "key-of-a-user" not in text
+    assert "0123456789abcdef" not in text
+    assert text.count("(hidden)") == 2
+
+
+def test_the_curl_line_survives_a_shell():
+    config = ClusterConfig(router=RouterConfig(port=9000))
+    words = shlex.split(banner.curl_line(config, "it's"))
+    assert words[:3] == ["curl", "-N", "http://127.0.0.1:9000/v1/chat/completions"]
+    body = json.loads(words[-1])
+    assert body["model"] == "it's"
+    assert body["stream"] is True
+
+
+def test_defaults_are_not_settings_and_bytes_have_units():
+    assert banner.changed_settings(ClusterConfig(), ClusterConfig()) == {}
+    changed = banner.changed_settings(load(None, {"decode.replicas": 3, "model.dtype": "bfloat16"}), ClusterConfig())
+    assert changed == {"decode.replicas": "3", "model.dtype": "bfloat16"}
+    assert [banner.format_bytes(n) for n in (12, 1536, 5 << 30, 3 << 40)] == ["12 B", "1.5 KiB", "5.0 GiB", "3.0 TiB"]

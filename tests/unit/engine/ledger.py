@@ -1,0 +1,159 @@
+"""A runner without a model, whose every token depends on every KV entry that attention would read.
+
+The "KV" of a token is a number derived from all tokens up to it. A sampled token is a digest over the whole KV of
+its request, read through the block table: a block that is reused, lost, mixed up or never written changes the
+output, which `continuation` predicts from the tokens alone.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+
+from engine.config import EngineConfig
+from engine.request import Batch, Request, SampledToken
+from engine.scheduler import Scheduler
+from tandem.block_hash import BlockHasher, root_hash
+from tandem.ids import BlockId, RequestId
+from tandem.sampling import SamplingParams
+
+VOCAB = 97
+EOS = 96
+BLOCK = 16
+SECRET = b"test"
+ROOT = root_hash(secret=SECRET, model_fingerprint="ledger")
+
+CONFIG = EngineConfig(
+    num_blocks=24,
+    block_size=BLOCK,
+    max_model_len=200,
+    max_batched_tokens=48,
+    prefill_chunk_tokens=20,
+    max_running_requests=6,
+    max_waiting_requests=100,
+    kv_event_capacity=10_000,
+    eos_token_ids=frozenset({EOS}),
+)
+
+
+def config(**changes: int) -> EngineConfig:
+    return replace(CONFIG, **changes)
+
+
+def scheduler(**changes: int) -> Scheduler:
+    return Scheduler(config(**changes), BlockHasher(SECRET))
+
+
+def kv_of(tokens: Sequence[int]) -> list[int]:
+    """KV entry of every token."""
+    entries, state = [], 7
+    for token in tokens:
+        state = (state * 1_000_003 + token + 1) % (2**61 - 1)
+        entries.append(state)
+    return entries
+
+
+def next_token(entries: Sequence[int]) -> int:
+    return hash(tuple(entries)) % VOCAB
+
+
+def continuation(prompt: Sequence[int], params: SamplingParams, limit: int = CONFIG.max_model_len) -> list[int]:
+    """What must come out, by direct recursion."""
+    tokens = list(prompt)
+    output: list[int] = []
+    while True:
+        token = next_token(kv_of(tokens))
+        tokens.append(token)
+        output.append(token)
+        stops = token in params.stop_token_ids or (token == EOS and not params.ignore_eos)
+        if stops and len(output) >= params.min_tokens:
+            return output
+        if len(output) >= params.max_tokens or len(tokens) >= limit:
+            return output
+
+
+class LedgerRunner:
+    """Memory of (block, slot) -> entry. Implements `engine.runner.Runner`."""
+
+    def __init__(self, block_size: int = BLOCK) -> None:
+        self.block_size = block_size
+        self.memory: dict[tuple[int, int], int] = {}
+        self.num_computed = 0
+
+    def execute(self, batch: Batch) -> list[SampledToken]:
+        sampled = []
+        for item in batch.items:
+            request, end = item.request, item.start + item.num_tokens
+            state = self.read(request.block_table, item.start)[-1] if item.start else 7
+            for position in range(item.start, end):
+                state = (state * 1_000_003 + request.token_ids[position] + 1) % (2**61 - 1)
+                self.write(request.block_table, position, state)
+            self.num_computed += item.num_tokens
+            if item.samples:
+                sampled.append(SampledToken(token_id=next_token(self.read(request.block_table, end))))
+        return sampled
+
+    def read(self, blocks: Sequence[BlockId], num_tokens: int) -> list[int]:
+        size = self.block_size
+        return [self.memory[blocks[p // size], p % size] for p in range(num_tokens)]
+
+    def write(self, blocks: Sequence[BlockId], position: int, entry: int) -> None:
+        self.memory[blocks[position // self.block_size], position % self.block_size] = entry
+
+    def write_range(self, blocks: Sequence[BlockId], tokens: Sequence[int], start: int, end: int) -> None:
+        """What a transport does: correct entries of tokens [start, end) into the table's blocks."""
+        entries = kv_of(tokens)
+        for position in range(start, end):
+            self.write(blocks, position, entries[position])
+
+
+_ids = count()
+
+
+def request(
+    prompt: Sequence[int],
+    *,
+    request_id: str | None = None,
+    output: Sequence[int] = (),
+    prefill_only: bool = False,
+    priority: int = 0,
+    arrival_s: float = 0.0,
+    params: SamplingParams | None = None,
+) -> Request:
+    return Request(
+        request_id=RequestId(request_id or f"r{next(_ids):06}"),
+        token_ids=array("i", [*prompt, *output]),
+        num_prompt_tokens=len(prompt),
+        params=params or SamplingParams(max_tokens=8, ignore_eos=True),
+        hash_root=ROOT,
+        prefill_only=prefill_only,
+        priority=priority,
+        arrival_s=arrival_s,
+    )
+
+
+def run(sched: Scheduler, runner: LedgerRunner, max_steps: int = 10_000) -> dict[RequestId, list[int]]:
+    """Step until nothing can run; returns the tokens told per request."""
+    told: dict[RequestId, list[int]] = {}
+    for _ in range(max_steps):
+        batch = sched.schedule(0.0)
+        if batch is None:
+            break
+        for event in sched.commit(batch, runner.execute(batch)).events:
+            tokens = told.setdefault(event.request_id, [])
+            if event.token is not None:
+                tokens.append(event.token.token_id)
+    else:
+        raise AssertionError("the scheduler never came to rest")
+    sched.check_invariants()
+    return told
+
+
+def assert_empty(sched: Scheduler) -> None:
+    """Every block free or merely cached, every count zero."""
+    sched.check_invariants()
+    load = sched.load()
+    assert load.num_used_blocks == load.num_promised_blocks == load.num_quarantined_blocks == 0
+    assert load.num_running == load.num_waiting == load.num_held == load.num_reservations == 0
+    assert load.num_backlog_tokens == 0
+    assert sched.blocks.pool.num_free + load.num_evictable_blocks == load.num_blocks

@@ -1,0 +1,403 @@
+"""The conformance suite: every transport passes all of it."""
+
+import gc
+import os
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+
+import pytest
+
+from kv_transfer.checksum import checksum_of
+from kv_transfer.messages import TransferKey, TransportOffer
+from kv_transfer.transport import KVReceiver, KVRegion, KVSender, PeerWriter
+from kv_transfer.transports import tcp_wire
+from kv_transfer.transports.catalogue import NAMES, candidates, open_receivers, open_senders
+from kv_transfer.transports.memory import MemoryFabric
+from kv_transfer.transports.tcp_receiver import TcpReceiver
+from tandem.errors import TransferError
+from tandem.ids import BlockId, TransferId
+from tests.unit.kv_transfer.transport_peer import LAYOUT, NUM_BLOCKS, box, make_region, order
+
+KEY = TransferKey(transfer_id=TransferId("t"), attempt=1)
+WAIT_S = 20.0
+
+
+@dataclass
+class Pair:
+    target: KVRegion
+    source: KVRegion
+    receiver: KVReceiver
+    sender: KVSender
+    writer: PeerWriter
+    quiet: list[TransferKey]
+    quieted: threading.Event
+
+
+@pytest.fixture(params=NAMES)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with opened(request.param) as pair:
+        yield pair
+
+
+@contextmanager
+def opened(name: str) -> Iterator[Pair]:
+    source, target = make_region(seed=1), make_region(seed=0)
+    fabric = MemoryFabric()
+    [receiver] = open_receivers(target, choice=name, fabric=fabric)
+    quiet: list[TransferKey] = []
+    quieted = threading.Event()
+    receiver.listen_quiet(lambda key: (quiet.append(key), quieted.set()))
+    [(sender, offer)] = candidates([receiver.offer()], open_senders(source, fabric=fabric))
+    writer = sender.connect(offer)
+    try:
+        yield Pair(target, source, receiver, sender, writer, quiet, quieted)
+    finally:
+        writer.close()
+        receiver.close()
+        os.close(source.fd)
+        os.close(target.fd)
+
+
+def slots(*blocks: int) -> list[BlockId]:
+    return [BlockId(b) for b in blocks]
+
+
+def block_bytes(region: KVRegion, blocks: list[int]) -> bytes:
+    return b"".join(region.views(box(0, len(blocks)), slots(*blocks)))
+
+
+def assert_refused(pair: Pair, *args: object) -> None:
+    with pytest.raises(TransferError):
+        pair.writer.write(order(*args)).result(WAIT_S)
+
+
+def test_bytes_land_exactly_and_nowhere_else(pair: Pair) -> None:
+    rng = random.Random(0)
+    destinations = rng.sample(range(NUM_BLOCKS), 10)
+    sources = [3, 4, 5, 9, 1, 2, 20, 21, 22, 0]
+    grant = pair.receiver.open_grant(KEY, slots(*destinations))
+    result = pair.writer.write(order(KEY, grant, box(0, 10), sources)).result(WAIT_S)
+    assert block_bytes(pair.target, destinations) == block_bytes(pair.source, sources)
+    assert result.checksum == checksum_of(pair.target.views(box(0, 10), slots(*destinations)))
+    assert result.num_bytes == 10 * LAYOUT.block_bytes
+    others = [b for b in range(NUM_BLOCKS) if b not in destinations]
+    assert not any(block_bytes(pair.target, others))
+
+
+def test_layers_and_blocks_can_be_cut(pair: Pair) -> None:
+    grant = pair.receiver.open_grant(KEY, slots(7, 3, 12, 11))
+    for layer in range(LAYOUT.num_layers):
+        for first in (2, 0):
+            cells = box(first, 2, first_layer=layer, num_layers=1)
+            pair.writer.write(order(KEY, grant, cells, [first, first + 1])).result(WAIT_S)
+    assert block_bytes(pair.target, [7, 3, 12, 11]) == block_bytes(pair.source, [0, 1, 2, 3])
+
+
+def test_concurrent_transfers_do_not_mix(pair: Pair) -> None:
+    rng = random.Random(1)
+    blocks = list(range(NUM_BLOCKS))
+    rng.shuffle(blocks)
+    keys = [TransferKey(transfer_id=TransferId(f"t{i}"), attempt=i) for i in range(8)]
+    futures = []
+    for i, key in enumerate(keys):
+        grant = pair.receiver.open_grant(key, slots(*blocks[3 * i : 3 * i + 3]))
+        futures += [pair.writer.write(order(key, grant, box(j, 1), [(3 * i + j) % 20])) for j in range(3)]
+    for future in futures:
+        future.result(WAIT_S)
+    assert block_bytes(pair.target, blocks) == block_bytes(pair.source, [i % 20 for i in range(24)])
+
+
+def test_nothing_lands_after_a_revocation(pair: Pair) -> None:
+    grant = pair.receiver.open_grant(KEY, slots(1, 2))
+    pair.writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
+    if not pair.receiver.revoke(KEY):
+        assert pair.quieted.wait(WAIT_S)
+        assert pair.quiet == [KEY]
+    assert_refused(pair, KEY, grant, box(1, 1), [6])
+    assert not any(block_bytes(pair.target, [2]))
+    assert pair.receiver.revoke(KEY)
+    other = replace(KEY, attempt=2)
+    fresh = pair.receiver.open_grant(other, slots(2))
+    pair.writer.write(order(other, fresh, box(0, 1), [6])).result(WAIT_S)
+    assert block_bytes(pair.target, [2]) == block_bytes(pair.source, [6])
+
+
+def test_revoking_what_nobody_used_is_proven_at_once(pair: Pair) -> None:
+    pair.receiver.open_grant(KEY, slots(1))
+    assert pair.receiver.revoke(KEY)
+    assert pair.receiver.revoke(replace(KEY, attempt=9))
+
+
+def test_revocations_during_writes_are_final(pair: Pair) -> None:
+    for attempt in range(1, 30):
+        key = replace(KEY, attempt=attempt)
+        grant = pair.receiver.open_grant(key, slots(*range(NUM_BLOCKS)))
+        pair.quieted.clear()
+        futures = [pair.writer.write(order(key, grant, box(0, 20), list(range(20)))) for _ in range(4)]
+        if not pair.receiver.revoke(key):
+            assert pair.quieted.wait(WAIT_S)
+        pair.target.buffer[:] = bytes(pair.target.buffer.nbytes)
+        for future in futures:
+            with suppress(TransferError):
+                future.result(WAIT_S)
+        assert not any(pair.target.buffer), "bytes landed after the proof"
+
+
+def test_cancel_stops_reading_sources(pair: Pair) -> None:
+    for attempt in range(1, 30):
+        key = replace(KEY, attempt=attempt)
+        grant = pair.receiver.open_grant(key, slots(*range(20)))
+        futures = [pair.writer.write(order(key, grant, box(0, 20), list(range(20)))) for _ in range(4)]
+        assert pair.writer.cancel(key)
+        for future in futures:
+            with suppress(TransferError):
+                future.result(WAIT_S)
+        pair.receiver.revoke(key)
+    last = replace(KEY, attempt=99)
+    grant = pair.receiver.open_grant(last, slots(4))
+    pair.writer.write(order(last, grant, box(0, 1), [7])).result(WAIT_S)
+    assert block_bytes(pair.target, [4]) == block_bytes(pair.source, [7])
+
+
+def test_a_wrong_token_is_refused(pair: Pair) -> None:
+    grant = pair.receiver.open_grant(KEY, slots(1))
+    forged = bytes([grant[0] ^ 1]) + grant[1:]
+    assert_refused(pair, KEY, forged, box(0, 1), [5])
+    assert_refused(pair, KEY, b"", box(0, 1), [5])
+    assert not any(pair.target.buffer)
+    pair.writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    "cells", [box(1, 1), box(0, 2), box(0, 1, first_layer=3, num_layers=1), box(0, 1, num_layers=4)]
+)
+def test_cells_outside_the_reservation_are_refused(pair: Pair, cells: object) -> None:
+    grant = pair.receiver.open_grant(KEY, slots(1))
+    assert_refused(pair, KEY, grant, cells, [5] * cells.num_blocks)
+    assert not any(pair.target.buffer)
+    pair.writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
+
+
+def test_sources_outside_the_pool_are_refused(pair: Pair) -> None:
+    grant = pair.receiver.open_grant(KEY, slots(1))
+    assert_refused(pair, KEY, grant, box(0, 1), [NUM_BLOCKS])
+
+
+def test_the_death_of_the_receiver_fails_writes(pair: Pair) -> None:
+    grant = pair.receiver.open_grant(KEY, slots(1))
+    pair.writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
+    pair.receiver.close()
+    assert_refused(pair, KEY, grant, box(0, 1), [5])
+
+
+def test_the_end_of_the_sender_is_a_proof(pair: Pair) -> None:
+    grant = pair.receiver.open_grant(KEY, slots(1))
+    pair.writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
+    pair.writer.close()
+    if not pair.receiver.revoke(KEY):
+        assert pair.quieted.wait(WAIT_S)
+
+
+def test_connecting_needs_the_secret(pair: Pair) -> None:
+    offer = pair.receiver.offer()
+    if offer.name == "tcp":
+        forged = offer.advert[:-10] + b"0" * 8 + offer.advert[-2:]
+    else:
+        forged = bytes(16) + offer.advert[16:]
+    with pytest.raises(TransferError):
+        pair.sender.connect(replace(offer, advert=forged))
+    with pytest.raises(TransferError):
+        pair.sender.connect(replace(offer, advert=b"nonsense"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_closing_leaks_neither_threads_nor_descriptors(name: str) -> None:
+    with opened(name):
+        pass
+    gc.collect()
+    threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with opened(name) as pair:
+            grant = pair.receiver.open_grant(KEY, slots(1))
+            pair.writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
+            del pair
+    gc.collect()
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+class Peer:
+    """The sending side in a process of its own."""
+
+    def __init__(self, offer: TransportOffer) -> None:
+        args = [offer.name, offer.advert.hex(), offer.host_id]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.unit.kv_transfer.transport_peer", *args],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout.readline() == "ready\n"
+
+    def ask(self, line: str) -> None:
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> str:
+        return self.process.stdout.readline().strip()
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def remote(request: pytest.FixtureRequest) -> Iterator[tuple[KVRegion, KVReceiver, Peer, threading.Event]]:
+    target = make_region(seed=0)
+    [receiver] = open_receivers(target, choice=request.param)
+    quieted = threading.Event()
+    receiver.listen_quiet(lambda _key: quieted.set())
+    peer = Peer(receiver.offer())
+    yield target, receiver, peer, quieted
+    peer.process.kill()
+    peer.process.communicate()
+    receiver.close()
+    os.close(target.fd)
+
+
+def test_between_processes_and_through_a_kill(remote) -> None:
+    target, receiver, peer, quieted = remote
+    grant = receiver.open_grant(KEY, slots(9, 8, 1, 2))
+    peer.ask(f"write {grant.hex()} 0 4")
+    assert peer.answer() == f"done {checksum_of(target.views(box(0, 4), slots(9, 8, 1, 2)))}"
+    expected = make_region(seed=5)
+    assert block_bytes(target, [9, 8, 1, 2]) == block_bytes(expected, [0, 1, 2, 3])
+    os.close(expected.fd)
+    peer.process.send_signal(signal.SIGSTOP)
+    proven = receiver.revoke(KEY)
+    assert proven is (not receiver.drain_proves_quiet), "a frozen writer with a mapping proves nothing"
+    assert not quieted.is_set()
+    peer.process.kill()
+    assert proven or quieted.wait(WAIT_S), "its death does"
+
+
+@pytest.fixture
+def tcp() -> Iterator[tuple[KVRegion, TcpReceiver]]:
+    target = make_region(seed=0)
+    receiver = TcpReceiver(target, stall_s=0.2)
+    yield target, receiver
+    receiver.close()
+    os.close(target.fd)
+
+
+def dial(receiver: TcpReceiver, *, greet: bool) -> socket.socket:
+    sock = socket.create_connection(receiver._address, WAIT_S)
+    if greet:
+        sock.sendall(
+            tcp_wire.pack_header(
+                tcp_wire.Header(
+                    kind=tcp_wire.Kind.HELLO,
+                    write_id=0,
+                    token=receiver._secret,
+                    cells=tcp_wire.NO_CELLS,
+                    payload_bytes=0,
+                )
+            )
+        )
+        assert len(sock.recv(tcp_wire.ANSWER_BYTES, socket.MSG_WAITALL)) == tcp_wire.ANSWER_BYTES
+    return sock
+
+
+def frame(token: bytes, payload_bytes: int, num_blocks: int = 1, num_layers: int = 1) -> bytes:
+    return tcp_wire.pack_header(
+        tcp_wire.Header(
+            kind=tcp_wire.Kind.WRITE,
+            write_id=7,
+            token=token,
+            cells=box(0, num_blocks, num_layers=num_layers),
+            payload_bytes=payload_bytes,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("greet", "data"),
+    [
+        (False, b""),
+        (False, b"GET / HTTP/1.1\r\n\r\n" * 10),
+        (False, b"\x80\x04\x95" + bytes(200)),
+        (False, frame(bytes(16), LAYOUT.layer_block_bytes)),
+        (True, b"TK"),
+        (True, random.Random(2).randbytes(4096)),
+        (True, frame(bytes(16), 2**63)),
+        (True, frame(bytes(16), 2**40, num_blocks=2**31, num_layers=2**31)),
+        (True, frame(bytes(16), LAYOUT.layer_block_bytes - 1)),
+        (True, frame(bytes(16), LAYOUT.layer_block_bytes) + b"half"),
+    ],
+)
+def test_hostile_bytes_end_only_their_connection(tcp, greet: bool, data: bytes) -> None:
+    target, receiver = tcp
+    source = make_region(seed=3)
+    [(sender, offer)] = candidates([receiver.offer()], open_senders(source, choice="tcp"))
+    writer = sender.connect(offer)
+    with dial(receiver, greet=greet) as sock:
+        sock.sendall(data)
+        with suppress(ConnectionResetError):
+            assert sock.recv(1) == b"", "the receiver hangs up"
+    grant = receiver.open_grant(KEY, slots(1))
+    writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
+    assert block_bytes(target, [1]) == block_bytes(source, [5])
+    assert not any(block_bytes(target, [0, *range(2, NUM_BLOCKS)]))
+    writer.close()
+    os.close(source.fd)
+
+
+def test_a_frame_for_a_revoked_grant_is_read_past(tcp) -> None:
+    target, receiver = tcp
+    grant = receiver.open_grant(KEY, slots(1))
+    size = LAYOUT.layer_block_bytes
+    with dial(receiver, greet=True) as sock:
+        sock.sendall(frame(grant, size) + b"x" * (size // 2))
+        while not any(target.buffer):
+            pass
+        assert receiver.revoke(KEY)
+        target.buffer[:] = bytes(target.buffer.nbytes)
+        sock.sendall(b"x" * (size - size // 2))
+        answer = sock.recv(tcp_wire.ANSWER_BYTES, socket.MSG_WAITALL)
+        assert tcp_wire.unpack_answer(answer) == (tcp_wire.Kind.REFUSED, 7)
+        assert not any(target.buffer)
+
+
+def test_a_receiver_that_stops_reading_fails_the_connection() -> None:
+    source = make_region(seed=1, num_blocks=4096)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(WAIT_S)
+        from kv_transfer.transports.tcp_sender import TcpWriter
+
+        sock = socket.create_connection(server.getsockname())
+        peer, _ = server.accept()
+        writer = TcpWriter(source, sock, stall_s=0.2)
+        with pytest.raises(TransferError, match="stalled"):
+            writer.write(order(KEY, bytes(16), box(0, 4096), list(range(4096)))).result(WAIT_S)
+        assert writer.closed
+        writer.close()
+        peer.close()
+    os.close(source.fd)
+
+
+def test_the_shm_receiver_drops_strangers() -> None:
+    target = make_region(seed=0)
+    [receiver] = open_receivers(target, choice="shm")
+    for data in (b"", b"x" * 100, struct.pack("!4sB16s", b"TKS1", 99, bytes(16))):
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(receiver.offer().advert[16:].decode())
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            with suppress(ConnectionResetError):
+                assert sock.recv(64) == b""
+    receiver.close()
+    os.close(target.fd)

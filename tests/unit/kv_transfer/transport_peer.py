@@ -1,0 +1,68 @@
+"""A second process for transport tests: `python -m ...transport_peer send|freeze NAME ADVERT_HEX HOST_ID`.
+
+It fills its own pool with a pattern, then obeys lines on stdin: `write GRANT_HEX FIRST COUNT` (answers the
+checksum), `hang` (stops reading commands).
+"""
+
+import sys
+
+from kv_transfer.messages import CellRange, TransferKey, TransportOffer
+from kv_transfer.transport import KVRegion, WriteOrder
+from kv_transfer.transports.catalogue import candidates, open_senders
+from kv_transfer.transports.shared_pool import SharedPool
+from tandem.ids import BlockId, TransferId
+from tandem.kv_layout import KVLayout
+
+LAYOUT = KVLayout(
+    model_fingerprint="m", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4
+)
+NUM_BLOCKS = 24
+
+
+def make_region(seed: int, num_blocks: int = NUM_BLOCKS) -> KVRegion:
+    """A pool whose bytes depend on `seed`; 0 leaves it zeroed."""
+    pool = SharedPool(num_blocks * LAYOUT.block_bytes)
+    if seed:
+        pool.buffer[:] = bytes((i * 31 + seed * 7 + i // 251) % 256 for i in range(pool.size_bytes))
+    return KVRegion.of(pool.buffer, LAYOUT, fd=pool.fd)
+
+
+def box(first_block: int, num_blocks: int, first_layer: int = 0, num_layers: int = LAYOUT.num_layers) -> CellRange:
+    """Cells over all heads."""
+    return CellRange(
+        first_layer=first_layer,
+        num_layers=num_layers,
+        first_block=first_block,
+        num_blocks=num_blocks,
+        first_head=0,
+        num_heads=LAYOUT.num_kv_heads,
+    )
+
+
+def order(key: TransferKey, grant: bytes, cells: CellRange, sources: list[int]) -> WriteOrder:
+    """A write of `sources`."""
+    return WriteOrder(key=key, grant=grant, cells=cells, sources=tuple(BlockId(s) for s in sources))
+
+
+def main() -> None:
+    """See the module's docstring."""
+    name, advert, host_id = sys.argv[1:4]
+    region = make_region(seed=5)
+    offer = TransportOffer(name=name, advert=bytes.fromhex(advert), host_id=host_id)
+    [(sender, offer)] = candidates([offer], open_senders(region, choice=name))
+    writer = sender.connect(offer)
+    key = TransferKey(transfer_id=TransferId("t"), attempt=1)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        _verb, grant, first, count = line.split()
+        sources = list(range(int(first), int(first) + int(count)))
+        try:
+            result = writer.write(order(key, bytes.fromhex(grant), box(int(first), int(count)), sources)).result(10)
+            print(f"done {result.checksum}", flush=True)
+        except Exception as error:
+            print(f"failed {error}", flush=True)
+    writer.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""The HTTP door in process: what it refuses, and how errors look."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import SecretStr
+
+from router.tokenizer import Tokenizer
+from tandem.config import RouterConfig
+from tandem.errors import InternalError, Overloaded, Unavailable
+from tandem.outputs import FinishReason
+from tests.unit.router import doors
+from tests.unit.router.http_doors import CHAT, HELLO, PLAIN, client_of, error_of, events
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return doors.make_tokenizer()
+
+
+@pytest.fixture
+def parts(tokenizer: Tokenizer) -> doors.Doors:
+    return doors.make_doors(tokenizer)
+
+
+@pytest.fixture
+async def client(parts: doors.Doors) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(parts) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "(a+)+b"}}, "structured_outputs"),
+        ({"best_of": 2}, "best_of"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"store": True}, "store"),
+        ({"worker": "w1"}, "worker"),
+        ({"tenant": "x"}, "tenant"),
+        ({"temperature": "1"}, "temperature"),
+        ({"temperature": 3}, "temperature"),
+        ({"n": True}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"n": 2**31}, "n"),
+        ({"max_tokens": 2**63}, "max_tokens"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"seed": 2**64}, "seed"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 10**6}, "top_logprobs"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["x"] * 10_000}, "stop"),
+        ({"stop": ["x" * (1 << 19)]}, "stop"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(5000)}}, "logit_bias"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options"),
+        ({"cache_salt": "x" * 2000}, "cache_salt"),
+        ({"request_id": "a\r\nb"}, "request_id"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "a\0b"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool_calls"),
+        ({"messages": [{}] * 100_000}, "messages"),
+        ({"model": "gpt-4"}, "model"),
+        ({"model": 5}, "model"),
+    ],
+)
+async def test_refused_fields(
+    client: httpx.AsyncClient, parts: doors.Doors, change: dict[str, Any], param: str
+) -> None:
+    parts.say("hello")
+    answer = await client.post(CHAT, json=HELLO | change)
+    assert answer.status_code == (404 if param == "model" and change["model"] == "gpt-4" else 400)
+    assert error_of(answer)["param"] == param
+    assert not parts.generator.requests
+
+
+async def test_fields_that_ask_for_nothing(client: httpx.AsyncClient, parts: doors.Doors) -> None:
+    parts.say("hello")
+    notes = {
+        "user": "u", "metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True, "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"}, "best_of": 1, "suffix": None, "bad_words": [], "model": doors.MODEL,
+        "temperature": None, "seed": None, "stop": None, "logit_bias": None, "service_tier": "auto",
+    }  # fmt: skip
+    assert (await client.post(CHAT, json=HELLO | notes)).status_code == 200
+    parts_of_text = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = {"messages": [{"role": "user", "content": parts_of_text}, {"role": "assistant", "content": None}]}
+    assert (await client.post(CHAT, json=body)).status_code == 200
+
+
+async def test_sampling_fields_reach_dispatch(client: httpx.AsyncClient, parts: doors.Doors) -> None:
+    parts.say("hello")
+    given = {
+        "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 0.2, "frequency_penalty": 0.3,
+        "repetition_penalty": 1.1, "seed": 5, "min_tokens": 1, "ignore_eos": True, "max_completion_tokens": 9,
+    }  # fmt: skip
+    await client.post(CHAT, json=HELLO | given | {"logit_bias": {"7": -1}, "stop_token_ids": [4], "priority": 3})
+    request = parts.generator.requests[0]
+    renamed = {("max_tokens" if name == "max_completion_tokens" else name): value for name, value in given.items()}
+    assert {name: getattr(request.sampling, name) for name in renamed} == renamed
+    assert (request.sampling.logit_bias, request.sampling.stop_token_ids, request.priority) == ({7: -1.0}, (4,), 3)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"[" * 100_000 + b"]" * 100_000,
+        b'{"messages": ' + b"[" * 999 + b"]" * 999 + b"}",
+        b'{"model": "a", "model": "b"}',
+        b'{"messages": [{"role": "user", "role": "user"}]}',
+        b'{"temperature": NaN}',
+        b'{"temperature": 1e400}',
+        b'{"seed": ' + b"9" * 5000 + b"}",
+        b'{"user": "\\ud800"}',
+        b'{"user": "\xff"}',
+        b"{" + b",".join(b'"k%d": 1' % i for i in range(50_000)) + b"}",
+    ],
+)
+async def test_bad_json(client: httpx.AsyncClient, body: bytes) -> None:
+    for route in (CHAT, PLAIN, "/tokenize", "/detokenize"):
+        answer = await client.post(route, content=body)
+        assert answer.status_code == 400
+        assert error_of(answer)["type"] == "BadRequestError"
+
+
+async def test_too_large(client: httpx.AsyncClient, parts: doors.Doors) -> None:
+    answer = await client.post(CHAT, content=b" " * (parts.config.max_body_bytes + 1))
+    assert answer.status_code == 413
+    assert error_of(answer)["code"] == "request_too_large"
+
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield b" " * 65536
+
+    assert (await client.post(CHAT, content=endless())).status_code == 413
+
+
+async def test_unknown_routes_and_methods(client: httpx.AsyncClient) -> None:
+    assert error_of(await client.get("/nowhere"))["code"] == "route_not_found"
+    answer = await client.get(CHAT)
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert error_of(answer)["code"] == "method_not_allowed"
+
+
+async def test_context_and_model_errors(client: httpx.AsyncClient) -> None:
+    answer = await client.post(PLAIN, json={"prompt": [5] * doors.CONTEXT})
+    assert error_of(answer)["code"] == "context_length_exceeded"
+    assert str(doors.CONTEXT) in error_of(answer)["message"]
+    assert error_of(await client.post(PLAIN, json={"prompt": "a", "echo": True, "logprobs": 1}))["param"] == "echo"
+    assert error_of(await client.post(PLAIN, json={"prompt": "a", "logprobs": 21}))["param"] == "logprobs"
+    assert error_of(await client.post(PLAIN, json={}))["param"] == "prompt"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_errors_before_the_first_token_keep_their_status(
+    client: httpx.AsyncClient, parts: doors.Doors, stream: bool
+) -> None:
+    for error, status, retry in ((Overloaded("full", retry_after_s=2.5), 429, "3"), (Unavailable("none"), 503, "1")):
+        parts.generator.script = doors.Script(error=error)
+        answer = await client.post(CHAT, json=HELLO | {"stream": stream})
+        assert (answer.status_code, answer.headers["retry-after"]) == (status, retry)
+        assert error_of(answer)["message"] == error.message
+
+
+async def test_error_after_the_first_token_is_an_event(client: httpx.AsyncClient, parts: doors.Doors) -> None:
+    parts.say("hello world", error=InternalError("worker lost"), error_after=2)
+    answer = await client.post(CHAT, json=HELLO | {"stream": True})
+    assert answer.status_code == 200
+    assert events(answer.text)[-1]["error"]["message"] == "worker lost"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_bug_shows_nothing_of_itself(
+    client: httpx.AsyncClient, parts: doors.Doors, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_request: object) -> None:
+        raise ZeroDivisionError("secret detail")
+
+    monkeypatch.setattr(parts.generator, "generate", broken)
+    answer = await client.post(CHAT, json=HELLO | {"stream": stream})
+    assert answer.status_code == 500
+    assert error_of(answer) == {
+        "message": "internal error",
+        "type": "InternalServerError",
+        "param": None,
+        "code": "internal_error",
+    }
+
+
+async def test_a_choice_that_failed_is_no_answer(client: httpx.AsyncClient, parts: doors.Doors) -> None:
+    parts.say("hello", reason=FinishReason.ERROR)
+    assert (await client.post(CHAT, json=HELLO)).status_code == 500
+
+
+async def test_request_ids(client: httpx.AsyncClient, parts: doors.Doors) -> None:
+    parts.say("hello")
+    made = await client.post(CHAT, json=HELLO)
+    given = await client.post(CHAT, json=HELLO | {"request_id": "mine-2"}, headers={"X-Request-Id": "mine-1"})
+    assert len(made.headers["x-request-id"]) == 32
+    assert given.headers["x-request-id"] == "mine-1"
+    assert given.json()["id"] == "chatcmpl-mine-2"
+    assert not {"mine-1", "mine-2"} & {r.request_id for r in parts.generator.requests}
+    for bad in ("a b", "x" * 129):
+        answer = await client.post(CHAT, json=HELLO, headers={"X-Request-Id": bad})
+        assert error_of(answer)["param"] == "X-Request-Id"
+        assert answer.headers["x-request-id"] != bad
+    many = {f"x-{i}": "1" for i in range(1000)}
+    assert (await client.post(CHAT, json=HELLO, headers=many)).status_code == 400
+
+
+async def test_keys(tokenizer: Tokenizer) -> None:
+    parts = doors.make_doors(tokenizer, RouterConfig(api_keys=(SecretStr("key-a"), SecretStr("key-b"))))
+    parts.say("hello")
+    async with client_of(parts) as client:
+        for headers in (
+            {},
+            {"Authorization": "Bearer nope"},
+            {"Authorization": "Basic key-a"},
+            {"Authorization": b"Bearer \xff"},
+        ):
+            for answer in (
+                await client.post(CHAT, json=HELLO, headers=headers),
+                await client.get("/v1/models", headers=headers),
+            ):
+                assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+                assert error_of(answer)["type"] == "AuthenticationError"
+        for key in ("key-a", "key-b", "key-a"):
+            answer = await client.post(CHAT, json=HELLO, headers={"Authorization": f"Bearer {key}"})
+            assert answer.status_code == 200
+        assert (await client.get("/health")).status_code == 200
+    first, second, third = (r.hash_root for r in parts.generator.requests)
+    assert first == third != second
+
+
+async def test_metrics_page(client: httpx.AsyncClient, parts: doors.Doors) -> None:
+    ids = parts.say("hello world")
+    await client.post(CHAT, json=HELLO)
+    await client.get("/secret-path")
+    page = (await client.get("/metrics")).text
+    labels = f'{{engine="router",model_name="{doors.MODEL}"}}'
+    assert f"vllm:generation_tokens_total{labels} {float(len(ids))}" in page
+    assert f"vllm:prefix_cache_hits_total{labels} 7.0" in page
+    assert f"vllm:num_requests_running{labels} 0.0" in page
+    assert 'tandem_http_requests_total{method="POST",route="/v1/chat/completions",status="200"} 1.0' in page
+    assert 'route="unknown",status="404"' in page
+    assert "secret-path" not in page

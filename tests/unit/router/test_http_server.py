@@ -1,0 +1,182 @@
+"""The HTTP door over real sockets: the official client, leaving clients, hostile bytes."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+
+import httpx
+import openai
+import pytest
+
+from router.http import json_body
+from router.http.app import create_app
+from router.http.server import HttpDoor
+from router.http.sse import SseResponse
+from router.tokenizer import Tokenizer
+from tests.unit.router import doors
+
+CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: r\r\n"
+WAIT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return doors.make_tokenizer()
+
+
+@pytest.fixture
+def parts(tokenizer: Tokenizer) -> doors.Doors:
+    return doors.make_doors(tokenizer)
+
+
+@pytest.fixture
+async def door(parts: doors.Doors) -> AsyncIterator[HttpDoor]:
+    app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
+    async with HttpDoor(app, host="127.0.0.1", port=0, grace_s=1.0) as door:
+        yield door
+
+
+@pytest.fixture
+async def client(door: HttpDoor) -> AsyncIterator[openai.AsyncOpenAI]:
+    url = f"http://127.0.0.1:{door.port}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def raw(door: HttpDoor, *parts: bytes) -> bytes:
+    """What the door answers to these bytes before it closes or falls silent."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    try:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+        async with asyncio.timeout(WAIT_S):
+            return await reader.read(65536)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def test_official_client_chat(client: openai.AsyncOpenAI, parts: doors.Doors) -> None:
+    ids = parts.say("hello wörld 😀 漢字")
+    stream = await client.chat.completions.create(
+        model=doors.MODEL,
+        messages=[{"role": "user", "content": "hello"}],
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"return_token_ids": True, "ignore_eos": False},
+    )
+    text, usage = "", None
+    async for chunk in stream:
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        usage = chunk.usage or usage
+    assert text == "hello wörld 😀 漢字"
+    assert usage is not None
+    assert usage.completion_tokens == len(ids)
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 7
+    whole = await client.chat.completions.create(model=doors.MODEL, messages=[{"role": "user", "content": "hello"}])
+    assert whole.choices[0].message.content == text
+
+
+async def test_official_client_completions(client: openai.AsyncOpenAI, parts: doors.Doors) -> None:
+    parts.say("hello world")
+    stream = await client.completions.create(model=doors.MODEL, prompt=["a", "b"], stream=True)
+    texts = ["", ""]
+    async for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == ["hello world"] * 2
+    assert [model.id async for model in client.models.list()] == [doors.MODEL]
+    with pytest.raises(openai.NotFoundError):
+        await client.completions.create(model="gpt-4", prompt="a")
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.completions.create(model=doors.MODEL, prompt="a", suffix="b")
+    assert caught.value.param == "suffix"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("hang_after", [0, 2])
+async def test_leaving_client_cancels(door: HttpDoor, parts: doors.Doors, stream: bool, hang_after: int) -> None:
+    parts.say("hello world", hang_after=hang_after)
+    body = b'{"messages": [{"role": "user", "content": "x"}], "stream": %s}' % (b"true" if stream else b"false")
+    _reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    writer.write(CHAT + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    await writer.drain()
+    async with asyncio.timeout(WAIT_S):
+        await parts.generator.began.wait()
+        writer.close()
+        await parts.generator.closed.wait()
+    assert parts.generator.open_streams == 0
+
+
+async def test_endless_body_is_answered_while_it_comes(door: HttpDoor) -> None:
+    chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
+    answer = await raw(door, CHAT + b"Transfer-Encoding: chunked\r\n\r\n", *[chunk] * 17)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"request_too_large" in answer
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        [b"GET /health HTTP/1.1\r\n", *[b"X-A: " + b"x" * 4096 + b"\r\n"] * 64],
+        [b"GET /health HTTP/1.1\r\nX-Request-Id: " + b"x" * (1 << 20) + b"\r\n\r\n"],
+        [b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\n\r\n"],
+        [b"\x16\x03\x01\x02\x00\x01\x00"],
+        [b"GET /health HTTP/1.1\r\nX-Request-Id: a\r\nBad Header\r\n\r\n"],
+    ],
+)
+async def test_hostile_heads_are_cut_off(door: HttpDoor, head: list[bytes]) -> None:
+    answer = await raw(door, *head)
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 400 ")
+    async with httpx.AsyncClient(trust_env=False) as client:
+        assert (await client.get(f"http://127.0.0.1:{door.port}/health")).status_code == 200
+
+
+async def test_reader_that_never_reads_is_given_up() -> None:
+    closed = asyncio.Event()
+
+    async def endless() -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield b"x" * (1 << 20)
+        finally:
+            closed.set()
+
+    async def app(scope, receive, send) -> None:
+        await SseResponse(endless(), write_timeout_s=0.05)(scope, receive, send)
+
+    async with HttpDoor(app, host="127.0.0.1", port=0, grace_s=1.0) as door:
+        _reader, writer = await asyncio.open_connection("127.0.0.1", door.port, limit=1)
+        writer.write(b"GET / HTTP/1.1\r\nHost: r\r\n\r\n")
+        async with asyncio.timeout(WAIT_S):
+            await closed.wait()
+        writer.transport.abort()
+
+
+async def test_a_taken_port_is_an_error(door: HttpDoor) -> None:
+    with pytest.raises(OSError, match="in use"):
+        async with HttpDoor(None, host="127.0.0.1", port=door.port):
+            pass
+
+
+async def test_a_body_that_stops_coming(door: HttpDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_body, "BODY_TIMEOUT_S", 0.05)
+    answer = await raw(door, CHAT + b"Content-Length: 100\r\n\r\n{")
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"connection: close" in answer.lower()
+
+
+async def test_closing_lets_running_streams_end(parts: doors.Doors) -> None:
+    parts.say("hello world")
+    app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
+    async with httpx.AsyncClient(trust_env=False) as client:
+        async with HttpDoor(app, host="127.0.0.1", port=0, grace_s=5.0) as door:
+            url = f"http://127.0.0.1:{door.port}/v1/completions"
+            answer = asyncio.create_task(client.post(url, json={"prompt": "a"}))
+            await parts.generator.began.wait()
+        assert (await answer).json()["choices"][0]["text"] == "hello world"
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", door.port)) != 0

@@ -1,0 +1,237 @@
+"""The prefix map against a model that only knows sets, and the rules that keep it bounded and true."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from router.prefix_map import PrefixMap
+from router.worker_view import PrefixChange
+from tandem.ids import BlockHash, WorkerId
+
+NAMES = [BlockHash(bytes([i]) * 16) for i in range(12)]
+A, B = WorkerId("a"), WorkerId("b")
+
+
+def _stored(first: int, *names: int) -> PrefixChange:
+    return PrefixChange(first_sequence=first, snapshot=False, changes=tuple((NAMES[n], True) for n in names))
+
+
+def _evicted(first: int, *names: int) -> PrefixChange:
+    return PrefixChange(first_sequence=first, snapshot=False, changes=tuple((NAMES[n], False) for n in names))
+
+
+def _snapshot(following: int, *names: int) -> PrefixChange:
+    return PrefixChange(first_sequence=following, snapshot=True, changes=tuple((NAMES[n], True) for n in names))
+
+
+@pytest.fixture
+def two() -> PrefixMap:
+    """Workers a and b, empty, with room for 8 blocks each."""
+    prefix_map = PrefixMap(expectation_s=10.0)
+    for worker in (A, B):
+        prefix_map.add_worker(worker, capacity=8)
+        prefix_map.apply(worker, _snapshot(0))
+    return prefix_map
+
+
+def test_counts_leading_blocks_per_worker(two: PrefixMap) -> None:
+    two.apply(A, _stored(0, 0, 1, 2))
+    two.apply(B, _stored(0, 0, 2, 3))
+    assert two.longest_prefix(NAMES[:4]) == {A: 3, B: 1}
+    assert two.longest_prefix(NAMES[2:4]) == {A: 1, B: 2}
+    assert two.longest_prefix(NAMES[5:]) == {}
+    assert two.longest_prefix([]) == {}
+
+
+def test_repeated_events_change_nothing(two: PrefixMap) -> None:
+    two.apply(A, _stored(0, 0, 1))
+    two.apply(A, _evicted(2, 1))
+    two.apply(A, _stored(0, 0, 1))
+    assert two.longest_prefix(NAMES) == {A: 1}
+    assert not two.is_approximate(A)
+
+
+def test_overlapping_message_applies_its_new_part(two: PrefixMap) -> None:
+    two.apply(A, _stored(0, 0, 1))
+    two.apply(A, _stored(1, 1, 2))
+    assert two.longest_prefix(NAMES) == {A: 3}
+    assert not two.is_approximate(A)
+
+
+def test_gap_drops_what_was_known_and_keeps_what_follows(two: PrefixMap) -> None:
+    two.apply(A, _stored(0, 0, 1))
+    two.apply(A, _stored(5, 0))
+    assert two.is_approximate(A)
+    assert two.longest_prefix(NAMES) == {A: 1}
+    two.apply(A, _stored(6, 1))
+    assert two.longest_prefix(NAMES) == {A: 2}
+    two.apply(A, _snapshot(7, 0, 1, 2))
+    assert not two.is_approximate(A)
+    assert two.longest_prefix(NAMES) == {A: 3}
+
+
+def test_worker_that_never_sent_a_snapshot_is_approximate() -> None:
+    prefix_map = PrefixMap()
+    prefix_map.add_worker(A, capacity=4)
+    prefix_map.apply(A, _stored(40, 0))
+    assert prefix_map.is_approximate(A)
+    assert prefix_map.longest_prefix(NAMES) == {A: 1}
+
+
+def test_expectations_are_confirmed_revoked_or_lapse(two: PrefixMap) -> None:
+    two.expect(A, NAMES[:4], now_s=0.0)
+    assert two.longest_prefix(NAMES) == {A: 4}
+    two.apply(A, _stored(0, 0))
+    two.apply(A, _evicted(1, 3))
+    assert two.longest_prefix(NAMES) == {A: 3}
+    two.revoke(A, NAMES[2:4])
+    assert two.longest_prefix(NAMES) == {A: 2}
+    two.expire(9.9)
+    assert two.longest_prefix(NAMES) == {A: 2}
+    two.expire(10.0)
+    assert two.longest_prefix(NAMES) == {A: 1}
+    two.revoke(A, NAMES[:1])
+    assert two.longest_prefix(NAMES) == {A: 1}
+
+
+def test_expectation_of_a_worker_that_left_is_nothing(two: PrefixMap) -> None:
+    two.drop_worker(A)
+    two.expect(A, NAMES, now_s=0.0)
+    two.revoke(A, NAMES)
+    assert len(two) == 0
+
+
+def test_expectations_never_push_out_what_is_known(two: PrefixMap) -> None:
+    two.apply(A, _stored(0, *range(6)))
+    two.expect(A, NAMES[6:], now_s=0.0)
+    assert two.num_blocks(A) == 8
+    assert two.longest_prefix(NAMES) == {A: 8}
+    two.apply(A, _stored(6, 10, 11))
+    assert two.num_blocks(A) == 8
+    assert two.longest_prefix(NAMES) == {A: 6}
+
+
+def test_capacity_bounds_a_lying_worker(two: PrefixMap) -> None:
+    two.apply(A, _stored(0, *range(12)))
+    assert two.num_blocks(A) == 8
+    assert len(two) == 8
+    assert two.longest_prefix(NAMES[4:]) == {A: 8}
+
+
+def test_dropping_a_worker_leaves_the_others(two: PrefixMap) -> None:
+    two.apply(A, _stored(0, 0, 1))
+    two.apply(B, _stored(0, 0))
+    two.drop_worker(A)
+    assert two.longest_prefix(NAMES) == {B: 1}
+    assert len(two) == 1
+    two.add_worker(A, capacity=8)
+    assert two.longest_prefix(NAMES) == {B: 1}
+    assert two.is_approximate(A)
+
+
+def test_a_hundred_workers_fit() -> None:
+    prefix_map = PrefixMap()
+    workers = [WorkerId(str(i)) for i in range(100)]
+    for index, worker in enumerate(workers):
+        prefix_map.add_worker(worker, capacity=12)
+        prefix_map.apply(worker, _snapshot(0, *range(index % 12 + 1)))
+    assert prefix_map.longest_prefix(NAMES) == {worker: i % 12 + 1 for i, worker in enumerate(workers)}
+
+
+class PrefixMapMachine(RuleBasedStateMachine):
+    """Events in order, repeated, and with gaps; expectations; workers that come and go. Capacity never binds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = PrefixMap(expectation_s=5.0)
+        self.now_s = 0.0
+        self.known: dict[WorkerId, set[BlockHash]] = {}
+        self.expected: dict[WorkerId, dict[BlockHash, float]] = {}
+        self.next: dict[WorkerId, int] = {}
+
+    workers = st.sampled_from([A, B, WorkerId("c")])
+    names = st.lists(st.sampled_from(NAMES), max_size=6)
+
+    @rule(worker=workers)
+    def join(self, worker: WorkerId) -> None:
+        self.map.add_worker(worker, capacity=len(NAMES))
+        self.known[worker], self.expected[worker] = set(), {}
+        self.next.pop(worker, None)
+
+    @rule(worker=workers)
+    def leave(self, worker: WorkerId) -> None:
+        self.map.drop_worker(worker)
+        self.known.pop(worker, None)
+
+    @rule(worker=workers, names=names, following=st.integers(0, 9))
+    def reset(self, worker: WorkerId, names: Sequence[BlockHash], following: int) -> None:
+        if worker in self.known:
+            changes = tuple((name, True) for name in names)
+            self.map.apply(worker, PrefixChange(first_sequence=following, snapshot=True, changes=changes))
+            self.known[worker], self.expected[worker], self.next[worker] = set(names), {}, following
+
+    @rule(
+        worker=workers,
+        changes=st.lists(st.tuples(st.sampled_from(NAMES), st.booleans()), max_size=6),
+        skip=st.sampled_from([0, 0, 0, 0, -3, -1, 1, 2]),
+    )
+    def event(self, worker: WorkerId, changes: list[tuple[BlockHash, bool]], skip: int) -> None:
+        if worker not in self.known:
+            return
+        due = self.next.get(worker)
+        first = max(0, (0 if due is None else due) + skip)
+        self.map.apply(worker, PrefixChange(first_sequence=first, snapshot=False, changes=tuple(changes)))
+        if due is not None and first > due:
+            self.known[worker], self.expected[worker] = set(), {}
+        for number, (name, stored) in enumerate(changes, first):
+            if due is not None and number < due:
+                continue
+            self.expected[worker].pop(name, None)
+            (self.known[worker].add if stored else self.known[worker].discard)(name)
+        if due is None or first + len(changes) > due:
+            self.next[worker] = first + len(changes)
+
+    @rule(worker=workers, names=names)
+    def expect(self, worker: WorkerId, names: Sequence[BlockHash]) -> None:
+        self.map.expect(worker, names, now_s=self.now_s)
+        if worker in self.known:
+            self.expected[worker] |= {n: self.now_s + 5.0 for n in names if n not in self.known[worker]}
+
+    @rule(worker=workers, names=names)
+    def revoke(self, worker: WorkerId, names: Sequence[BlockHash]) -> None:
+        self.map.revoke(worker, names)
+        if worker in self.known:
+            for name in names:
+                self.expected[worker].pop(name, None)
+
+    @rule(elapsed_s=st.floats(0.0, 4.0))
+    def time_passes(self, elapsed_s: float) -> None:
+        self.now_s += elapsed_s
+        self.map.expire(self.now_s)
+        for expected in self.expected.values():
+            for name in [n for n, lapses_s in expected.items() if lapses_s <= self.now_s]:
+                del expected[name]
+
+    @rule(names=names)
+    def look_up(self, names: Sequence[BlockHash]) -> None:
+        model = {}
+        for worker, known in self.known.items():
+            held = known | self.expected[worker].keys()
+            depth = next((i for i, name in enumerate(names) if name not in held), len(names))
+            if depth:
+                model[worker] = depth
+        assert self.map.longest_prefix(names) == model
+
+    @invariant()
+    def sizes_agree(self) -> None:
+        held = {w: known | self.expected[w].keys() for w, known in self.known.items()}
+        assert len(self.map) == len(set().union(*held.values()))
+        for worker, names in held.items():
+            assert self.map.num_blocks(worker) == len(names)
+
+
+TestPrefixMapMachine = PrefixMapMachine.TestCase
+TestPrefixMapMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

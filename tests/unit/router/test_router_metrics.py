@@ -1,0 +1,73 @@
+"""What the meter measures, on a clock of the test's."""
+
+import pytest
+
+from router.attempts import RetryReason
+from router.metrics import RequestMeter, RouterMetrics
+from router.requests import ChoiceFinish
+from tandem.errors import Unavailable
+from tandem.outputs import FinishReason
+from tests.unit.router import doors
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def value(metrics: RouterMetrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(name, labels or {"model_name": "m", "engine": "router"})
+
+
+def test_one_request() -> None:
+    metrics, clock = RouterMetrics("m"), Clock()
+    with RequestMeter(metrics, clock, prompt_tokens=10, choices=1) as meter:
+        assert value(metrics, "vllm:num_requests_waiting") == 1
+        clock.now = 0.5
+        meter.tokens(0, 1)
+        assert (value(metrics, "vllm:num_requests_waiting"), value(metrics, "vllm:num_requests_running")) == (0, 1)
+        clock.now = 1.5
+        meter.tokens(0, 2)
+        meter.choice_finished(0, ChoiceFinish(reason=FinishReason.LENGTH, cached_tokens=4, times=doors.TIMES))
+        clock.now = 2.0
+        meter.succeeded()
+    expected = {
+        "vllm:num_requests_running": 0,
+        "vllm:time_to_first_token_seconds_sum": 0.5,
+        "vllm:inter_token_latency_seconds_sum": 1.0,
+        "vllm:inter_token_latency_seconds_count": 2,
+        "vllm:e2e_request_latency_seconds_sum": 2.0,
+        "vllm:prompt_tokens_total": 10,
+        "vllm:generation_tokens_total": 3,
+        "vllm:prefix_cache_queries_total": 10,
+        "vllm:prefix_cache_hits_total": 4,
+        "vllm:request_queue_time_seconds_sum": 0.5,
+        "tandem_transfer_seconds_sum": 0.125,
+    }
+    assert {name: value(metrics, name) for name in expected} == expected
+    length = {"model_name": "m", "engine": "router", "finished_reason": "length"}
+    assert value(metrics, "vllm:request_success_total", **length) == 1
+
+
+def test_failures_leave_no_gauge_behind() -> None:
+    metrics = RouterMetrics("m")
+    for error in (Unavailable("x"), GeneratorExit(), ZeroDivisionError()):
+        with pytest.raises(type(error)), RequestMeter(metrics, Clock(), prompt_tokens=1, choices=1):
+            raise error
+    assert value(metrics, "vllm:num_requests_waiting") == 0
+    for code in ("UNAVAILABLE", "CANCELLED", "INTERNAL"):
+        assert value(metrics, "tandem_request_failures_total", code=code) == 1
+
+
+def test_dispatch_reports() -> None:
+    metrics = RouterMetrics("m")
+    metrics.on_retry(RetryReason.REFUSED)
+    metrics.workers("decode", "healthy", 2)
+    metrics.prefix_map_size(5)
+    assert value(metrics, "tandem_dispatch_retries_total", reason="refused") == 1
+    assert value(metrics, "tandem_workers", role="decode", state="healthy") == 2
+    assert "tandem_prefix_map_blocks 5.0" in metrics.render().decode()

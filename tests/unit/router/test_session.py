@@ -1,0 +1,279 @@
+"""Sessions over real sockets: meeting, reporting, losing and finding workers again."""
+
+import asyncio
+import logging
+import sys
+from random import Random
+
+import pytest
+
+from router.fleet import Backoff
+from router.session import SessionSettings
+from router.session_events import PrefillRoute, SubmitOrder
+from router.session_wire import ProtocolError, hello_from_pb, submit_to_pb, tokens_from_pb
+from router.worker_view import WorkerKey
+from tandem.block_hash import BlockHasher
+from tandem.errors import ConfigError, Unavailable
+from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
+from tandem.registry import StaticDirectory
+from tandem.roles import WorkerRole
+from tandem.sampling import SamplingParams
+from tandem.v1 import common_pb2 as common
+from tandem.v1 import session_pb2 as pb
+from tandem.wire import sampling_from_pb
+from tests.fake_worker import SECRET, FakeWorker
+from tests.unit.router.cluster import (
+    PROMPT,
+    ROOT,
+    WatchedRegistry,
+    cluster,
+    collect,
+    fleet_of,
+    routed,
+    session_settings,
+)
+
+_NAMES: list[BlockHash] = []
+BlockHasher(SECRET).extend(ROOT, _NAMES, range(64))
+
+
+def _events(first: int, *changes: tuple[int, bool], cleared: bool = False) -> pb.WorkerMessage:
+    events = [pb.KVEvent(block_hash=_NAMES[index], stored=stored) for index, stored in changes]
+    return pb.WorkerMessage(kv_events=pb.KVEvents(first_sequence=first, cleared=cleared, events=events))
+
+
+async def test_hello_tells_who_is_there() -> None:
+    async with cluster(FakeWorker("d0"), FakeWorker("p0", role=WorkerRole.PREFILL)) as router:
+        status = router.registry.status()
+        assert status.ready
+        assert (status.model_name, status.max_model_len, status.model_fingerprint) == ("toy", 1024, "model-a")
+        assert sorted((w.info.key.worker_id, w.info.role.value) for w in status.workers) == [
+            ("d0", "decode"),
+            ("p0", "prefill"),
+        ]
+
+
+async def test_prefill_workers_alone_are_not_ready() -> None:
+    async with cluster(FakeWorker("p0", role=WorkerRole.PREFILL)) as router:
+        assert not router.registry.status().ready
+
+
+async def test_load_and_cache_events_reach_the_registry() -> None:
+    worker = FakeWorker("d0")
+    worker.first_messages = [_events(7, (0, True), (1, True), cleared=True)]
+    async with cluster(worker) as router:
+        prefix_map = router.registry.prefix_map
+        worker.send(_events(7, (2, True), (3, True), (3, False)))
+        worker.send(pb.WorkerMessage(load=pb.LoadSnapshot(num_running=2, backlog_tokens=50, num_free_blocks=9)))
+        await router.registry.until(lambda: router.registry.snapshots()[0].load.num_running == 2)
+        (snapshot,) = router.registry.snapshots()
+        assert (snapshot.backlog_tokens, snapshot.num_active, snapshot.load.num_free_blocks) == (50, 2, 9)
+        assert prefix_map.longest_prefix(_NAMES) == {"d0": 3}
+        assert not prefix_map.is_approximate(WorkerId("d0"))
+
+
+async def test_missed_events_make_a_worker_approximate_until_its_snapshot() -> None:
+    worker = FakeWorker("d0")
+    worker.first_messages = [_events(1, (0, True), cleared=True)]
+    async with cluster(worker) as router:
+        prefix_map, d0 = router.registry.prefix_map, WorkerId("d0")
+        worker.send(_events(5, (1, True)))
+        await router.registry.until(lambda: prefix_map.is_approximate(d0) and prefix_map.num_blocks(d0) == 1)
+        assert prefix_map.longest_prefix(_NAMES) == {}
+        worker.send(_events(6, (0, True), (1, True), cleared=True))
+        await router.registry.until(lambda: not prefix_map.is_approximate(d0))
+        assert prefix_map.longest_prefix(_NAMES) == {"d0": 2}
+
+
+async def test_restarted_worker_is_a_new_one_with_nothing_cached() -> None:
+    worker = FakeWorker("d0")
+    worker.first_messages = [_events(1, (0, True), cleared=True)]
+    async with cluster(worker) as router:
+        registry = router.registry
+        await registry.until(lambda: registry.prefix_map.num_blocks(WorkerId("d0")) == 1)
+        old_port = registry.port(WorkerKey(WorkerId("d0"), Incarnation(1)))
+        await worker.crash()
+        await registry.until_live(0)
+        assert len(registry.prefix_map) == 0
+        async with FakeWorker("d0", incarnation=2, port=worker.port):
+            await registry.until_live(1)
+            assert registry.snapshots()[0].info.key == ("d0", 2)
+            assert registry.port(WorkerKey(WorkerId("d0"), Incarnation(1))) is None
+            assert old_port is not None
+            with pytest.raises(Unavailable):
+                old_port.submit(_order(), lambda _: None)
+            assert await collect(router.generate(routed()))
+
+
+async def test_silent_worker_is_taken_for_dead() -> None:
+    registry, worker = WatchedRegistry(), FakeWorker("d0")
+    async with worker, fleet_of(worker, registry=registry, settings=session_settings(silence_s=0.05)):
+        await registry.until_live(1)
+        await registry.until_live(0)
+
+
+async def test_killed_process_is_noticed_by_the_end_of_its_socket() -> None:
+    """Long before any keepalive or silence could tell."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.fake_worker", stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    shadow = FakeWorker("d0", port=int(await process.stdout.readline()))
+    registry = WatchedRegistry()
+    async with fleet_of(shadow, registry=registry, settings=session_settings(silence_s=3600.0)):
+        await registry.until_live(1)
+        process.kill()
+        await registry.until_live(0)
+    await process.wait()
+
+
+async def test_worker_of_another_model_is_kept_out(caplog: pytest.LogCaptureFixture) -> None:
+    ours, other = FakeWorker("d0"), FakeWorker("d1", model_fingerprint="model-b")
+    registry = WatchedRegistry()
+    async with ours, fleet_of(ours, registry=registry):
+        await registry.until_live(1)
+        async with other, fleet_of(other, registry=registry):
+            await _until_logged(caplog, "model_fingerprint is 'model-b'")
+        assert [w.info.key.worker_id for w in registry.snapshots()] == ["d0"]
+
+
+async def test_second_worker_of_the_same_id_is_kept_out(caplog: pytest.LogCaptureFixture) -> None:
+    registry, one, two = WatchedRegistry(), FakeWorker("d0", incarnation=1), FakeWorker("d0", incarnation=2)
+    async with one, two, fleet_of(one, registry=registry):
+        await registry.until_live(1)
+        async with fleet_of(two, registry=registry):
+            await _until_logged(caplog, "worker id d0 is taken")
+        assert registry.snapshots()[0].info.key.incarnation == 1
+
+
+async def test_wrong_role_and_wrong_secret_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    registry, worker = WatchedRegistry(), FakeWorker("d0")
+    async with worker:
+        worker.role = WorkerRole.PREFILL
+        async with fleet_of(worker, registry=registry):
+            await _until_logged(caplog, "expected a prefill worker, found a decode worker")
+        stranger = SessionSettings(metadata=(("x", "y"),), incarnation=Incarnation(1))
+        worker.role = WorkerRole.DECODE
+        async with fleet_of(worker, registry=registry, settings=stranger):
+            await _until_logged(caplog, "UNAUTHENTICATED")
+    assert registry.snapshots() == []
+
+
+async def test_nonsense_ends_the_session_and_it_comes_again() -> None:
+    worker = FakeWorker("d0")
+    async with cluster(worker) as router:
+        left = router.registry.num_left
+        worker.send(pb.WorkerMessage(hello=worker.hello))
+        await router.registry.until(lambda: router.registry.num_left > left)
+        await router.registry.until_live(1)
+        assert await collect(router.generate(routed()))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"protocol_version": 2}, "protocol version 2"),
+        ({"worker_id": ""}, "lacks"),
+        ({"num_blocks": 0}, "lacks"),
+        ({"role": pb.WORKER_ROLE_UNSPECIFIED}, "lacks"),
+        ({"layout": common.KVLayout(dtype="float3")}, "impossible"),
+        ({"layout": common.KVLayout(dtype="float32")}, "impossible"),
+    ],
+)
+def test_impossible_hello_is_refused(change: dict[str, object], said: str) -> None:
+    hello = FakeWorker("d0").hello
+    for name, value in change.items():
+        if isinstance(value, common.KVLayout):
+            hello.layout.CopyFrom(value)
+        else:
+            setattr(hello, name, value)
+    with pytest.raises(ProtocolError, match=said):
+        hello_from_pb(pb.WorkerMessage(hello=hello))
+
+
+def test_first_message_must_be_hello() -> None:
+    with pytest.raises(ProtocolError, match="got load"):
+        hello_from_pb(pb.WorkerMessage(load=pb.LoadSnapshot()))
+
+
+def _order() -> SubmitOrder:
+    return SubmitOrder(
+        request_id=RequestId("r-0"),
+        attempt=2,
+        choice_index=1,
+        prompt_token_ids=PROMPT,
+        generated_token_ids=(5, 6),
+        sampling=SamplingParams(temperature=0.0, num_logprobs=0, logit_bias={3: -1.0}, stop_token_ids=(9,)),
+        hash_root=ROOT,
+        priority=-1,
+        timeout_s=None,
+        prefill=PrefillRoute(
+            worker=WorkerKey(WorkerId("p0"), Incarnation(2**63 - 1)),
+            address="h:1",
+            transfer_id=TransferId("t"),
+            attempt=3,
+        ),
+    )
+
+
+def test_submit_on_the_wire_keeps_every_field() -> None:
+    submit = submit_to_pb(_order()).submit
+    assert sampling_from_pb(submit.sampling) == _order().sampling
+    assert list(submit.generated_token_ids) == [5, 6]
+    assert not submit.HasField("timeout_s")
+    assert (submit.prefill.incarnation, submit.prefill.attempt, submit.choice_index) == (2**63 - 1, 3, 1)
+
+
+def test_logprobs_must_match_the_tokens() -> None:
+    delta = pb.TokenDelta(token_ids=[1, 2], logprobs=[common.Logprobs(logprob=-0.5)])
+    with pytest.raises(ProtocolError, match="2 tokens with 1"):
+        tokens_from_pb(delta)
+    delta.logprobs.append(common.Logprobs(logprob=-1.5, top=[common.TokenLogprob(token_id=4, logprob=-0.1)]))
+    first, second = tokens_from_pb(delta).tokens
+    assert (first.logprob, second.logprob, second.top_logprobs[0].token_id) == (-0.5, -1.5, 4)
+
+
+def test_backoff_grows_to_its_bound_and_is_never_in_step() -> None:
+    backoff, rng = Backoff(first_s=0.1, most_s=2.0), Random(4)
+    waits = [backoff.wait_s(n, rng) for n in range(1, 200)]
+    for n, wait in enumerate(waits, 1):
+        whole = min(2.0, 0.1 * 2.0 ** (n - 1))
+        assert whole / 2 <= wait <= whole
+    assert len(set(waits)) == len(waits)
+
+
+async def test_static_directory_states_its_addresses_once() -> None:
+    directory = StaticDirectory(prefill=["a:1"], decode=["b:2", "[::1]:3"])
+    (addresses,) = [a async for a in directory.watch()]
+    assert {(a.role.value, a.address) for a in addresses} == {
+        ("prefill", "a:1"),
+        ("decode", "b:2"),
+        ("decode", "[::1]:3"),
+    }
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:0", "host:65536", "host:-1", "host:x"])
+def test_static_directory_refuses_what_is_no_address(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"decode\.addresses"):
+        StaticDirectory(prefill=[], decode=[address])
+
+
+def test_static_directory_refuses_an_address_twice() -> None:
+    with pytest.raises(ConfigError, match="twice"):
+        StaticDirectory(prefill=["a:1"], decode=["a:1"])
+
+
+async def _until_logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    logged = asyncio.Event()
+
+    def seen(record: logging.LogRecord) -> bool:
+        if text in record.getMessage():
+            logged.set()
+        return True
+
+    caplog.handler.addFilter(seen)
+    try:
+        if text not in caplog.text:
+            await logged.wait()
+    finally:
+        caplog.handler.removeFilter(seen)
