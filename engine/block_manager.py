@@ -96,9 +96,14 @@ class BlockManager:
             self.pool.reclaim(self.index.evict())
         return self.pool.allocate()
 
-    def match(self, request: Request) -> PrefixMatch:
-        """Look up the request's longest held prefix, leaving at least one token to compute; takes nothing."""
+    def match(self, request: Request, *, max_tokens: int | None = None) -> PrefixMatch:
+        """Look up the request's longest held prefix, leaving at least one token to compute; takes nothing.
+
+        `max_tokens` bounds the prefix, for a caller who has told a peer already how much is held.
+        """
         num_full = (request.num_tokens - 1) // self.block_size
+        if max_tokens is not None:
+            num_full = min(num_full, max_tokens // self.block_size)
         self._extend_names(request, num_full)
         found: list[BlockId] = []
         num_parked = 0

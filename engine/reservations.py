@@ -73,15 +73,17 @@ class Reservations:
         """Whether the request has a reservation."""
         return request_id in self._request_ids
 
-    def reserve(self, transfer_id: TransferId, request: Request) -> Grant:
+    def reserve(self, transfer_id: TransferId, request: Request, *, max_held_tokens: int | None = None) -> Grant:
         """Admit or refuse a sequence; all of its known tokens are to be computed elsewhere.
+
+        `max_held_tokens` bounds the prefix taken from here: what an earlier attempt has told its peer.
 
         Raises InvalidRequest, ContextLengthExceeded and RequestTooLarge (never possible), PoolExhausted (not now).
         """
         if transfer_id in self._reserved or transfer_id in self._quarantined or self.has_request(request.request_id):
             raise InvalidRequest(f"transfer {transfer_id} or its request is already here")
         self._screen(request)
-        match = self._blocks.match(request)
+        match = self._blocks.match(request, max_tokens=max_held_tokens)
         # One test for both, so that a refusal takes nothing; the promise that follows cannot fail.
         self._blocks.promise(match.cost)
         self._blocks.unpromise(match.num_parked)

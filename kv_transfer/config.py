@@ -33,3 +33,8 @@ class TransferSettings:
     """Longest pause between two dials of a peer that does not answer."""
     forget_s: float = 60.0
     """A peer without hand-offs that has not answered this long is dialled no more."""
+
+    @property
+    def renew_s(self) -> float:
+        """Period of RENEW: several in one lease, so that a late one does no harm."""
+        return self.lease_s / 4

@@ -95,9 +95,9 @@ def continuable(first_token: FirstToken | None, resume: bool) -> bool:
     return resume or first_token is not None
 
 
-def quiet(state: HandoffState, granted: bool, proven_quiet: bool) -> bool:
+def quiet(granted: bool, proven_quiet: bool) -> bool:
     """No writer can touch the destinations: none was let in, or it is proven to have stopped."""
-    return proven_quiet or (state is HandoffState.ABORTING and not granted)
+    return proven_quiet or not granted
 
 
 def drain_is_proof(drain_proves_quiet: bool) -> bool:

@@ -2,15 +2,15 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from kv_transfer import wire
-from kv_transfer.messages import Envelope, TransferKey
-from kv_transfer.wire import WireError
+from kv_transfer.messages import Body, Envelope, Renew, TransferKey
+from kv_transfer.wire import MAX_RENEWALS, WireError
 from tandem.v1 import handoff_pb2 as pb
 
 MAX_QUEUED = 16384
@@ -123,3 +123,10 @@ async def _guarded(call: Awaitable[Any]) -> Any:
         raise LinkBroken(f"{error.code().name}: {error.details()}") from None
     except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError) as error:
         raise LinkBroken(f"stream ended: {error}") from None
+
+
+def renewals(keys: Iterable[TransferKey]) -> Iterable[Body]:
+    """RENEW messages for these hand-offs, each within the wire's bound."""
+    ids = [key.transfer_id for key in keys]
+    for start in range(0, len(ids), MAX_RENEWALS):
+        yield Renew(transfer_ids=tuple(ids[start : start + MAX_RENEWALS]))

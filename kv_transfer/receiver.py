@@ -331,25 +331,18 @@ class Receiver:
     def _enter_aborting(self, report: Actions, now: float) -> Actions:
         self._move(HandoffState.ABORTING)
         self._drain = Lease(self.plan.drain_s, now)
-        if self._binding:
-            return report
-        if self._granted:
-            return (*report, Revoke())
-        return (*report, *self._close())
+        revoke = (Revoke(),) if self._granted else ()
+        return (*report, *revoke, *self._close())
 
     def _on_drained(self) -> Actions:
-        failing = self.state in (HandoffState.ABORTING, HandoffState.QUARANTINED)
-        if failing and self._granted and guards.drain_is_proof(self._drain_proves_quiet):
-            return self._close(proven_quiet=True)
-        return ()
+        return self._close(proven_quiet=guards.drain_is_proof(self._drain_proves_quiet))
 
     def _on_quiet(self) -> Actions:
-        if self.state in (HandoffState.ABORTING, HandoffState.QUARANTINED):
-            return self._close(proven_quiet=True)
-        return ()
+        return self._close(proven_quiet=True)
 
     def _close(self, *, proven_quiet: bool = False) -> Actions:
-        if not guards.quiet(self.state, self._granted, proven_quiet):
+        failing = self.state in (HandoffState.ABORTING, HandoffState.QUARANTINED)
+        if not failing or self._binding or not guards.quiet(self._granted, proven_quiet):
             return ()
         self._move(HandoffState.DRAINED)
         self._move(HandoffState.CLOSED)

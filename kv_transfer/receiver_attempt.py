@@ -37,8 +37,8 @@ from tandem.ids import BlockId, TransferId
 class ReceiverOwner(Protocol):
     """What the decode worker does for its hand-offs.
 
-    Every block that `bind` returned comes back exactly once: in `commit`, as landed in `failed`, or in `released`. After
-    a cancel only `quarantine` and `released` are called.
+    Every block that `bind` returned comes back exactly once: in `commit`, as landed in `failed`, or in `released`.
+    After a cancel only `quarantine` and `released` are called.
     """
 
     async def bind(self, transfer_id: TransferId, num_blocks: int) -> tuple[BlockId, ...]:
@@ -86,8 +86,8 @@ class AttemptUser(Protocol):
     def failed(self, attempt: "ReceiverAttempt", landed: tuple[BlockId, ...], failure: Failure) -> None:
         """It failed; its tail may still be waiting for a proof."""
 
-    def committed(self, attempt: "ReceiverAttempt") -> None:
-        """It is about to commit: no other attempt will follow."""
+    def committing(self, attempt: "ReceiverAttempt") -> bool:
+        """It is about to commit; False when the hand-off was cancelled meanwhile."""
 
     def closed(self, attempt: "ReceiverAttempt") -> None:
         """Nothing of it is left."""
@@ -200,8 +200,10 @@ class ReceiverAttempt:
         self.on_event(Verified(seq=chunk.seq, rewrite=chunk.rewrite, intact=intact))
 
     async def _commit(self, info: CommitInfo) -> None:
-        self._user.committed(self)
-        await self._context.owner.commit(self.key.transfer_id, info)
-        self._context.stats.committed += 1
-        self._context.stats.seconds += self._context.now() - self._reserved_s
+        if self._user.committing(self):
+            self._context.stats.committed += 1
+            self._context.stats.seconds += self._context.now() - self._reserved_s
+            await self._context.owner.commit(self.key.transfer_id, info)
+        else:
+            self._context.owner.released(self.key.transfer_id, info.blocks)
         self.on_event(Committed())

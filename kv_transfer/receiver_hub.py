@@ -7,17 +7,18 @@ everything. All methods are for the event loop's thread, and the owner is called
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 from kv_transfer.config import TransferSettings
 from kv_transfer.events import Cancelled, LinkLost, PeerFaulted, Quiet
 from kv_transfer.ladder import Ladder
+from kv_transfer.link import renewals
 from kv_transfer.messages import (
     Abort,
-    Body,
     Chunk,
     Envelope,
     Failure,
@@ -35,12 +36,8 @@ from kv_transfer.receiver_link import Dialer, ReceiverLink, make_hello
 from kv_transfer.states import LIVE
 from kv_transfer.stats import TransferStats
 from kv_transfer.transport import KVReceiver
-from kv_transfer.wire import MAX_RENEWALS
 from tandem.errors import InvariantError, Overloaded, TransferError
 from tandem.ids import BlockId, TransferId
-
-_LEASE_FRACTION = 4
-"""Renewals in one lease, so that a late one does no harm."""
 
 
 class ReceiverHub:
@@ -84,7 +81,7 @@ class ReceiverHub:
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
         for receiver in self._receivers.values():
-            receiver.listen_quiet(lambda key: loop.call_soon_threadsafe(self._on_quiet, key))
+            receiver.listen_quiet(partial(self._listen_quiet, loop))
         await self._group.__aenter__()
         self._spawn(self._reaper.run())
         return self
@@ -245,11 +242,13 @@ class ReceiverHub:
         self._ladder(attempt).failed(len(landed), self._reaper.now())
         self._owner.failed(attempt.key.transfer_id, landed, failure.to_error())
 
-    def committed(self, attempt: ReceiverAttempt) -> None:
-        """No other attempt will follow."""
+    def committing(self, attempt: ReceiverAttempt) -> bool:
+        """No other attempt will follow; False when a cancel came first."""
         ladder = self._ladders.pop(attempt.key.transfer_id, None)
-        if ladder is not None:
-            ladder.end()
+        if ladder is None:
+            return False
+        ladder.end()
+        return True
 
     def closed(self, attempt: ReceiverAttempt) -> None:
         """Forget it."""
@@ -266,6 +265,9 @@ class ReceiverHub:
 
     # Timers and proofs
 
+    def _listen_quiet(self, loop: asyncio.AbstractEventLoop, key: TransferKey) -> None:
+        loop.call_soon_threadsafe(self._on_quiet, key)
+
     def _on_quiet(self, key: TransferKey) -> None:
         attempt = self._attempts.get(key)
         if attempt is not None:
@@ -279,15 +281,8 @@ class ReceiverHub:
                 del self._ladders[transfer_id]
                 ladder.end()
                 self._owner.expired(transfer_id)
-        if now - self._renewed_s >= self._settings.lease_s / _LEASE_FRACTION:
+        if now - self._renewed_s >= self._settings.renew_s:
             self._renewed_s = now
             for link in self._links.values():
                 for renewal in renewals(a.key for a in self._on(link) if a.machine.state in LIVE):
                     link.send(None, renewal)
-
-
-def renewals(keys: Iterable[TransferKey]) -> Iterable[Body]:
-    """RENEW messages for these hand-offs, each within the wire's bound."""
-    ids = [key.transfer_id for key in keys]
-    for start in range(0, len(ids), MAX_RENEWALS):
-        yield Renew(transfer_ids=tuple(ids[start : start + MAX_RENEWALS]))

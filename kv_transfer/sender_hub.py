@@ -1,8 +1,8 @@
 """The prefill worker's hand-offs: serves the links of decode workers and runs the pure senders.
 
-Life of a hand-off here: PREFILL → owner.submit → `scheduled` → OFFER → RESERVE → each `progress` is written while the next
-chunk computes → `first_token` → `finished` → SEAL → COMMIT_ACK → owner.release. All methods are for the event
-loop's thread, and the owner is called on it. News about hand-offs that have ended is ignored.
+Life of a hand-off: PREFILL → owner.submit → `scheduled` → OFFER → RESERVE → each `progress` is written while the next
+chunk computes → `first_token` → `finished` → SEAL → COMMIT_ACK → owner.release. All methods are for the event loop's
+thread, and the owner is called on it. News about hand-offs that have ended is ignored.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ from kv_transfer.events import (
     Scheduled,
     SenderEvent,
 )
+from kv_transfer.link import renewals
 from kv_transfer.messages import (
     Abort,
     Drained,
@@ -39,19 +40,17 @@ from kv_transfer.messages import (
 )
 from kv_transfer.peer import LocalWorker
 from kv_transfer.reaper import Reaper
-from kv_transfer.receiver_hub import renewals
 from kv_transfer.sender import Sender, SenderPlan
 from kv_transfer.sender_attempt import SenderAttempt, SenderContext, SenderOwner
 from kv_transfer.sender_link import SenderLink
 from kv_transfer.states import LIVE
 from kv_transfer.stats import TransferStats
 from kv_transfer.transport import KVSender
-from tandem.errors import InvalidRequest, Overloaded, ServingError, Unavailable
+from tandem.errors import InvalidRequest, InvariantError, Overloaded, ServingError, Unavailable
 from tandem.ids import BlockHash, BlockId, TransferId
 from tandem.outputs import PhaseTimes, SampledToken
 from tandem.v1.handoff_pb2_grpc import HandoffServicer, add_HandoffServicer_to_server
 
-_LEASE_FRACTION = 4
 _MAX_REMEMBERED = 16384
 """Ended hand-offs whose newest attempt is remembered, so that a replayed PREFILL starts nothing."""
 
@@ -74,7 +73,8 @@ class SenderHub:
         self._settings = settings
         self._reaper = Reaper(self._sweep, period_s=settings.sweep_s, clock=clock)
         self._group = asyncio.TaskGroup()
-        self._links: set[SenderLink] = set()
+        self._links: dict[SenderLink, asyncio.Task[Any] | None] = {}
+        self._exited = False
         self._attempts: dict[TransferId, SenderAttempt] = {}
         self._newest: OrderedDict[TransferId, int] = OrderedDict()
         self._empty = asyncio.Event()
@@ -104,6 +104,9 @@ class SenderHub:
         for link in list(self._links):
             link.close()
         await self._empty.wait()
+        self._exited = True
+        if serving := [task for task in self._links.values() if task is not None]:
+            await asyncio.wait(serving)
         self._reaper.stop()
         await self._group.__aexit__(kind, error, trace)
 
@@ -161,15 +164,20 @@ class SenderHub:
     async def serve(self, stream: Any) -> None:
         """The whole life of one link; called by the servicer."""
         link = SenderLink(stream, local=self._local, senders=self._senders, settings=self._settings)
-        self._links.add(link)
+        if self._exited:
+            return
+        self._links[link] = asyncio.current_task()
         try:
             await link.run(
                 deliver=lambda envelope: self._deliver(link, envelope),
                 misbehaved=lambda key, reason: self._misbehaved(link, key, reason),
             )
+        except InvariantError as error:
+            # gRPC would only log it.
+            self._spawn(_fail(error))
         finally:
             # The client may have gone, which cancels this task: nothing here may wait.
-            self._links.discard(link)
+            del self._links[link]
             for attempt in list(self._attempts.values()):
                 if attempt.peer is link:
                     attempt.on_event(LinkLost(reason="link lost"))
@@ -264,12 +272,16 @@ class SenderHub:
     def _sweep(self, now: float) -> None:
         for attempt in list(self._attempts.values()):
             attempt.on_timer(now)
-        if now - self._renewed_s >= self._settings.lease_s / _LEASE_FRACTION:
+        if now - self._renewed_s >= self._settings.renew_s:
             self._renewed_s = now
             for link in self._links:
                 live = [a.key for a in self._attempts.values() if a.peer is link and a.machine.state in LIVE]
                 for renewal in renewals(live):
                     link.send(None, renewal)
+
+
+async def _fail(error: InvariantError) -> None:
+    raise error
 
 
 class _Servicer(HandoffServicer):

@@ -9,7 +9,7 @@ from typing import Any
 from kv_transfer import wire
 from kv_transfer.config import TransferSettings
 from kv_transfer.link import LinkBroken, Outbox, carry, read_message, write_message
-from kv_transfer.messages import Body, Envelope, Failure, Hello, Reject, TransferKey
+from kv_transfer.messages import Body, Envelope, Failure, Hello, Reject, TransferKey, TransportOffer
 from kv_transfer.peer import LocalWorker
 from kv_transfer.receiver_link import make_hello, refuses
 from kv_transfer.transport import KVSender, PeerWriter
@@ -36,6 +36,7 @@ class SenderLink:
         self._settings = settings
         self._outbox = Outbox()
         self._writer: PeerWriter | None = None
+        self._ended = False
 
     @property
     def connected(self) -> bool:
@@ -65,17 +66,21 @@ class SenderLink:
     ) -> None:
         """The link's whole life."""
         try:
-            async with asyncio.timeout(self._settings.connect_s):
-                greeting = await self._greet()
+            greeting = await self._greet()
             await write_message(self._stream, greeting)
             if isinstance(greeting.body, Hello):
                 await carry(self._stream, self._outbox, deliver=deliver, misbehaved=misbehaved)
-        except (LinkBroken, WireError, TimeoutError) as error:
-            log.info("link ended: %s", error or "no HELLO in time")
+        except (LinkBroken, WireError) as error:
+            log.info("link ended: %s", error)
+        except TimeoutError:
+            log.info("link ended: no HELLO in time")
+        finally:
+            self._ended = True
 
     async def _greet(self) -> Envelope:
         """Our answer to the peer's HELLO, with the byte connection made."""
-        envelope = wire.decode(await read_message(self._stream))
+        async with asyncio.timeout(self._settings.connect_s):
+            envelope = wire.decode(await read_message(self._stream))
         theirs = envelope.body
         if not isinstance(theirs, Hello):
             return self._refuse("no HELLO")
@@ -85,7 +90,7 @@ class SenderLink:
         reasons = []
         for sender, offer in candidates(theirs.transports, self._senders):
             try:
-                self._writer = await asyncio.to_thread(sender.connect, offer)
+                await asyncio.to_thread(self._connect, sender, offer)
             except TransferError as error:
                 reasons.append(error.message)
                 continue
@@ -93,6 +98,12 @@ class SenderLink:
             chosen = replace(offer, advert=b"")
             return self._envelope(replace(mine, transports=(chosen,)))
         return self._refuse("; ".join(["no KV transport in common", *reasons]))
+
+    def _connect(self, sender: KVSender, offer: TransportOffer) -> None:
+        """On a thread of its own, which outlives a cancelled link: then nobody else would close the connection."""
+        self._writer = sender.connect(offer)
+        if self._ended:
+            self._writer.close()
 
     def _refuse(self, reason: str) -> Envelope:
         return self._envelope(Reject(failure=Failure(kind=TransferError, message=reason)))

@@ -6,15 +6,14 @@ Label values are ours alone, never a client's words.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from router.attempts import RetryReason
-from router.placement import Placement
 from router.requests import ChoiceFinish
+from router.worker_view import WorkerSnapshot
 from tandem.errors import Code, ServingError
 
 _TTFT = (
@@ -40,6 +39,7 @@ class RouterMetrics:
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._model = (model_name, _ENGINE)
+        self._refresh: Callable[[], None] = _nothing
         self.waiting = self._gauge("vllm:num_requests_waiting", "Requests without a first token yet")
         self.running = self._gauge("vllm:num_requests_running", "Requests that are streaming tokens")
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of started requests")
@@ -70,10 +70,24 @@ class RouterMetrics:
             "tandem_dispatch_retries", "Attempts after the first", ("reason",), registry=self.registry
         )
         self._workers = Gauge("tandem_workers", "Workers by role and state", ("role", "state"), registry=self.registry)
+        self._pool = Gauge(
+            "tandem_worker_kv_blocks", "KV blocks by state", ("worker", "role", "state"), registry=self.registry
+        )
+        self._requests = Gauge(
+            "tandem_worker_requests", "Requests by state", ("worker", "role", "state"), registry=self.registry
+        )
+        self._kv_usage = Gauge(
+            "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", _LABELS, registry=self.registry
+        )
         self._prefix_blocks = Gauge("tandem_prefix_map_blocks", "Block names in the prefix map", registry=self.registry)
+
+    def on_render(self, refresh: Callable[[], None]) -> None:
+        """`refresh` brings gauges up to date before each scrape."""
+        self._refresh = refresh
 
     def render(self) -> bytes:
         """The text exposition format."""
+        self._refresh()
         return generate_latest(self.registry)
 
     def http_answered(self, route: str, method: str, status: int) -> None:
@@ -92,23 +106,36 @@ class RouterMetrics:
         """One request ended without an answer."""
         self._failures.labels(code.value).inc()
 
-    def on_placed(self, placement: Placement) -> None:
-        """Dispatch sent an attempt to workers (`router.observer.DispatchObserver`)."""
-        self._placements.labels(placement.reason.value).inc()
+    def placed(self, mode: str) -> None:
+        """Dispatch sent an attempt to workers (`router.observer.DispatchObserver`); a value of PlacementReason."""
+        self._placements.labels(mode).inc()
 
-    def on_retry(self, reason: RetryReason) -> None:
-        """Dispatch tries again."""
-        self._retries.labels(reason.value).inc()
-
-    def on_finished(self, finish: ChoiceFinish, *, num_tokens: int) -> None:
-        """Nothing: the doors' meter counts what the client got, stop strings included."""
-
-    def on_failed(self, error: ServingError) -> None:
-        """Nothing: the error passes the doors' meter."""
+    def retried(self, reason: str) -> None:
+        """Dispatch tries again; a value of RetryReason."""
+        self._retries.labels(reason).inc()
 
     def workers(self, role: str, state: str, count: int) -> None:
         """How many workers of a role are in a state, such as (`decode`, `healthy`)."""
         self._workers.labels(role, state).set(count)
+
+    def worker_loads(self, snapshots: Sequence[WorkerSnapshot]) -> None:
+        """What each live worker last said of itself; one that left is no longer shown."""
+        self._pool.clear()
+        self._requests.clear()
+        self._kv_usage.clear()
+        for snapshot in snapshots:
+            info, load = snapshot.info, snapshot.load
+            worker = (info.key.worker_id, info.role.value)
+            used = info.num_blocks - load.num_free_blocks
+            for state, count in (
+                ("free", load.num_free_blocks),
+                ("used", used),
+                ("quarantined", load.num_quarantined_blocks),
+            ):
+                self._pool.labels(*worker, state).set(count)
+            self._requests.labels(*worker, "running").set(load.num_running)
+            self._requests.labels(*worker, "waiting").set(load.num_waiting)
+            self._kv_usage.labels(self._model[0], info.key.worker_id).set(used / info.num_blocks)
 
     def prefix_map_size(self, num_blocks: int) -> None:
         """Block names the router knows, over all workers."""
@@ -122,6 +149,10 @@ class RouterMetrics:
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, _LABELS, buckets=buckets, registry=self.registry).labels(*self._model)
+
+
+def _nothing() -> None:
+    """Until somebody refreshes gauges."""
 
 
 class RequestMeter:

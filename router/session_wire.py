@@ -63,6 +63,8 @@ def hello_from_pb(message: pb.WorkerMessage) -> WorkerInfo:
         layout=layout,
         handoff_address=hello.handoff_address,
         transports=frozenset(hello.transports),
+        vocab_size=hello.vocab_size,
+        eos_token_ids=frozenset(hello.eos_token_ids),
     )
 
 

@@ -28,6 +28,8 @@ class WorkerInfo:
     handoff_address: str = ""
     """host:port of a prefill worker's hand-off service."""
     transports: frozenset[str] = frozenset()
+    vocab_size: int = 0
+    eos_token_ids: frozenset[int] = frozenset()
 
     @property
     def pool_tokens(self) -> int:

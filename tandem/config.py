@@ -51,10 +51,10 @@ class EngineConfig(Section):
     """One worker's model execution."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    block_size: Literal[16, 32, 64, 128] = 16
+    block_size: Literal[16] = 16
     """Tokens per physical KV block."""
     num_blocks: PositiveInt | None = None
-    """KV blocks; computed from `memory_bytes` when absent."""
+    """KV blocks; when absent as many as `memory_bytes` holds, or on a CPU 32 full contexts."""
     memory_bytes: PositiveInt | None = None
     """Budget for weights, workspace and KV of one worker; a share of the machine's when absent."""
     max_batched_tokens: PositiveInt = 2048
@@ -64,7 +64,6 @@ class EngineConfig(Section):
     max_running_requests: PositiveInt = 256
     max_waiting_requests: PositiveInt = 1024
     """Beyond it new requests are refused with a Retry-After."""
-    prefix_cache: bool = True
     num_threads: PositiveInt | None = None
     """CPU threads for tensor work; the cores divided by the workers of this machine when absent."""
 

@@ -13,5 +13,5 @@ def configure(level: str, process_name: str) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())
-    for noisy in ("asyncio", "httpx", "uvicorn.access"):
+    for noisy in ("asyncio", "grpc", "httpx", "uvicorn.access", "uvicorn.error"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

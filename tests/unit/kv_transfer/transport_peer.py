@@ -1,7 +1,6 @@
-"""A second process for transport tests: `python -m ...transport_peer send|freeze NAME ADVERT_HEX HOST_ID`.
+"""A second process for transport tests: `python -m ...transport_peer NAME ADVERT_HEX HOST_ID`.
 
-It fills its own pool with a pattern, then obeys lines on stdin: `write GRANT_HEX FIRST COUNT` (answers the
-checksum), `hang` (stops reading commands).
+It fills its own pool with a pattern, then obeys lines on stdin: `write GRANT_HEX FIRST COUNT`, answering the checksum.
 """
 
 import sys
@@ -10,12 +9,11 @@ from kv_transfer.messages import CellRange, TransferKey, TransportOffer
 from kv_transfer.transport import KVRegion, WriteOrder
 from kv_transfer.transports.catalogue import candidates, open_senders
 from kv_transfer.transports.shared_pool import SharedPool
+from tandem.errors import TransferError
 from tandem.ids import BlockId, TransferId
 from tandem.kv_layout import KVLayout
 
-LAYOUT = KVLayout(
-    model_fingerprint="m", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4
-)
+LAYOUT = KVLayout(model_fingerprint="m", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4)
 NUM_BLOCKS = 24
 
 
@@ -44,6 +42,11 @@ def order(key: TransferKey, grant: bytes, cells: CellRange, sources: list[int]) 
     return WriteOrder(key=key, grant=grant, cells=cells, sources=tuple(BlockId(s) for s in sources))
 
 
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     """See the module's docstring."""
     name, advert, host_id = sys.argv[1:4]
@@ -52,15 +55,15 @@ def main() -> None:
     [(sender, offer)] = candidates([offer], open_senders(region, choice=name))
     writer = sender.connect(offer)
     key = TransferKey(transfer_id=TransferId("t"), attempt=1)
-    print("ready", flush=True)
+    _say("ready")
     for line in sys.stdin:
         _verb, grant, first, count = line.split()
         sources = list(range(int(first), int(first) + int(count)))
         try:
             result = writer.write(order(key, bytes.fromhex(grant), box(int(first), int(count)), sources)).result(10)
-            print(f"done {result.checksum}", flush=True)
-        except Exception as error:
-            print(f"failed {error}", flush=True)
+            _say(f"done {result.checksum}")
+        except TransferError as error:
+            _say(f"failed {error}")
     writer.close()
 
 

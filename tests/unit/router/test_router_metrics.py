@@ -65,7 +65,7 @@ def test_failures_leave_no_gauge_behind() -> None:
 
 def test_dispatch_reports() -> None:
     metrics = RouterMetrics("m")
-    metrics.on_retry(RetryReason.REFUSED)
+    metrics.retried(RetryReason.REFUSED.value)
     metrics.workers("decode", "healthy", 2)
     metrics.prefix_map_size(5)
     assert value(metrics, "tandem_dispatch_retries_total", reason="refused") == 1

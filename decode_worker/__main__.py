@@ -1,0 +1,143 @@
+"""`python -m decode_worker --config FILE --index I`: one decode worker, from its configuration to its drain."""
+
+import argparse
+import asyncio
+import logging
+import sys
+import time
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+
+from decode_worker.config import cluster_secret, engine_spec, listen_address, transfer_settings
+from decode_worker.worker import DecodeWorker
+from engine.assembly import EngineParts, assemble
+from engine.host import EngineHost
+from kv_transfer.peer import LocalWorker
+from kv_transfer.receiver_hub import ReceiverHub
+from kv_transfer.receiver_link import Dialer
+from kv_transfer.transport import KVRegion
+from kv_transfer.transports.catalogue import open_receivers
+from kv_transfer.transports.shared_pool import SharedPool
+from tandem.config import ClusterConfig, load
+from tandem.ids import WorkerId
+from tandem.logs import configure
+from tandem.model_path import model_name
+from tandem.process import Lifetime, announce, run
+from tandem.roles import WorkerRole
+from tandem.rpc import ClusterAuth, listen, make_server, open_channel
+from tandem.v1.session_pb2_grpc import add_WorkerServicer_to_server
+from tandem.worker_identity import WorkerIdentity, draw_incarnation
+from tandem.worker_session import WorkerSessions
+
+_log = logging.getLogger(__name__)
+
+
+async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetime: Lifetime) -> None:
+    """Load, serve until told to stop, drain. What is entered last leaves first."""
+    started_s = time.monotonic()
+    host_name, port = listen_address(config, index)
+    auth = ClusterAuth(cluster_secret(config))
+    pools: list[SharedPool] = []
+
+    def buffer(size_bytes: int) -> memoryview:
+        pools.append(SharedPool(size_bytes))
+        return pools[0].buffer
+
+    parts = await asyncio.to_thread(assemble, engine_spec(config), buffer=buffer)
+    async with AsyncExitStack() as stack:
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        server = make_server(auth)
+        bound = listen(server, host_name, port)
+        identity = WorkerIdentity(
+            worker_id=WorkerId(f"decode-{index}"),
+            incarnation=draw_incarnation(),
+            role=WorkerRole.DECODE,
+            model_name=model_name(config.model.path, config.model.name),
+            address=f"{host_name}:{bound}",
+        )
+        host = EngineHost(parts, on_fatal=lifetime.fail)
+        worker = DecodeWorker(identity, host, tasks)
+        sessions = WorkerSessions(worker)
+        host.start(on_output=worker.on_output, ports=lambda: sessions.ports)
+        stack.push_async_callback(host.stop)
+        if pools:
+            await _with_handoffs(stack, worker, parts, config, pools[0], auth)
+        add_WorkerServicer_to_server(sessions, server)  # type: ignore[no-untyped-call]
+        await server.start()
+        stack.push_async_callback(server.stop, 0.5)
+        stack.callback(sessions.close)
+        loads = tasks.create_task(sessions.tell_load())
+        stack.callback(loads.cancel)
+        announce(ready_fd, facts(identity, parts, time.monotonic() - started_s))
+        _log.info("decode worker %s serves at %s", identity.worker_id, identity.address)
+        await lifetime.wait()
+        sessions.drain("the worker was told to stop")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(config.decode.drain_s):
+                await worker.drain()
+
+
+async def _with_handoffs(
+    stack: AsyncExitStack,
+    worker: DecodeWorker,
+    parts: EngineParts,
+    config: ClusterConfig,
+    pool: SharedPool,
+    auth: ClusterAuth,
+) -> None:
+    """Let prompts be computed elsewhere: the KV pool is host memory that peers can reach."""
+    stack.callback(pool.close)
+    memory = parts.runner.kv_cache.host_view()
+    if memory is None:
+        return
+    region = KVRegion.of(memory, parts.layout, fd=pool.fd)
+    receivers = open_receivers(region, choice=config.transfer.transport, host=config.decode.host)
+    hub = ReceiverHub(
+        LocalWorker(
+            worker_id=worker.identity.worker_id,
+            incarnation=worker.identity.incarnation,
+            layout=parts.layout,
+            region=region,
+        ),
+        owner=worker.handoffs,
+        receivers=receivers,
+        dialer=Dialer(open_channel=open_channel, metadata=auth.client_metadata()),
+        settings=transfer_settings(config),
+    )
+    worker.use(await stack.enter_async_context(hub), tuple(receiver.name for receiver in receivers))
+
+
+def facts(identity: WorkerIdentity, parts: EngineParts, load_s: float) -> dict[str, str | int | float]:
+    """What the supervisor's banner shows."""
+    return {
+        "address": identity.address,
+        "role": identity.role.value,
+        "worker_id": identity.worker_id,
+        "model": identity.model_name,
+        "num_blocks": parts.budget.num_blocks,
+        "block_size": parts.budget.block_size,
+        "kv_bytes": parts.budget.kv_bytes,
+        "weights_bytes": parts.budget.weights_bytes,
+        "max_model_len": parts.config.max_model_len,
+        "load_s": round(load_s, 3),
+    }
+
+
+def main() -> int:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(prog="decode_worker", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="the cluster's YAML")
+    parser.add_argument("--index", type=int, default=0, help="which worker of the pool this is")
+    parser.add_argument("--ready-fd", type=int, help="where to tell, in one JSON line, that it serves")
+    args = parser.parse_args()
+
+    async def started(lifetime: Lifetime) -> None:
+        config = load(args.config)
+        configure(config.log_level, f"decode-{args.index}")
+        await serve(config, args.index, args.ready_fd, lifetime)
+
+    return run(started)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

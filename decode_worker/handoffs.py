@@ -1,0 +1,190 @@
+"""The decode worker's side of hand-offs: what the hub's events mean to the engine and to the router.
+
+Every closure posted to the engine runs in the order in which it was posted, and a reservation's end is always posted
+before the hub can answer that its blocks are quiet; so a block is released exactly once, whatever crosses.
+"""
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from decode_worker.destinations import Destinations
+from decode_worker.reports import StepReports, ask_for_route
+from decode_worker.task import DecodeTask, TaskPhase
+from decode_worker.taskbook import TaskBook
+from engine.host import EngineHost
+from engine.limits import finish_reason
+from engine.request import Request
+from engine.reservations import Grant
+from engine.scheduler import Scheduler
+from kv_transfer.actions import CommitInfo
+from kv_transfer.messages import FirstToken
+from kv_transfer.receiver_hub import ReceiverHub
+from tandem.errors import InvariantError, ServingError, TransferError, Unavailable
+from tandem.ids import BlockId, TransferId
+from tandem.outputs import FinishReason
+
+_log = logging.getLogger(__name__)
+
+
+class Handoffs:
+    """Implements kv_transfer's ReceiverOwner over the engine. On the event loop's thread."""
+
+    def __init__(
+        self,
+        host: EngineHost,
+        tasks: TaskBook,
+        reports: StepReports,
+        *,
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        clock: Callable[[], float],
+    ) -> None:
+        self.hub: ReceiverHub | None = None
+        self._host = host
+        self._tasks = tasks
+        self._reports = reports
+        self._spawn = spawn
+        self._clock = clock
+        self._destinations = Destinations()
+
+    @property
+    def num_destinations(self) -> int:
+        """Blocks that a peer may be writing."""
+        return len(self._destinations)
+
+    # What the worker asks
+
+    def abandon(self, task: DecodeTask) -> None:
+        """The task is over before its commit: give back the reservation once its writer is quiet."""
+        key, engine_id = task.reservation, task.engine_id
+
+        def give_up(scheduler: Scheduler) -> None:
+            # A commit may have slipped in between: then it is the engine's request.
+            if not scheduler.abort(engine_id) and key is not None:
+                scheduler.reservations.quarantine(key)
+
+        self._host.post(give_up)
+        if self.hub is not None and task.transfer_id is not None:
+            # A turn later: this may be inside one of the hub's own callbacks.
+            asyncio.get_running_loop().call_soon(self.hub.cancel, task.transfer_id)
+
+    # ReceiverOwner
+
+    async def bind(self, transfer_id: TransferId, num_blocks: int) -> tuple[BlockId, ...]:
+        """Choose the destinations, late: the prompt leaves the prefill worker's queue now."""
+        task = self._tasks.of_transfer(transfer_id)
+        if task is None or task.reservation is None:
+            raise TransferError("the request is gone")
+        key = task.reservation
+        blocks = await self._host.call(lambda scheduler: scheduler.reservations.bind(key))
+        if len(blocks) != num_blocks:
+            raise InvariantError(f"{transfer_id}: {len(blocks)} blocks are reserved, the hand-off counts {num_blocks}")
+        self._destinations.bind(key, blocks)
+        task.destinations = blocks
+        return blocks
+
+    def first_token(self, transfer_id: TransferId, first_token: FirstToken) -> None:
+        """Pass it on at once; the KV follows."""
+        task = self._tasks.of_transfer(transfer_id)
+        if task is None:
+            return
+        token = task.first_token = first_token.token
+        if task.cached_tokens is None:
+            task.cached_tokens = first_token.cached_tokens
+        task.decoding_since_s = self._clock()
+        reason = self._ends_with(task.request, token.token_id)
+        self._reports.token(task, task.request.num_output_tokens, token, reason)
+        self._reports.send()
+        if reason is not None:
+            self._tasks.remove(task)
+            self.abandon(task)
+
+    async def commit(self, transfer_id: TransferId, info: CommitInfo) -> None:
+        """Everything has landed and was verified: the sequence runs."""
+        task = self._tasks.of_transfer(transfer_id)
+        first = info.first_token.token if info.first_token is not None else task.first_token if task else None
+        if task is not None and task.reservation is not None and first is not None:
+            key, token_id, cached = task.reservation, first.token_id, task.cached_tokens
+            task.times = info.times
+            task.phase = TaskPhase.ENGINE
+            cached_tokens = info.cached_tokens if cached is None else cached
+            try:
+                await self._host.call(lambda s: s.reservations.commit(key, token_id, num_cached_tokens=cached_tokens))
+            except ServingError as error:
+                _log.info("%s ended while its KV arrived: %s", transfer_id, error.message)
+            else:
+                self._destinations.settle(info.blocks)
+                return
+        self.released(transfer_id, info.blocks)
+
+    def failed(self, transfer_id: TransferId, landed: tuple[BlockId, ...], error: ServingError) -> None:
+        """Keep what landed, reserve the rest anew under another key, and ask the router for another route."""
+        task = self._tasks.of_transfer(transfer_id)
+        if task is None or task.reservation is None:
+            self.released(transfer_id, landed)
+            return
+        self._destinations.settle(landed)
+        old = task.reservation
+        task.phase = TaskPhase.REROUTING
+        task.held_tokens += len(landed) * self._host.parts.layout.block_size
+        writer_is_quiet = len(landed) == len(task.destinations)
+        task.destinations = ()
+        self._spawn(self._keep_landed(task, old, task.next_reservation(), writer_is_quiet, error.message))
+
+    async def _keep_landed(
+        self, task: DecodeTask, old: TransferId, new: TransferId, writer_is_quiet: bool, reason: str
+    ) -> None:
+        held_tokens = task.held_tokens
+
+        def reserve_again(scheduler: Scheduler) -> Grant | None:
+            request = scheduler.reservations.salvage(old, held_tokens, writer_is_quiet=writer_is_quiet)
+            try:
+                return scheduler.reservations.reserve(new, request, max_held_tokens=held_tokens)
+            except ServingError:
+                return None  # the pool is full: the request can still queue and be computed here
+
+        try:
+            grant = await self._host.call(reserve_again)
+        except ServingError as error:
+            _log.info("%s: nothing kept: %s", task.transfer_id, error.message)
+            return
+        if grant is None and task.reservation == new:
+            task.reservation = None
+        if task.phase is TaskPhase.REROUTING:
+            ask_for_route(task, reason)
+
+    def expired(self, transfer_id: TransferId) -> None:
+        """The router named no route in time."""
+        task = self._tasks.of_transfer(transfer_id)
+        if task is None:
+            return
+        error = Unavailable("no route for the prompt's KV was named in time", retry_after_s=1.0)
+        self._reports.failure(task, error)
+        self._reports.send()
+        self._tasks.remove(task)
+        self.abandon(task)
+
+    def quarantine(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
+        """The engine keeps them out of circulation already; say so."""
+        _log.warning("%s: %d blocks quarantined, their writer may be alive", transfer_id, len(blocks))
+
+    def released(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
+        """Nothing writes there any more."""
+        for key in self._destinations.settle(blocks):
+            self._host.post(_release(key))
+
+    def _ends_with(self, request: Request, token_id: int) -> FinishReason | None:
+        probe = Request(
+            request_id=request.request_id,
+            token_ids=array("i", [*request.token_ids, token_id]),
+            num_prompt_tokens=request.num_prompt_tokens,
+            params=request.params,
+            hash_root=request.hash_root,
+        )
+        return finish_reason(probe, self._host.parts.config)
+
+
+def _release(key: TransferId) -> Callable[[Scheduler], object]:
+    return lambda scheduler: scheduler.reservations.release_quarantine(key)

@@ -1,0 +1,53 @@
+"""What a router orders, checked: protobuf to the worker's own values."""
+
+from array import array
+
+from engine.assembly import EngineParts
+from engine.request import Request
+from kv_transfer.peer import Route
+from tandem.block_hash import HASH_BYTES
+from tandem.errors import InvalidRequest
+from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
+from tandem.v1 import session_pb2 as pb
+from tandem.wire import sampling_from_pb
+
+MAX_ID_CHARS = 256
+
+
+def request_from_pb(submit: pb.Submit, engine_id: RequestId, parts: EngineParts, now_s: float) -> Request:
+    """The engine's request. Raises InvalidRequest naming the field; sizes are the scheduler's to judge."""
+    vocab_size = parts.model.vocab_size
+    params = sampling_from_pb(submit.sampling)
+    params.validate(vocab_size=vocab_size)
+    if len(submit.hash_root) != HASH_BYTES:
+        raise InvalidRequest(f"hash_root must have {HASH_BYTES} bytes", param="hash_root")
+    if not 0 < len(submit.request_id) <= MAX_ID_CHARS:
+        raise InvalidRequest(f"request_id must have 1 to {MAX_ID_CHARS} characters", param="request_id")
+    for name, ids in (
+        ("prompt_token_ids", submit.prompt_token_ids),
+        ("generated_token_ids", submit.generated_token_ids),
+    ):
+        if ids and max(ids) >= vocab_size:
+            raise InvalidRequest(f"{name} must be below the vocabulary's {vocab_size}", param=name)
+    return Request(
+        request_id=engine_id,
+        token_ids=array("i", [*submit.prompt_token_ids, *submit.generated_token_ids]),
+        num_prompt_tokens=len(submit.prompt_token_ids),
+        params=params,
+        hash_root=BlockHash(submit.hash_root),
+        choice_index=submit.choice_index,
+        arrival_s=now_s,
+        priority=submit.priority,
+    )
+
+
+def route_from_pb(route: pb.PrefillRoute) -> tuple[TransferId, Route]:
+    """The hand-off's name and the prefill worker to ask. Raises InvalidRequest."""
+    if not 0 < len(route.transfer_id) <= MAX_ID_CHARS or not route.address or not route.worker_id:
+        raise InvalidRequest("prefill needs worker_id, address and transfer_id", param="prefill")
+    return TransferId(route.transfer_id), Route(
+        worker_id=WorkerId(route.worker_id),
+        incarnation=Incarnation(route.incarnation),
+        address=route.address,
+        attempt=route.attempt,
+    )

@@ -1,0 +1,73 @@
+"""What the decode worker tells routers: one message per session and engine step."""
+
+from collections.abc import Callable
+
+from decode_worker.task import DecodeTask
+from engine.wire import token_delta
+from tandem.errors import ServingError
+from tandem.outputs import FinishReason, SampledToken
+from tandem.session_port import SessionPort
+from tandem.v1 import session_pb2 as pb
+from tandem.wire import failure_to_pb, finish_reason_to_pb, times_to_pb
+
+
+class StepReports:
+    """Collects the deltas of one step by session."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._deltas: dict[SessionPort, list[pb.TokenDelta]] = {}
+
+    def token(self, task: DecodeTask, index: int, token: SampledToken | None, reason: FinishReason | None) -> None:
+        """A token, an end, or both: a last token and its end travel together."""
+        delta = token_delta(task.request_id, task.attempt, index, token)
+        if not task.started:
+            task.started = True
+            started = pb.Started(cached_tokens=task.cached_tokens or 0, times=times_to_pb(task.times))
+            delta.started.CopyFrom(started)
+        task.next_index = index + (token is not None)
+        if reason is not None:
+            delta.finish.CopyFrom(self._finish(task, reason))
+        self._deltas.setdefault(task.port, []).append(delta)
+
+    def failure(self, task: DecodeTask, error: ServingError) -> None:
+        """The task ends without its answer being complete."""
+        delta = token_delta(task.request_id, task.attempt, task.next_index, None)
+        finish = self._finish(task, FinishReason.ERROR)
+        finish.failure.CopyFrom(failure_to_pb(error))
+        delta.finish.CopyFrom(finish)
+        self._deltas.setdefault(task.port, []).append(delta)
+
+    def send(self) -> None:
+        """One message per session."""
+        for port, deltas in self._deltas.items():
+            port.send(pb.WorkerMessage(tokens=pb.StepTokens(deltas=deltas)))
+        self._deltas.clear()
+
+    def _finish(self, task: DecodeTask, reason: FinishReason) -> pb.Finish:
+        times = times_to_pb(task.times)
+        times.decode_s = self._clock() - task.decoding_since_s if task.decoding_since_s else 0.0
+        return pb.Finish(reason=finish_reason_to_pb(reason), cached_tokens=task.cached_tokens or 0, times=times)
+
+
+def refuse(task: DecodeTask, error: ServingError) -> None:
+    """Nothing of this attempt remains here."""
+    refuse_order(task.port, task.request_id, task.attempt, error)
+
+
+def refuse_order(port: SessionPort, request_id: str, attempt: int, error: ServingError) -> None:
+    """An order that never became a task."""
+    refused = pb.Refused(request_id=request_id, attempt=attempt, failure=failure_to_pb(error))
+    port.send(pb.WorkerMessage(refused=refused))
+
+
+def ask_for_route(task: DecodeTask, reason: str) -> None:
+    """The hand-off failed: ask the router who computes what is missing."""
+    failed = pb.TransferFailed(
+        request_id=task.request_id,
+        attempt=task.attempt,
+        transfer_id=task.transfer_id or "",
+        landed_tokens=task.held_tokens,
+        reason=reason,
+    )
+    task.port.send(pb.WorkerMessage(transfer_failed=failed))

@@ -1,0 +1,62 @@
+"""One attempt at one choice, as the decode worker's shell keeps track of it."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from engine.request import Request
+from kv_transfer.peer import Route
+from tandem.ids import BlockId, RequestId, TransferId
+from tandem.outputs import PhaseTimes, SampledToken
+from tandem.session_port import SessionPort
+
+
+class TaskPhase(Enum):
+    """Who has the request: which decides how it is ended early."""
+
+    ENGINE = "engine"
+    """The scheduler queues or runs it."""
+    HANDOFF = "handoff"
+    """A prefill worker computes its KV; the engine holds a reservation."""
+    REROUTING = "rerouting"
+    """The hand-off failed; the router is asked where to go."""
+    DONE = "done"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class DecodeTask:
+    """Touched by the event loop only; `request` belongs to the engine thread once it is handed over."""
+
+    port: SessionPort
+    request_id: RequestId
+    """The router's name for the choice."""
+    attempt: int
+    request: Request
+    route: Route | None
+    transfer_id: TransferId | None
+    arrived_s: float
+    phase: TaskPhase = TaskPhase.ENGINE
+    reservation: TransferId | None = None
+    """The engine's key for the present attempt's reservation: one per hand-off attempt."""
+    num_reservations: int = 0
+    held_tokens: int = 0
+    destinations: tuple[BlockId, ...] = ()
+    first_token: SampledToken | None = None
+    """From a hand-off; authoritative once forwarded."""
+    cached_tokens: int | None = None
+    """Of the prompt; the first figure that was known stands."""
+    times: PhaseTimes = field(default_factory=PhaseTimes)
+    started: bool = False
+    next_index: int = 0
+    """In the output, of the next token to tell."""
+    decoding_since_s: float = 0.0
+
+    @property
+    def engine_id(self) -> RequestId:
+        """The engine's name for this attempt."""
+        return self.request.request_id
+
+    def next_reservation(self) -> TransferId:
+        """A fresh key: destinations of an earlier attempt may still be in quarantine under theirs."""
+        self.num_reservations += 1
+        self.reservation = TransferId(f"{self.engine_id}/{self.num_reservations}")
+        return self.reservation

@@ -1,0 +1,257 @@
+"""The decode worker: takes orders from routers, has prompts computed here or elsewhere, streams tokens back.
+
+Life of a task: order → (reserve → hand-off → commit | queue) → engine → tokens → end. A task that has ended is
+removed from the book at once; whatever still arrives for it finds nothing and is dropped.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from itertools import count
+from typing import Any
+
+from decode_worker.handoffs import Handoffs
+from decode_worker.orders import request_from_pb, route_from_pb
+from decode_worker.reports import StepReports, refuse, refuse_order
+from decode_worker.task import DecodeTask, TaskPhase
+from decode_worker.taskbook import TaskBook
+from engine.host import EngineHost
+from engine.request import SampledToken, TokenEvent
+from engine.scheduler import Scheduler
+from engine.step import StepOutput
+from engine.wire import hello_to_pb
+from kv_transfer.messages import PrefillJob
+from kv_transfer.peer import Route
+from kv_transfer.receiver_hub import ReceiverHub
+from tandem.block_hash import HASH_BLOCK_TOKENS
+from tandem.errors import DeadlineExceeded, InternalError, ServingError, Unavailable
+from tandem.ids import BlockHash, RequestId
+from tandem.outputs import FinishReason, PhaseTimes
+from tandem.session_port import SessionPort
+from tandem.v1 import session_pb2 as pb
+from tandem.worker_identity import WorkerIdentity
+
+_log = logging.getLogger(__name__)
+
+
+class DecodeWorker:
+    """Handles sessions (tandem.worker_session.SessionHandler). On the event loop's thread."""
+
+    def __init__(self, identity: WorkerIdentity, host: EngineHost, tasks: asyncio.TaskGroup) -> None:
+        self.identity = identity
+        self.transports: tuple[str, ...] = ()
+        self._host = host
+        self._group = tasks
+        self._serial = count(1)
+        self._reports = StepReports(time.monotonic)
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._book = TaskBook(self._idle.set)
+        self.handoffs = Handoffs(host, self._book, self._reports, spawn=self._spawn, clock=time.monotonic)
+
+    def use(self, hub: ReceiverHub, transports: tuple[str, ...]) -> None:
+        """From now on prompts may be computed elsewhere."""
+        self.handoffs.hub = hub
+        self.transports = transports
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._group.create_task(coroutine)
+
+    # SessionHandler
+
+    def hello(self) -> pb.WorkerHello:
+        """Who this worker is."""
+        return hello_to_pb(self._host.parts, self.identity, self.transports)
+
+    def opened(self, port: SessionPort) -> None:
+        """A router joined."""
+        self._host.send_snapshot(port)
+
+    def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
+        """A submit, cancel or reroute."""
+        kind = message.WhichOneof("kind")
+        if kind == "submit":
+            self._submit(port, message.submit)
+        elif kind == "cancel":
+            task = self._book.of_order(port, message.cancel.request_id, message.cancel.attempt)
+            if task is not None:
+                self._cancel(task)
+        elif kind == "reroute":
+            self._reroute(port, message.reroute)
+
+    def closed(self, port: SessionPort) -> None:
+        """A router left: its requests have no reader any more."""
+        for task in self._book.of_port(port):
+            self._cancel(task)
+
+    async def load(self) -> pb.LoadSnapshot:
+        """How busy this worker is."""
+        hub = self.handoffs.hub
+        if hub is not None and hub.stats.seconds > 0.0:
+            self._host.kv_bytes_per_s = hub.stats.num_bytes / hub.stats.seconds
+        return await self._host.load()
+
+    # Orders
+
+    def _submit(self, port: SessionPort, submit: pb.Submit) -> None:
+        now_s = time.monotonic()
+        engine_id = RequestId(f"{next(self._serial)}:{submit.request_id}")
+        try:
+            if self._draining:
+                raise Unavailable("this worker is draining", retry_after_s=1.0)
+            request = request_from_pb(submit, engine_id, self._host.parts, now_s)
+            transfer_id, route = route_from_pb(submit.prefill) if submit.HasField("prefill") else (None, None)
+            task = DecodeTask(
+                port=port,
+                request_id=RequestId(submit.request_id),
+                attempt=submit.attempt,
+                request=request,
+                route=route if self.handoffs.hub is not None else None,
+                transfer_id=transfer_id,
+                arrived_s=now_s,
+                next_index=len(submit.generated_token_ids),
+            )
+            self._book.add(task)
+        except ServingError as error:
+            refuse_order(port, submit.request_id, submit.attempt, error)
+            return
+        self._idle.clear()
+        if submit.HasField("timeout_s"):
+            asyncio.get_running_loop().call_later(max(0.0, submit.timeout_s), self._time_out, task)
+        self._spawn(self._begin(task))
+
+    async def _begin(self, task: DecodeTask) -> None:
+        try:
+            if task.route is None:
+                await self._host.call(lambda scheduler: scheduler.add(task.request))
+            else:
+                await self._hand_off(task, task.route)
+        except ServingError as error:
+            if task.phase is not TaskPhase.DONE:
+                self._book.remove(task)
+                refuse(task, error)
+
+    async def _hand_off(self, task: DecodeTask, route: Route) -> None:
+        """Reserve room, then ask the prefill worker."""
+        key, hub = task.next_reservation(), self.handoffs.hub
+        task.phase = TaskPhase.HANDOFF
+        grant = await self._host.call(lambda scheduler: scheduler.reservations.reserve(key, task.request))
+        if task.phase is TaskPhase.DONE or hub is None or task.transfer_id is None:
+            return  # cancelled meanwhile: `abandon` was posted after the reservation
+        task.held_tokens = grant.num_held_tokens
+        token_ids = tuple(task.request.token_ids)
+        task.times = PhaseTimes(decode_queue_s=time.monotonic() - task.arrived_s)
+        job = PrefillJob(
+            transfer_id=task.transfer_id,
+            request_id=task.engine_id,
+            token_ids=token_ids,
+            num_prompt_tokens=task.request.num_prompt_tokens,
+            held_tokens=grant.num_held_tokens,
+            sampling=task.request.params,
+            hash_root=task.request.hash_root,
+            choice_index=task.request.choice_index,
+            priority=task.request.priority,
+            tail_hash=self._tail_hash(task, token_ids),
+        )
+        try:
+            hub.start(job, route)
+        except ServingError:
+            self._host.post(lambda scheduler: scheduler.reservations.cancel(key))
+            raise
+
+    def _tail_hash(self, task: DecodeTask, token_ids: tuple[int, ...]) -> BlockHash | None:
+        if len(token_ids) < HASH_BLOCK_TOKENS:
+            return None
+        chain: list[BlockHash] = []
+        self._host.parts.hasher.extend(task.request.hash_root, chain, token_ids)
+        return chain[-1]
+
+    def _reroute(self, port: SessionPort, reroute: pb.Reroute) -> None:
+        task = self._book.of_order(port, reroute.request_id, reroute.attempt)
+        hub = self.handoffs.hub
+        if task is None or task.phase is not TaskPhase.REROUTING or task.transfer_id is None or hub is None:
+            return
+        if reroute.HasField("prefill") and task.reservation is not None:
+            try:
+                hub.reroute(task.transfer_id, route_from_pb(reroute.prefill)[1])
+            except ServingError as error:
+                _log.info("%s is computed here: %s", task.transfer_id, error.message)
+            else:
+                task.phase = TaskPhase.HANDOFF
+                return
+        hub.cancel(task.transfer_id)
+        task.phase = TaskPhase.ENGINE
+        self._spawn(self._compute_here(task))
+
+    async def _compute_here(self, task: DecodeTask) -> None:
+        """What landed is a prefix like any other; the scheduler computes the rest."""
+        key, held_tokens = task.reservation, task.held_tokens
+        first = task.first_token.token_id if task.first_token is not None else None
+
+        def run_here(scheduler: Scheduler) -> None:
+            if key is not None:
+                reservations = scheduler.reservations
+                reservations.commit_partial(key, held_tokens, first_token=first, writer_is_quiet=True)
+                return
+            if first is not None:
+                task.request.token_ids.append(first)
+            scheduler.add(task.request)
+
+        try:
+            await self._host.call(run_here)
+        except ServingError as error:
+            if task.phase is not TaskPhase.DONE:
+                self._book.remove(task)
+                refuse(task, error)
+
+    # Ends
+
+    def _cancel(self, task: DecodeTask) -> None:
+        self._book.remove(task)
+        self.handoffs.abandon(task)
+
+    def _time_out(self, task: DecodeTask) -> None:
+        if task.phase is TaskPhase.DONE:
+            return
+        error = DeadlineExceeded("the request's time ran out")
+        self._reports.failure(task, error)
+        self._reports.send()
+        self._cancel(task)
+
+    def on_output(self, output: StepOutput) -> None:
+        """One engine step."""
+        now_s = time.monotonic()
+        for admission in output.admissions:
+            task = self._book.of_engine(admission.request_id)
+            if task is not None:
+                task.times = PhaseTimes(prefill_queue_s=admission.queued_s)
+        for event in output.events:
+            task = self._book.of_engine(event.request_id)
+            if task is not None:
+                self._on_event(task, event, now_s)
+        self._reports.send()
+
+    def _on_event(self, task: DecodeTask, event: TokenEvent, now_s: float) -> None:
+        if task.cached_tokens is None:
+            task.cached_tokens = event.num_cached_tokens
+        if not task.decoding_since_s:
+            queue_s = task.times.prefill_queue_s
+            task.times = PhaseTimes(prefill_queue_s=queue_s, prefill_s=max(0.0, now_s - task.arrived_s - queue_s))
+            task.decoding_since_s = now_s
+        reason = event.finish_reason
+        if reason is FinishReason.ERROR or reason is FinishReason.ABORT:
+            self._reports.failure(task, InternalError("the engine ended the request"))
+        else:
+            token: SampledToken | None = event.token
+            self._reports.token(task, event.index, token, reason)
+        if reason is not None:
+            self._book.remove(task)
+
+    async def drain(self) -> None:
+        """Take no new work; wait for what is here."""
+        self._draining = True
+        await self._idle.wait()
+        if self.handoffs.hub is not None:
+            await self.handoffs.hub.drain()

@@ -1,0 +1,125 @@
+"""An engine on its thread, as the event loop sees it: calls go in, one output per step comes out, in order.
+
+Both kinds of worker stand on this. Everything that the engine thread says passes through one queue of the loop,
+so a prefix snapshot can never overtake, or be overtaken by, the events around it.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TypeVar
+
+from engine.assembly import EngineParts
+from engine.engine import Engine
+from engine.kv_events import KVEventBatch
+from engine.rates import RateMeter
+from engine.scheduler import Scheduler
+from engine.step import Load, StepOutput
+from engine.wire import events_to_pb, load_to_pb, stored_to_pb
+from tandem.errors import ServingError
+from tandem.session_port import SessionPort
+from tandem.v1 import session_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_LOAD_WAIT_S = 0.2
+
+
+class EngineHost:
+    """Starts and stops the engine and carries between its thread and the loop's."""
+
+    def __init__(self, parts: EngineParts, *, on_fatal: Callable[[BaseException], None]) -> None:
+        """`on_fatal` runs on the event loop when the engine has failed: the process must end."""
+        self.parts = parts
+        self.rates = RateMeter()
+        self.kv_bytes_per_s = 0.0
+        self._on_output: Callable[[StepOutput], None] = _ignore
+        self._on_fatal = on_fatal
+        self._ports: Callable[[], Iterable[SessionPort]] = tuple
+        self._load: Load = parts.scheduler.load()
+        self._loop = asyncio.get_running_loop()
+        self._engine = Engine(
+            scheduler=parts.scheduler,
+            runner=parts.runner,
+            on_step=lambda output: self._tell(self._on_step, output),
+            on_fatal=lambda error: self._tell(self._on_fatal, error),
+            clock=time.monotonic,
+        )
+
+    def start(self, *, on_output: Callable[[StepOutput], None], ports: Callable[[], Iterable[SessionPort]]) -> None:
+        """Start the engine's thread. `on_output` runs on the event loop; `ports` hear of the prefix cache."""
+        self._on_output = on_output
+        self._ports = ports
+        self._engine.start()
+
+    async def stop(self) -> None:
+        """End after the step under way."""
+        await asyncio.to_thread(self._engine.stop)
+
+    async def call(self, fn: Callable[[Scheduler], T]) -> T:
+        """Run `fn` between two steps. Raises what `fn` raises.
+
+        Shielded: a caller that is cancelled does not undo what the engine may have done already.
+        """
+        return await asyncio.shield(asyncio.wrap_future(self._engine.call(fn)))
+
+    def post(self, fn: Callable[[Scheduler], object]) -> None:
+        """Run `fn` between two steps; a refusal is nobody's concern. Keeps its place among other calls."""
+        self._engine.call(fn).add_done_callback(_drop_refusal)
+
+    async def load(self) -> pb.LoadSnapshot:
+        """A report for routers: of now, or of the last step while a long one runs."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LOAD_WAIT_S):
+                self._load = await self.call(lambda scheduler: scheduler.load())
+        return load_to_pb(
+            self._load,
+            prefill_tokens_per_s=self.rates.prefill_tokens_per_s,
+            decode_step_s=self.rates.decode_step_s,
+            kv_bytes_per_s=self.kv_bytes_per_s,
+        )
+
+    def send_snapshot(self, port: SessionPort) -> None:
+        """Send a router the whole prefix cache, from which later events count."""
+
+        def snapshot(scheduler: Scheduler) -> None:
+            next_seq, stored = scheduler.blocks.index.snapshot()
+            self._tell(lambda _: port.send_snapshot(next_seq, stored_to_pb(stored)), None)
+
+        self.post(snapshot)
+
+    def _tell(self, fn: Callable[[T], None], value: T) -> None:
+        try:
+            self._loop.call_soon_threadsafe(fn, value)
+        except RuntimeError:  # the loop has closed: the process is ending and nobody listens
+            _log.debug("an engine event came after the end")
+
+    def _on_step(self, output: StepOutput) -> None:
+        self._load = output.load
+        if output.timings is not None:
+            self.rates.observe(output.timings)
+        self._publish(output.kv_events)
+        self._on_output(output)
+
+    def _publish(self, batch: KVEventBatch) -> None:
+        if not batch.events:
+            return
+        changes = events_to_pb(batch.events)
+        for port in self._ports():
+            if changes is None or not port.send_events(batch.first_seq, changes):
+                self.send_snapshot(port)
+
+
+def _ignore(_output: StepOutput) -> None:
+    """Until `start` says who listens."""
+
+
+def _drop_refusal(future: "Future[object]") -> None:
+    error = future.exception()
+    if isinstance(error, ServingError):
+        _log.debug("engine call refused: %s", error.message)

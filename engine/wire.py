@@ -1,0 +1,79 @@
+"""Engine values to protobuf, for the session that both kinds of worker keep with routers."""
+
+from collections.abc import Iterable, Sequence
+
+from engine.assembly import EngineParts
+from engine.kv_events import Cleared, Evicted, KVEvent, Stored
+from engine.request import SampledToken
+from engine.step import Load
+from tandem.roles import WorkerRole
+from tandem.session_port import PROTOCOL_VERSION
+from tandem.v1 import session_pb2 as pb
+from tandem.wire import layout_to_pb, logprobs_to_pb
+from tandem.worker_identity import WorkerIdentity
+
+_ROLES = {WorkerRole.PREFILL: pb.WORKER_ROLE_PREFILL, WorkerRole.DECODE: pb.WORKER_ROLE_DECODE}
+
+
+def stored_to_pb(stored: Iterable[Stored]) -> list[pb.KVEvent]:
+    """A prefix index's whole content."""
+    return [pb.KVEvent(block_hash=event.name, stored=True) for event in stored]
+
+
+def events_to_pb(events: Sequence[KVEvent]) -> list[pb.KVEvent] | None:
+    """Changes of a prefix index; None when one cleared it, so that only a fresh snapshot tells the truth."""
+    changes: list[pb.KVEvent] = []
+    for event in events:
+        match event:
+            case Stored():
+                changes.append(pb.KVEvent(block_hash=event.name, stored=True))
+            case Evicted():
+                changes.append(pb.KVEvent(block_hash=event.name, stored=False))
+            case Cleared():
+                return None
+    return changes
+
+
+def load_to_pb(
+    load: Load, *, prefill_tokens_per_s: float, decode_step_s: float, kv_bytes_per_s: float
+) -> pb.LoadSnapshot:
+    """A load report."""
+    return pb.LoadSnapshot(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting + load.num_reservations,
+        backlog_tokens=load.num_backlog_tokens,
+        num_free_blocks=max(0, load.num_blocks - load.num_used_blocks - load.num_promised_blocks),
+        num_total_blocks=load.num_blocks,
+        prefill_tokens_per_s=prefill_tokens_per_s,
+        decode_step_s=decode_step_s,
+        kv_bytes_per_s=kv_bytes_per_s,
+        num_quarantined_blocks=load.num_quarantined_blocks,
+    )
+
+
+def token_delta(request_id: str, attempt: int, index: int, token: SampledToken | None) -> pb.TokenDelta:
+    """One token of one attempt, or only its place when there is none."""
+    delta = pb.TokenDelta(request_id=request_id, attempt=attempt, first_index=index)
+    if token is not None:
+        delta.token_ids.append(token.token_id)
+        if (logprobs := logprobs_to_pb(token)) is not None:
+            delta.logprobs.append(logprobs)
+    return delta
+
+
+def hello_to_pb(parts: EngineParts, identity: WorkerIdentity, transports: Sequence[str]) -> pb.WorkerHello:
+    """Who this worker is and what it can do."""
+    return pb.WorkerHello(
+        protocol_version=PROTOCOL_VERSION,
+        worker_id=identity.worker_id,
+        incarnation=identity.incarnation,
+        role=_ROLES[identity.role],
+        model_name=identity.model_name,
+        max_model_len=parts.config.max_model_len,
+        num_blocks=parts.config.num_blocks,
+        layout=layout_to_pb(parts.layout),
+        handoff_address=identity.handoff_address,
+        transports=transports,
+        vocab_size=parts.model.vocab_size,
+        eos_token_ids=sorted(parts.config.eos_token_ids),
+    )

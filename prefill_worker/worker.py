@@ -1,0 +1,161 @@
+"""The prefill worker: computes prompts that decode workers ask for and lets the hub ship their blocks.
+
+Life of a task: job → engine queue → OFFER → chunks, each written to the decode worker while the next is computed →
+first token → sealed → released. Its blocks stay pinned from the job to the release, whatever becomes of the request.
+"""
+
+import logging
+import time
+from array import array
+
+from engine.host import EngineHost
+from engine.request import Request, TokenEvent
+from engine.scheduler import Scheduler
+from engine.step import PrefillProgress, StepOutput
+from engine.wire import hello_to_pb
+from kv_transfer.messages import PrefillJob
+from kv_transfer.sender_hub import SenderHub
+from prefill_worker.task import PrefillTask
+from tandem.errors import InternalError, InvalidRequest
+from tandem.ids import RequestId, TransferId
+from tandem.outputs import FinishReason
+from tandem.session_port import SessionPort
+from tandem.v1 import session_pb2 as pb
+from tandem.wire import failure_to_pb
+from tandem.worker_identity import WorkerIdentity
+
+_log = logging.getLogger(__name__)
+
+
+class PrefillWorker:
+    """Handles sessions and owns the hand-offs' sources (SessionHandler, SenderOwner). On the event loop's thread."""
+
+    def __init__(self, identity: WorkerIdentity, host: EngineHost, transports: tuple[str, ...]) -> None:
+        self.identity = identity
+        self.hub: SenderHub | None = None
+        self._transports = transports
+        self._host = host
+        self._tasks: dict[TransferId, PrefillTask] = {}
+
+    # SessionHandler
+
+    def hello(self) -> pb.WorkerHello:
+        """Who this worker is."""
+        return hello_to_pb(self._host.parts, self.identity, self._transports)
+
+    def opened(self, port: SessionPort) -> None:
+        """A router joined."""
+        self._host.send_snapshot(port)
+
+    def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
+        """Routers order from decode workers; this pool hears only of prompts, from those."""
+        if message.HasField("submit"):
+            error = InvalidRequest("this is a prefill worker: submit to a decode worker")
+            submit = message.submit
+            refused = pb.Refused(request_id=submit.request_id, attempt=submit.attempt, failure=failure_to_pb(error))
+            port.send(pb.WorkerMessage(refused=refused))
+
+    def closed(self, port: SessionPort) -> None:
+        """A router left; its requests end with their decode workers."""
+
+    async def load(self) -> pb.LoadSnapshot:
+        """How busy this worker is."""
+        return await self._host.load()
+
+    # SenderOwner
+
+    async def submit(self, job: PrefillJob) -> None:
+        """Queue a prompt. Raises ServingError to refuse."""
+        vocab_size = self._host.parts.model.vocab_size
+        if max(job.token_ids) >= vocab_size:
+            raise InvalidRequest(f"token_ids must be below the vocabulary's {vocab_size}", param="token_ids")
+        job.sampling.validate(vocab_size=vocab_size)
+        request = Request(
+            request_id=RequestId(job.transfer_id),
+            token_ids=array("i", job.token_ids),
+            num_prompt_tokens=job.num_prompt_tokens,
+            params=job.sampling,
+            hash_root=job.hash_root,
+            choice_index=job.choice_index,
+            arrival_s=time.monotonic(),
+            priority=job.priority,
+            prefill_only=True,
+        )
+        task = PrefillTask(job=job, request=request)
+
+        def add(scheduler: Scheduler) -> None:
+            scheduler.add(request)
+            scheduler.pin_blocks(request.request_id)
+
+        # Before the engine knows it: its first step's news may come before this coroutine goes on.
+        self._tasks[job.transfer_id] = task
+        try:
+            await self._host.call(add)
+        except BaseException:
+            del self._tasks[job.transfer_id]
+            raise
+
+    def abort(self, transfer_id: TransferId) -> None:
+        """Stop computing; the blocks stay pinned until the hub releases them."""
+        self._host.post(lambda scheduler: scheduler.abort(RequestId(transfer_id)))
+
+    def release(self, transfer_id: TransferId) -> None:
+        """Nothing reads the blocks any more."""
+        self._tasks.pop(transfer_id, None)
+        request_id = RequestId(transfer_id)
+
+        def let_go(scheduler: Scheduler) -> None:
+            if not scheduler.release_held(request_id):
+                scheduler.abort(request_id)
+            scheduler.unpin_blocks(request_id)
+
+        self._host.post(let_go)
+
+    # The engine's news
+
+    def on_output(self, output: StepOutput) -> None:
+        """One engine step."""
+        if self.hub is None:
+            return
+        now_s = time.monotonic()
+        for admission in output.admissions:
+            task = self._tasks.get(TransferId(admission.request_id))
+            if task is not None:
+                task.queued_s, task.admitted_s = admission.queued_s, now_s
+                task.cached_tokens = admission.num_cached_tokens
+                self.hub.scheduled(task.job.transfer_id, admission.queued_s)
+        # Tokens first: they wait for no block.
+        for event in output.events:
+            task = self._tasks.get(TransferId(event.request_id))
+            if task is not None:
+                self._on_event(self.hub, task, event)
+        for progress in output.progress:
+            task = self._tasks.get(TransferId(progress.request_id))
+            if task is not None:
+                self._on_progress(self.hub, task, progress, now_s)
+
+    def _on_event(self, hub: SenderHub, task: PrefillTask, event: TokenEvent) -> None:
+        if event.token is None:
+            if event.finish_reason is FinishReason.ERROR:
+                hub.failed(task.job.transfer_id, InternalError("the engine ended the prefill"))
+        elif not task.job.resume:
+            hub.first_token(task.job.transfer_id, event.token, event.num_cached_tokens)
+
+    def _on_progress(self, hub: SenderHub, task: PrefillTask, progress: PrefillProgress, now_s: float) -> None:
+        transfer_id = task.job.transfer_id
+        task.blocks.extend(progress.block_ids)
+        if not progress.is_complete:
+            hub.progress(transfer_id, progress.num_computed_tokens, task.blocks)
+            return
+        hub.finished(
+            transfer_id,
+            task.blocks,
+            cached_tokens=task.cached_tokens,
+            times=task.times(now_s),
+            tail_hash=task.tail_hash(),
+        )
+
+    async def drain(self) -> None:
+        """Take no new prompts; serve what is outstanding."""
+        if self.hub is not None:
+            await self.hub.drain()

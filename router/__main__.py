@@ -1,0 +1,136 @@
+"""`python -m router --config FILE`: the front doors, from the configuration to the drain."""
+
+import argparse
+import asyncio
+import logging
+import sys
+import time
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from random import SystemRandom
+
+from router.admission import Admission
+from router.choice_run import DispatchSettings
+from router.dispatch import Dispatcher
+from router.fleet import WorkerFleet
+from router.frontend import Frontend, ModelInfo
+from router.grpc.server import GrpcDoor, build_server
+from router.http.app import create_app
+from router.http.server import HttpDoor
+from router.metrics import RouterMetrics
+from router.placement import CostModel
+from router.placer import Placer
+from router.prefix_map import PrefixMap
+from router.readiness import Readiness, first_worker
+from router.session import SessionSettings
+from router.tokenizer import Tokenizer
+from router.workers import WorkerRegistry
+from tandem.block_hash import BlockHasher
+from tandem.config import ClusterConfig, load
+from tandem.errors import ConfigError
+from tandem.logs import configure
+from tandem.model_path import model_directory
+from tandem.process import Lifetime, announce, run
+from tandem.registry import StaticDirectory
+from tandem.rpc import ClusterAuth, open_channel
+from tandem.worker_identity import draw_incarnation
+
+_log = logging.getLogger(__name__)
+
+
+async def serve(config: ClusterConfig, ready_fd: int | None, lifetime: Lifetime) -> None:
+    """Join the workers, open the doors, serve until told to stop, drain. What is entered last leaves first."""
+    if config.secret is None:
+        raise ConfigError("secret is not set: `tandem up` draws one; a cluster made by hand states it in its YAML")
+    secret = config.secret.get_secret_value().encode()
+    tokenizer = await asyncio.to_thread(Tokenizer.load, model_directory(config.model.path))
+    registry = WorkerRegistry(prefix_map=PrefixMap(), clock=time.monotonic)
+    fleet = WorkerFleet(
+        directory=StaticDirectory(prefill=config.prefill.addresses, decode=config.decode.addresses),
+        listener=registry,
+        channel_factory=open_channel,
+        rng=SystemRandom(),
+        settings=SessionSettings(metadata=ClusterAuth(secret).client_metadata(), incarnation=draw_incarnation()),
+    )
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(fleet)
+        if not await first_worker(registry, lifetime):
+            return
+        model = _model_info(registry)
+        metrics = RouterMetrics(model.name)
+        dispatcher = make_dispatcher(config, registry, metrics, secret)
+        frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret)
+        readiness = Readiness(registry, metrics)
+        app = create_app(frontend, dispatcher, readiness, config.router, metrics)
+        server = build_server(frontend, dispatcher, config.router, metrics)
+        where, drain_s = config.router.host, config.decode.drain_s
+        http = await stack.enter_async_context(HttpDoor(app, host=where, port=config.router.port, grace_s=drain_s))
+        door = GrpcDoor(server, host=where, port=config.router.grpc_port, grace_s=drain_s)
+        rpc = await stack.enter_async_context(door)
+        await rpc.set_serving(True)
+        announce(ready_fd, {"http": f"http://{_shown(where)}:{http.port}", "grpc": f"{_shown(where)}:{rpc.port}"})
+        _log.info("router serves HTTP on %s:%d and gRPC on %s:%d", where, http.port, where, rpc.port)
+        await lifetime.wait()
+        readiness.drain()
+        await rpc.set_serving(False)
+
+
+def make_dispatcher(
+    config: ClusterConfig, registry: WorkerRegistry, metrics: RouterMetrics, secret: bytes
+) -> Dispatcher:
+    """The core of the router over its live workers."""
+    settings = config.router
+    placer = Placer(
+        registry=registry,
+        model=CostModel(local_prefill_tokens=settings.local_prefill_tokens),
+        rng=SystemRandom(),
+        clock=time.monotonic,
+    )
+    return Dispatcher(
+        placer=placer,
+        admission=Admission(max_inflight=settings.max_inflight_requests, clock=time.monotonic),
+        hasher=BlockHasher(secret),
+        clock=time.monotonic,
+        observer=metrics,
+        settings=DispatchSettings(
+            max_attempts=settings.max_attempts, stream_buffer_tokens=settings.stream_buffer_tokens
+        ),
+    )
+
+
+def _model_info(registry: WorkerRegistry) -> ModelInfo:
+    status = registry.status()
+    infos = [snapshot.info for snapshot in status.workers]
+    return ModelInfo(
+        name=infos[0].model_name,
+        fingerprint=infos[0].layout.model_fingerprint,
+        max_model_len=min(info.max_model_len for info in infos),
+        vocab_size=infos[0].vocab_size,
+        eos_token_ids=infos[0].eos_token_ids,
+        created_s=int(time.time()),
+    )
+
+
+def _shown(host: str) -> str:
+    """An address that a client on this machine can use."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104 - compared, not bound
+
+
+def main() -> int:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(prog="router", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="the cluster's YAML")
+    parser.add_argument("--ready-fd", type=int, help="where to tell, in one JSON line, that it serves")
+    args = parser.parse_args()
+
+    async def started(lifetime: Lifetime) -> None:
+        config = load(args.config)
+        configure(config.log_level, "router")
+        with suppress(asyncio.CancelledError):
+            await serve(config, args.ready_fd, lifetime)
+
+    return run(started)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

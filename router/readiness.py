@@ -1,0 +1,54 @@
+"""Whether this router can answer, and how it waits for its first worker."""
+
+import asyncio
+
+from router.metrics import RouterMetrics
+from router.workers import WorkerRegistry
+from tandem.process import Lifetime
+from tandem.roles import WorkerRole
+
+
+class Readiness:
+    """Ready while a decode worker takes requests and no drain has begun."""
+
+    def __init__(self, registry: WorkerRegistry, metrics: RouterMetrics) -> None:
+        self._registry = registry
+        self._metrics = metrics
+        self._draining = False
+        metrics.on_render(self._show)
+
+    def drain(self) -> None:
+        """Load balancers are to look elsewhere from now on."""
+        self._draining = True
+
+    def not_ready_reason(self) -> str | None:
+        """Why not, or None."""
+        if self._draining:
+            return "the router is draining"
+        return None if self._registry.status().ready else "no decode worker takes requests"
+
+    def _show(self) -> None:
+        workers = self._registry.status().workers
+        for role in WorkerRole:
+            self._metrics.workers(role.value, "live", sum(w.info.role is role for w in workers))
+        self._metrics.worker_loads(workers)
+        self._metrics.prefix_map_size(len(self._registry.prefix_map))
+
+
+async def first_worker(registry: WorkerRegistry, lifetime: Lifetime) -> bool:
+    """Wait until a decode worker has told what model it serves; False when told to stop before."""
+    joined = asyncio.Event()
+    registry.watch(joined.set)
+    stop = asyncio.ensure_future(lifetime.wait())
+    try:
+        while not any(w.info.role is WorkerRole.DECODE for w in registry.status().workers):
+            joined.clear()
+            waiter = asyncio.ensure_future(joined.wait())
+            done, _ = await asyncio.wait({waiter, stop}, return_when=asyncio.FIRST_COMPLETED)
+            waiter.cancel()
+            if stop in done:
+                return False
+        return True
+    finally:
+        stop.cancel()
+        registry.unwatch(joined.set)

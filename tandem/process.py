@@ -1,0 +1,90 @@
+"""The frame of every Tandem process: how it says that it serves, when it is to stop, and how it fails.
+
+SIGTERM begins the drain; a terminal's SIGINT is the supervisor's business (a process started by hand treats it
+like SIGTERM). Every way out is an exit code: 0 after a drain, 1 after a fault, 2 for a wrong configuration.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from tandem.errors import ConfigError, InvariantError
+
+_log = logging.getLogger(__name__)
+
+
+class Lifetime:
+    """Set once when the process is to stop, with the fault that made it so, if any."""
+
+    def __init__(self) -> None:
+        self._stop = asyncio.Event()
+        self.fault: BaseException | None = None
+
+    def stop(self) -> None:
+        """Begin the drain."""
+        self._stop.set()
+
+    def fail(self, fault: BaseException) -> None:
+        """State can no longer be trusted: end at once, without a drain."""
+        self.fault = self.fault or fault
+        self._stop.set()
+
+    async def wait(self) -> None:
+        """Until `stop` or `fail`; raises the fault."""
+        await self._stop.wait()
+        if self.fault is not None:
+            raise self.fault
+
+
+def announce(ready_fd: int | None, facts: Mapping[str, Any]) -> None:
+    """Tell whoever started this process, in one JSON line, that it serves."""
+    if ready_fd is None:
+        return
+    with os.fdopen(ready_fd, "w", encoding="utf-8") as pipe:
+        pipe.write(json.dumps(dict(facts)) + "\n")
+
+
+def run(main: Callable[[Lifetime], Awaitable[None]]) -> int:
+    """Run `main` to its end on a fresh event loop and return the exit code."""
+    try:
+        _runner()(_with_signals(main))
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except OSError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    except Exception:  # noqa: BLE001 - the process's outermost frame: log it, and let the exit code tell
+        _log.critical("this process cannot go on", exc_info=True)
+        return 1
+    return 0
+
+
+def _runner() -> Callable[[Any], None]:
+    try:
+        from uvloop import run as uvloop_run
+    except ImportError:
+        return asyncio.run
+    return uvloop_run
+
+
+async def _with_signals(main: Callable[[Lifetime], Awaitable[None]]) -> None:
+    lifetime = Lifetime()
+    loop = asyncio.get_running_loop()
+    # A callback that raised belongs to nobody: its state is as unknown as that of a broken invariant.
+    loop.set_exception_handler(lambda _loop, context: _on_stray(lifetime, context))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lifetime.stop)
+    await main(lifetime)
+
+
+def _on_stray(lifetime: Lifetime, context: dict[str, Any]) -> None:
+    error = context.get("exception")
+    _log.error("in a callback: %s", context.get("message"), exc_info=error)
+    if isinstance(error, InvariantError):
+        lifetime.fail(error)

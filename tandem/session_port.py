@@ -1,0 +1,67 @@
+"""What a worker has to say to one router, in order and bounded."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+
+from tandem.ids import Incarnation
+from tandem.v1 import session_pb2 as pb
+
+PROTOCOL_VERSION = 1
+MAX_QUEUED_MESSAGES = 16_384
+
+_log = logging.getLogger(__name__)
+
+
+class SessionPort:
+    """The way to one router."""
+
+    def __init__(self, router: Incarnation) -> None:
+        self.router = router
+        self.closed = False
+        self._queue: deque[pb.WorkerMessage] = deque()
+        self._wake = asyncio.Event()
+        self._next_event: int | None = None
+
+    def send(self, message: pb.WorkerMessage) -> None:
+        """Queue a message; dropped once the port is closed."""
+        if self.closed:
+            return
+        if len(self._queue) >= MAX_QUEUED_MESSAGES:
+            _log.warning("router %x reads too slowly: its session is closed", self.router)
+            self.close()
+            return
+        self._queue.append(message)
+        self._wake.set()
+
+    def close(self) -> None:
+        """Say nothing more and end the session."""
+        self.closed = True
+        self._wake.set()
+
+    def send_snapshot(self, next_event: int, stored: Sequence[pb.KVEvent]) -> None:
+        """The whole prefix cache; later events count from `next_event`."""
+        self._next_event = next_event
+        events = pb.KVEvents(first_sequence=next_event, cleared=True, events=stored)
+        self.send(pb.WorkerMessage(kv_events=events))
+
+    def send_events(self, first: int, events: Sequence[pb.KVEvent]) -> bool:
+        """Changes numbered from `first`; those that the snapshot had are left out. False when some are missing."""
+        if self._next_event is None:
+            return True  # its snapshot is under way and will hold these
+        if first > self._next_event:
+            return False
+        fresh = events[self._next_event - first :]
+        if fresh:
+            message = pb.KVEvents(first_sequence=self._next_event, events=fresh)
+            self._next_event += len(fresh)
+            self.send(pb.WorkerMessage(kv_events=message))
+        return True
+
+    async def next(self) -> pb.WorkerMessage | None:
+        """The next message to write; None when the port is closed."""
+        while not self._queue and not self.closed:
+            self._wake.clear()
+            await self._wake.wait()
+        return self._queue.popleft() if self._queue and not self.closed else None

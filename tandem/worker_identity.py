@@ -1,0 +1,29 @@
+"""Who a worker process is."""
+
+import secrets
+from dataclasses import dataclass
+
+from tandem.ids import Incarnation, WorkerId
+from tandem.roles import WorkerRole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerIdentity:
+    """Fixed for the life of one process."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    role: WorkerRole
+    model_name: str
+    address: str
+    """host:port of its gRPC server."""
+
+    @property
+    def handoff_address(self) -> str:
+        """Prefill workers serve hand-offs on the same server."""
+        return self.address if self.role is WorkerRole.PREFILL else ""
+
+
+def draw_incarnation() -> Incarnation:
+    """A number that no earlier or other process has."""
+    return Incarnation(secrets.randbits(63) or 1)

@@ -1,0 +1,113 @@
+"""A worker's end of its sessions with routers.
+
+One long-lived stream per router. Whatever a worker has to say to a router is queued on that router's `SessionPort` and
+written by one task, so the engine's events never wait for a slow reader: a port that overflows is closed, and with
+it everything that its router had here.
+"""
+
+import asyncio
+from typing import Any, Protocol
+
+import grpc
+
+from tandem.ids import Incarnation
+from tandem.session_port import PROTOCOL_VERSION, SessionPort
+from tandem.v1 import session_pb2 as pb
+from tandem.v1.session_pb2_grpc import WorkerServicer
+
+LOAD_PERIOD_S = 0.5
+
+
+class SessionHandler(Protocol):
+    """The worker behind the sessions; called on the event loop."""
+
+    def hello(self) -> pb.WorkerHello:
+        """Who this worker is."""
+        ...
+
+    def opened(self, port: SessionPort) -> None:
+        """A router is here: send it a snapshot of the prefix cache, then events."""
+        ...
+
+    def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
+        """A submit, cancel or reroute."""
+        ...
+
+    def closed(self, port: SessionPort) -> None:
+        """The router is gone: drop what it had here."""
+        ...
+
+    async def load(self) -> pb.LoadSnapshot:
+        """How busy the worker is."""
+        ...
+
+
+class WorkerSessions(WorkerServicer):
+    """All sessions of one worker; the `Worker` service."""
+
+    def __init__(self, handler: SessionHandler) -> None:
+        self._handler = handler
+        self._ports: set[SessionPort] = set()
+        self._draining: str | None = None
+
+    @property
+    def ports(self) -> frozenset[SessionPort]:
+        """Live sessions."""
+        return frozenset(self._ports)
+
+    def broadcast(self, message: pb.WorkerMessage) -> None:
+        """Tell every router."""
+        for port in self._ports:
+            port.send(message)
+
+    def drain(self, reason: str) -> None:
+        """Tell every router, now and later, that this worker takes no new work."""
+        self._draining = reason
+        self.broadcast(pb.WorkerMessage(draining=pb.Draining(reason=reason)))
+
+    def close(self) -> None:
+        """End every session."""
+        for port in list(self._ports):
+            port.close()
+
+    async def tell_load(self) -> None:
+        """Send load reports for ever, so that a router notices a worker that fell silent."""
+        while True:
+            self.broadcast(pb.WorkerMessage(load=await self._handler.load()))
+            await asyncio.sleep(LOAD_PERIOD_S)
+
+    async def Session(self, _requests: Any, context: Any) -> None:
+        """Serve one router for as long as it stays."""
+        first = await context.read()
+        if not isinstance(first, pb.RouterMessage) or not first.HasField("hello"):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be hello")
+        if first.hello.protocol_version != PROTOCOL_VERSION:
+            reason = f"protocol version {first.hello.protocol_version}, not {PROTOCOL_VERSION}"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
+        port = SessionPort(Incarnation(first.hello.incarnation))
+        port.send(pb.WorkerMessage(hello=self._handler.hello()))
+        if self._draining is not None:
+            port.send(pb.WorkerMessage(draining=pb.Draining(reason=self._draining)))
+        self._ports.add(port)
+        self._handler.opened(port)
+        try:
+            await self._converse(port, context)
+        finally:
+            port.close()
+            self._ports.discard(port)
+            self._handler.closed(port)
+
+    async def _converse(self, port: SessionPort, context: Any) -> None:
+        reader = asyncio.create_task(self._read(port, context))
+        try:
+            while (message := await port.next()) is not None:
+                await context.write(message)
+        finally:
+            reader.cancel()
+
+    async def _read(self, port: SessionPort, context: Any) -> None:
+        try:
+            while isinstance(message := await context.read(), pb.RouterMessage):
+                self._handler.order(port, message)
+        finally:
+            port.close()

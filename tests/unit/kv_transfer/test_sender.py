@@ -1,0 +1,156 @@
+"""The prefill worker's half of a hand-off, message by message."""
+
+from dataclasses import replace
+
+import pytest
+
+from kv_transfer import actions as act
+from kv_transfer import events as ev
+from kv_transfer.messages import (
+    Abort,
+    Body,
+    CommitAck,
+    Nack,
+    Offer,
+    PrefillJob,
+    Reserve,
+)
+from kv_transfer.sender import Sender, SenderPlan
+from kv_transfer.states import HandoffState
+from tandem.errors import TransferError
+from tandem.ids import BlockId
+from tandem.outputs import PhaseTimes
+from tests.unit.kv_transfer.halves import BLOCKS, JOB, KEY, LAYOUT, PEER, TOKEN, Half, kinds
+
+
+def sending(job: PrefillJob = JOB, *, window: int = 2) -> Half:
+    plan = SenderPlan(
+        key=KEY,
+        peer=PEER,
+        job=job,
+        layout=LAYOUT,
+        lease_s=2.0,
+        stall_s=30.0,
+        queue_s=600.0,
+        chunk_blocks=1,
+        write_window=window,
+        max_rewrites=1,
+    )
+    half = Half(Sender(plan, 0.0))
+    assert kinds(half.machine.start()) == ["SubmitPrefill"]
+    return half
+
+
+def offered(**options: object) -> Half:
+    half = sending(**options)
+    half.see(ev.Submitted())
+    assert kinds(half.see(ev.Scheduled(queue_s=0.0))) == ["Offer"]
+    return half
+
+
+def progress(num_tokens: int) -> ev.Progress:
+    return ev.Progress(num_computed_tokens=num_tokens, blocks=BLOCKS)
+
+
+FINISHED = ev.Finished(cached_tokens=0, times=PhaseTimes(), tail_hash=None)
+RESERVE = Reserve(num_blocks=3, transport="x", grant=b"g")
+
+
+def written(half: Half, seq: int, rewrite: int = 0) -> act.Actions:
+    return half.see(ev.Written(seq=seq, rewrite=rewrite, checksum=1))
+
+
+def test_blocks_are_written_as_they_become_whole_and_the_last_one_in_part() -> None:
+    half = offered()
+    assert half.see(progress(5)) == (), "nothing before a grant"
+    [first] = half.hear(RESERVE)
+    assert (first.seq, first.sources) == (0, BLOCKS[:1])
+    [second] = half.see(progress(9))
+    assert second.sources == BLOCKS[1:2]
+    assert half.see(progress(10)) == (), "the window is full"
+    assert kinds(half.see(ev.FirstTokenSampled(first_token=TOKEN))) == ["FirstToken"]
+    assert kinds(half.see(FINISHED)) == ["Seal"]
+    assert kinds(written(half, 0)) == ["Chunk", "StartWrite"]
+    assert kinds(written(half, 1)) == ["Chunk"]
+    assert kinds(written(half, 2)) == ["Chunk"]
+    assert half.hear(CommitAck()) == (act.ReleaseSources(),)
+    assert half.state is HandoffState.CLOSED
+
+
+def test_a_late_reservation_finds_everything_computed() -> None:
+    half = offered(window=8)
+    half.see(progress(10))
+    half.see(FINISHED)
+    assert kinds(half.hear(RESERVE)) == ["StartWrite"] * 3 + ["Seal"]
+    assert half.hear(RESERVE) == ()
+
+
+def test_only_blocks_beyond_the_held_prefix_travel() -> None:
+    half = offered(job=replace(JOB, held_tokens=8))
+    half.see(progress(10))
+    [write] = half.hear(replace(RESERVE, num_blocks=1))
+    assert write.sources == BLOCKS[2:]
+
+
+def test_blocks_told_first_are_the_ones_that_are_read() -> None:
+    half = offered()
+    half.see(progress(4))
+    half.see(ev.Progress(num_computed_tokens=8, blocks=(BlockId(90), BlockId(91), BlockId(92))))
+    writes = half.hear(RESERVE)
+    assert [w.sources for w in writes] == [BLOCKS[:1], (BlockId(91),)]
+
+
+def test_a_nack_is_answered_once_and_bounded() -> None:
+    half = offered(window=8)
+    half.see(progress(10))
+    half.hear(RESERVE)
+    assert half.hear(Nack(seq=0, rewrite=0)) == (), "not announced yet"
+    written(half, 0)
+    [again] = half.hear(Nack(seq=0, rewrite=0))
+    assert (again.seq, again.rewrite) == (0, 1)
+    assert half.hear(Nack(seq=0, rewrite=0)) == (), "repeated: would write over verified cells"
+    written(half, 0, rewrite=1)
+    assert kinds(half.hear(Nack(seq=0, rewrite=1)))[0] == "Abort"
+
+
+@pytest.mark.parametrize("bad", [Nack(seq=7, rewrite=0), CommitAck(), Offer(num_blocks=1, queue_s=0.0)])
+def test_a_decode_worker_that_breaks_the_protocol_is_aborted(bad: Body) -> None:
+    half = offered()
+    half.hear(RESERVE)
+    assert kinds(half.hear(bad)) == ["Abort", "AbortPrefill", "CancelWrites"]
+    assert kinds(half.see(ev.WritesQuiet())) == ["Drained", "ReleaseSources"]
+
+
+def test_sources_stay_while_they_are_read() -> None:
+    half = offered()
+    half.see(progress(10))
+    half.hear(RESERVE)
+    assert kinds(half.hear(Abort(reason="left"))) == ["AbortPrefill", "CancelWrites"]
+    assert half.state is HandoffState.ABORTING
+    assert half.hear(Abort(reason="left")) == ()
+    assert kinds(half.see(ev.WritesQuiet())) == ["Drained", "ReleaseSources"]
+    assert half.see(ev.WriteFailed(seq=0, rewrite=0, reason="cancelled")) == ()
+
+
+def test_an_abort_that_overtakes_the_engine_waits_for_it() -> None:
+    half = sending()
+    assert half.hear(Abort(reason="left")) == ()
+    assert kinds(half.see(ev.Submitted())) == ["AbortPrefill", "Drained", "ReleaseSources"]
+    half = sending()
+    half.hear(Abort(reason="left"))
+    refused = ev.SubmitRefused(failure=ev.Failure(kind=TransferError, message="full"))
+    assert kinds(half.see(refused)) == ["Drained"]
+    assert kinds(sending().see(refused)) == ["Reject"]
+
+
+def test_a_silent_decode_worker_loses_its_hold() -> None:
+    half = offered()
+    half.machine.renew(1.0)
+    assert half.machine.on_timer(2.5) == ()
+    assert kinds(half.machine.on_timer(3.1)) == ["Abort", "AbortPrefill", "Drained", "ReleaseSources"]
+
+
+def test_an_engine_that_gives_up_is_reported_with_its_own_error() -> None:
+    half = offered()
+    failed = ev.PrefillFailed(failure=ev.Failure(kind=TransferError, message="no"))
+    assert kinds(half.see(failed)) == ["Reject", "Drained", "ReleaseSources"]

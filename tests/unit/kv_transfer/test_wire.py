@@ -1,0 +1,100 @@
+"""Messages survive the wire; whatever else arrives is a WireError and nothing else."""
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_transfer import wire
+from kv_transfer.messages import (
+    Abort,
+    Body,
+    CellRange,
+    Chunk,
+    CommitAck,
+    Drained,
+    Envelope,
+    Failure,
+    FirstToken,
+    Hello,
+    Nack,
+    Offer,
+    Prefill,
+    Reject,
+    Renew,
+    Reserve,
+    Seal,
+    TransferKey,
+    TransportOffer,
+)
+from tandem.errors import RequestTooLarge
+from tandem.ids import BlockHash, Incarnation, TransferId, WorkerId
+from tandem.outputs import PhaseTimes, SampledToken, TokenLogprob
+from tandem.v1 import handoff_pb2 as pb
+from tests.unit.kv_transfer.halves import JOB, LAYOUT
+
+KEY = TransferKey(transfer_id=TransferId("t"), attempt=3)
+CELLS = CellRange(first_layer=1, num_layers=2, first_block=3, num_blocks=4, first_head=0, num_heads=2)
+TOKEN = SampledToken(token_id=5, logprob=-0.5, top_logprobs=(TokenLogprob(token_id=5, logprob=-0.5),))
+OFFER = TransportOffer(name="tcp", advert=b"x", host_id="h")
+BODIES = [
+    Hello(protocol_version=1, worker_id=WorkerId("w"), layout=LAYOUT, transports=(OFFER,)),
+    Prefill(job=JOB, lease_s=2.0),
+    Offer(num_blocks=3, queue_s=0.5),
+    Reserve(num_blocks=3, transport="tcp", grant=b"g"),
+    Reject(failure=Failure(kind=RequestTooLarge, message="no", retry_after_s=None)),
+    Chunk(seq=2, rewrite=1, cells=CELLS, checksum=2**63 + 5),
+    Nack(seq=2, rewrite=0),
+    FirstToken(token=TOKEN, cached_tokens=16),
+    FirstToken(token=SampledToken(token_id=0), cached_tokens=0),
+    Seal(num_chunks=3, cached_tokens=4, times=PhaseTimes(prefill_s=1.0), tail_hash=BlockHash(b"h" * 16)),
+    Seal(num_chunks=3, cached_tokens=4, times=PhaseTimes(), tail_hash=None),
+    CommitAck(),
+    Abort(reason="left"),
+    Drained(),
+    Renew(transfer_ids=(TransferId("a"), TransferId("b"))),
+]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
+def test_every_message_survives_the_wire(body: Body) -> None:
+    key = None if isinstance(body, Hello | Renew) else KEY
+    envelope = Envelope(incarnation=Incarnation(2**62), key=key, body=body)
+    data = wire.encode(envelope).SerializeToString()
+    assert wire.decode(pb.HandoffMessage.FromString(data)) == envelope
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.HandoffMessage(),
+        pb.HandoffMessage(transfer_id="t", attempt=1),
+        pb.HandoffMessage(transfer_id="t", hello=pb.HandoffHello()),
+        pb.HandoffMessage(chunk=pb.Chunk(num_blocks=1)),
+        pb.HandoffMessage(transfer_id="t" * 200, drained=pb.Drained()),
+        pb.HandoffMessage(transfer_id="t", chunk=pb.Chunk(seq=2**31, num_blocks=1, num_layers=1, num_heads=1)),
+        pb.HandoffMessage(transfer_id="t", chunk=pb.Chunk(num_blocks=0, num_layers=1, num_heads=1)),
+        pb.HandoffMessage(transfer_id="t", offer=pb.Offer(num_blocks=2**31)),
+        pb.HandoffMessage(transfer_id="t", offer=pb.Offer(num_blocks=1, queue_s=float("nan"))),
+        pb.HandoffMessage(transfer_id="t", seal=pb.Seal(num_chunks=0)),
+        pb.HandoffMessage(transfer_id="t", seal=pb.Seal(num_chunks=1, tail_hash=b"short")),
+        pb.HandoffMessage(transfer_id="t", reserve=pb.Reserve(num_blocks=1)),
+        pb.HandoffMessage(renew=pb.Renew(transfer_ids=["x"] * 5000)),
+    ],
+)
+def test_what_is_out_of_bounds_is_refused(message: pb.HandoffMessage) -> None:
+    with pytest.raises(wire.WireError):
+        wire.decode(message)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_random_bytes_never_do_more_than_fail(data: bytes) -> None:
+    try:
+        message = pb.HandoffMessage.FromString(data)
+    except DecodeError:
+        return
+    try:
+        wire.decode(message)
+    except wire.WireError:
+        return
