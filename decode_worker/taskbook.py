@@ -1,4 +1,4 @@
-"""All tasks of one decode worker, findable by each of the names that others know them under. Pure."""
+"""All tasks of one decode worker, findable by each of the names that others know them under."""
 
 from collections.abc import Callable
 

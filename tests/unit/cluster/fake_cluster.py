@@ -36,7 +36,7 @@ def fake_command(journal: Path, modes: Mapping[str, str] | None = None) -> Comma
 
 async def _up(journal: Path, modes: dict[str, str]) -> int:
     async def body(cluster: LocalCluster) -> int:
-        print("serving", flush=True)  # noqa: T201  # the test waits for it
+        print("serving", flush=True)  # the test waits for it
         await cluster.wait_stopped()
         return 0
 
