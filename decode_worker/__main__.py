@@ -1,14 +1,12 @@
 """`python -m decode_worker --config FILE --index I`: one decode worker, from its configuration to its drain."""
 
-import argparse
 import asyncio
 import logging
 import sys
 import time
 from contextlib import AsyncExitStack, suppress
-from pathlib import Path
 
-from decode_worker.config import cluster_secret, engine_spec, listen_address, transfer_settings
+from decode_worker.config import engine_spec, transfer_settings
 from decode_worker.worker import DecodeWorker
 from engine.assembly import EngineParts, assemble
 from engine.host import EngineHost
@@ -18,14 +16,14 @@ from kv_transfer.receiver_link import Dialer
 from kv_transfer.transport import KVRegion
 from kv_transfer.transports.catalogue import open_receivers
 from kv_transfer.transports.shared_pool import SharedPool
-from tandem.config import ClusterConfig, load
+from tandem.config import ClusterConfig
 from tandem.ids import WorkerId
-from tandem.logs import configure
 from tandem.model_path import model_name
-from tandem.process import Lifetime, announce, run
+from tandem.process import Lifetime, announce, worker_main
 from tandem.roles import WorkerRole
 from tandem.rpc import ClusterAuth, listen, make_server, open_channel
 from tandem.v1.session_pb2_grpc import add_WorkerServicer_to_server
+from tandem.worker_config import cluster_secret, listen_address
 from tandem.worker_identity import WorkerIdentity, draw_incarnation
 from tandem.worker_session import WorkerSessions
 
@@ -35,7 +33,7 @@ _log = logging.getLogger(__name__)
 async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetime: Lifetime) -> None:
     """Load, serve until told to stop, drain. What is entered last leaves first."""
     started_s = time.monotonic()
-    host_name, port = listen_address(config, index)
+    host_name, port = listen_address(config.decode, "decode", index)
     auth = ClusterAuth(cluster_secret(config))
     pools: list[SharedPool] = []
 
@@ -65,10 +63,10 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         add_WorkerServicer_to_server(sessions, server)  # type: ignore[no-untyped-call]
         await server.start()
         stack.push_async_callback(server.stop, 0.5)
-        stack.callback(sessions.close)
+        stack.callback(sessions.finish)
         loads = tasks.create_task(sessions.tell_load())
         stack.callback(loads.cancel)
-        announce(ready_fd, facts(identity, parts, time.monotonic() - started_s))
+        announce(ready_fd, {**identity.facts(), **parts.facts(), "load_s": round(time.monotonic() - started_s, 3)})
         _log.info("decode worker %s serves at %s", identity.worker_id, identity.address)
         await lifetime.wait()
         sessions.drain("the worker was told to stop")
@@ -107,37 +105,5 @@ async def _with_handoffs(
     worker.use(await stack.enter_async_context(hub), tuple(receiver.name for receiver in receivers))
 
 
-def facts(identity: WorkerIdentity, parts: EngineParts, load_s: float) -> dict[str, str | int | float]:
-    """What the supervisor's banner shows."""
-    return {
-        "address": identity.address,
-        "role": identity.role.value,
-        "worker_id": identity.worker_id,
-        "model": identity.model_name,
-        "num_blocks": parts.budget.num_blocks,
-        "block_size": parts.budget.block_size,
-        "kv_bytes": parts.budget.kv_bytes,
-        "weights_bytes": parts.budget.weights_bytes,
-        "max_model_len": parts.config.max_model_len,
-        "load_s": round(load_s, 3),
-    }
-
-
-def main() -> int:
-    """Parse the command line and run."""
-    parser = argparse.ArgumentParser(prog="decode_worker", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="the cluster's YAML")
-    parser.add_argument("--index", type=int, default=0, help="which worker of the pool this is")
-    parser.add_argument("--ready-fd", type=int, help="where to tell, in one JSON line, that it serves")
-    args = parser.parse_args()
-
-    async def started(lifetime: Lifetime) -> None:
-        config = load(args.config)
-        configure(config.log_level, f"decode-{args.index}")
-        await serve(config, args.index, args.ready_fd, lifetime)
-
-    return run(started)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(worker_main(WorkerRole.DECODE, serve))

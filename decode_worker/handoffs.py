@@ -7,7 +7,7 @@ before the hub can answer that its blocks are quiet; so a block is released exac
 import asyncio
 import logging
 from array import array
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from decode_worker.destinations import Destinations
@@ -131,12 +131,7 @@ class Handoffs:
         task.held_tokens += len(landed) * self._host.parts.layout.block_size
         writer_is_quiet = len(landed) == len(task.destinations)
         task.destinations = ()
-        self._spawn(self._keep_landed(task, old, task.next_reservation(), writer_is_quiet, error.message))
-
-    async def _keep_landed(
-        self, task: DecodeTask, old: TransferId, new: TransferId, writer_is_quiet: bool, reason: str
-    ) -> None:
-        held_tokens = task.held_tokens
+        new, held_tokens = task.next_reservation(), task.held_tokens
 
         def reserve_again(scheduler: Scheduler) -> Grant | None:
             request = scheduler.reservations.salvage(old, held_tokens, writer_is_quiet=writer_is_quiet)
@@ -145,8 +140,14 @@ class Handoffs:
             except ServingError:
                 return None  # the pool is full: the request can still queue and be computed here
 
+        # Posted now: the hub may release the rest before this callback is over.
+        self._spawn(self._ask_for_route(task, new, self._host.call(reserve_again), error.message))
+
+    async def _ask_for_route(
+        self, task: DecodeTask, new: TransferId, kept: Awaitable[Grant | None], reason: str
+    ) -> None:
         try:
-            grant = await self._host.call(reserve_again)
+            grant = await kept
         except ServingError as error:
             _log.info("%s: nothing kept: %s", task.transfer_id, error.message)
             return

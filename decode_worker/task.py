@@ -1,5 +1,6 @@
 """One attempt at one choice, as the decode worker's shell keeps track of it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -45,6 +46,8 @@ class DecodeTask:
     cached_tokens: int | None = None
     """Of the prompt; the first figure that was known stands."""
     times: PhaseTimes = field(default_factory=PhaseTimes)
+    when_done: Callable[[], None] | None = None
+    """Called once, when the task leaves the book."""
     started: bool = False
     next_index: int = 0
     """In the output, of the next token to tell."""

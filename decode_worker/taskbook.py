@@ -34,6 +34,9 @@ class TaskBook:
     def remove(self, task: DecodeTask) -> None:
         """The task is over."""
         task.phase = TaskPhase.DONE
+        if task.when_done is not None:
+            task.when_done()
+            task.when_done = None
         self._by_order.pop((task.port, str(task.request_id), task.attempt), None)
         self._by_engine_id.pop(task.engine_id, None)
         if task.transfer_id is not None:

@@ -7,7 +7,7 @@ removed from the book at once; whatever still arrives for it finds nothing and i
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from itertools import count
 from typing import Any
 
@@ -119,10 +119,13 @@ class DecodeWorker:
             return
         self._idle.clear()
         if submit.HasField("timeout_s"):
-            asyncio.get_running_loop().call_later(max(0.0, submit.timeout_s), self._time_out, task)
+            timer = asyncio.get_running_loop().call_later(max(0.0, submit.timeout_s), self._time_out, task)
+            task.when_done = timer.cancel  # or it would keep the task's tokens alive until it fires
         self._spawn(self._begin(task))
 
     async def _begin(self, task: DecodeTask) -> None:
+        if task.phase is TaskPhase.DONE:
+            return
         try:
             if task.route is None:
                 await self._host.call(lambda scheduler: scheduler.add(task.request))
@@ -183,10 +186,10 @@ class DecodeWorker:
                 return
         hub.cancel(task.transfer_id)
         task.phase = TaskPhase.ENGINE
-        self._spawn(self._compute_here(task))
+        self._spawn(self._entered(task, self._compute_here(task)))
 
-    async def _compute_here(self, task: DecodeTask) -> None:
-        """What landed is a prefix like any other; the scheduler computes the rest."""
+    def _compute_here(self, task: DecodeTask) -> Awaitable[None]:
+        """What landed is a prefix like any other; the scheduler computes the rest. Posted before this returns."""
         key, held_tokens = task.reservation, task.held_tokens
         first = task.first_token.token_id if task.first_token is not None else None
 
@@ -199,8 +202,12 @@ class DecodeWorker:
                 task.request.token_ids.append(first)
             scheduler.add(task.request)
 
+        return self._host.call(run_here)
+
+    async def _entered(self, task: DecodeTask, entry: Awaitable[None]) -> None:
+        """Tell the router when the engine did not take it."""
         try:
-            await self._host.call(run_here)
+            await entry
         except ServingError as error:
             if task.phase is not TaskPhase.DONE:
                 self._book.remove(task)

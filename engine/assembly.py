@@ -57,6 +57,16 @@ class EngineParts:
     budget: MemoryBudget
     hasher: BlockHasher
 
+    def facts(self) -> dict[str, int]:
+        """For the line that says that the process serves: the memory budget, in blocks and bytes."""
+        return {
+            "num_blocks": self.budget.num_blocks,
+            "block_size": self.budget.block_size,
+            "kv_bytes": self.budget.kv_bytes,
+            "weights_bytes": self.budget.weights_bytes,
+            "max_model_len": self.config.max_model_len,
+        }
+
 
 Buffer = Callable[[int], memoryview]
 """Gives the memory for a KV pool of so many bytes."""

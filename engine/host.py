@@ -7,7 +7,7 @@ so a prefix snapshot can never overtake, or be overtaken by, the events around i
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
@@ -61,12 +61,13 @@ class EngineHost:
         """End after the step under way."""
         await asyncio.to_thread(self._engine.stop)
 
-    async def call(self, fn: Callable[[Scheduler], T]) -> T:
+    def call(self, fn: Callable[[Scheduler], T]) -> Awaitable[T]:
         """Run `fn` between two steps. Raises what `fn` raises.
 
-        Shielded: a caller that is cancelled does not undo what the engine may have done already.
+        Its place among other calls is taken now, not when it is awaited. Shielded: a caller that is cancelled does
+        not undo what the engine may have done already.
         """
-        return await asyncio.shield(asyncio.wrap_future(self._engine.call(fn)))
+        return asyncio.shield(asyncio.wrap_future(self._engine.call(fn)))
 
     def post(self, fn: Callable[[Scheduler], object]) -> None:
         """Run `fn` between two steps; a refusal is nobody's concern. Keeps its place among other calls."""

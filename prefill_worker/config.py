@@ -3,10 +3,8 @@
 from engine.assembly import EngineSpec
 from kv_transfer.config import TransferSettings
 from tandem.config import ClusterConfig
-from tandem.errors import ConfigError
 from tandem.model_path import model_directory
-
-FIRST_THING_TO_FIX = "secret is not set: `tandem up` draws one; a cluster made by hand states it in its YAML"
+from tandem.worker_config import cluster_secret
 
 
 def engine_spec(config: ClusterConfig) -> EngineSpec:
@@ -21,22 +19,6 @@ def engine_spec(config: ClusterConfig) -> EngineSpec:
     )
 
 
-def cluster_secret(config: ClusterConfig) -> bytes:
-    """The key of block names and of the cluster's gRPC. Raises ConfigError when there is none."""
-    if config.secret is None:
-        raise ConfigError(FIRST_THING_TO_FIX)
-    return config.secret.get_secret_value().encode()
-
-
 def transfer_settings(config: ClusterConfig) -> TransferSettings:
     """The hand-off layer's bounds."""
     return TransferSettings(lease_s=config.transfer.lease_s, chunk_bytes=config.transfer.chunk_bytes)
-
-
-def listen_address(config: ClusterConfig, index: int) -> tuple[str, int]:
-    """Where this worker of the pool serves. Raises ConfigError."""
-    pool = config.prefill
-    if index >= len(pool.addresses):
-        raise ConfigError(f"prefill.addresses names {len(pool.addresses)} workers, there is no index {index}")
-    host, _, port = pool.addresses[index].rpartition(":")
-    return host, int(port)

@@ -1,12 +1,10 @@
 """`python -m router --config FILE`: the front doors, from the configuration to the drain."""
 
-import argparse
 import asyncio
 import logging
 import sys
 import time
-from contextlib import AsyncExitStack, suppress
-from pathlib import Path
+from contextlib import AsyncExitStack
 from random import SystemRandom
 
 from router.admission import Admission
@@ -26,13 +24,12 @@ from router.session import SessionSettings
 from router.tokenizer import Tokenizer
 from router.workers import WorkerRegistry
 from tandem.block_hash import BlockHasher
-from tandem.config import ClusterConfig, load
-from tandem.errors import ConfigError
-from tandem.logs import configure
+from tandem.config import ClusterConfig
 from tandem.model_path import model_directory
-from tandem.process import Lifetime, announce, run
+from tandem.process import Lifetime, announce, router_main
 from tandem.registry import StaticDirectory
 from tandem.rpc import ClusterAuth, open_channel
+from tandem.worker_config import cluster_secret
 from tandem.worker_identity import draw_incarnation
 
 _log = logging.getLogger(__name__)
@@ -40,9 +37,7 @@ _log = logging.getLogger(__name__)
 
 async def serve(config: ClusterConfig, ready_fd: int | None, lifetime: Lifetime) -> None:
     """Join the workers, open the doors, serve until told to stop, drain. What is entered last leaves first."""
-    if config.secret is None:
-        raise ConfigError("secret is not set: `tandem up` draws one; a cluster made by hand states it in its YAML")
-    secret = config.secret.get_secret_value().encode()
+    secret = cluster_secret(config)
     tokenizer = await asyncio.to_thread(Tokenizer.load, model_directory(config.model.path))
     registry = WorkerRegistry(prefix_map=PrefixMap(), clock=time.monotonic)
     fleet = WorkerFleet(
@@ -116,21 +111,5 @@ def _shown(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104 - compared, not bound
 
 
-def main() -> int:
-    """Parse the command line and run."""
-    parser = argparse.ArgumentParser(prog="router", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="the cluster's YAML")
-    parser.add_argument("--ready-fd", type=int, help="where to tell, in one JSON line, that it serves")
-    args = parser.parse_args()
-
-    async def started(lifetime: Lifetime) -> None:
-        config = load(args.config)
-        configure(config.log_level, "router")
-        with suppress(asyncio.CancelledError):
-            await serve(config, args.ready_fd, lifetime)
-
-    return run(started)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(router_main(serve))

@@ -4,6 +4,7 @@ SIGTERM begins the drain; a terminal's SIGINT is the supervisor's business (a pr
 like SIGTERM). Every way out is an exit code: 0 after a drain, 1 after a fault, 2 for a wrong configuration.
 """
 
+import argparse
 import asyncio
 import json
 import logging
@@ -11,9 +12,15 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tandem.errors import ConfigError, InvariantError
+from tandem.logs import configure
+from tandem.roles import WorkerRole
+
+if TYPE_CHECKING:
+    from tandem.config import ClusterConfig
 
 _log = logging.getLogger(__name__)
 
@@ -49,16 +56,40 @@ def announce(ready_fd: int | None, facts: Mapping[str, Any]) -> None:
         pipe.write(json.dumps(dict(facts)) + "\n")
 
 
-def run(main: Callable[[Lifetime], Awaitable[None]]) -> int:
-    """Run `main` to its end on a fresh event loop and return the exit code."""
+def worker_main(
+    role: WorkerRole, serve: Callable[["ClusterConfig", int, int | None, Lifetime], Awaitable[None]]
+) -> int:
+    """The command line of a worker, down to its exit code."""
+    parser = _parser(f"{role.value}_worker", f"one {role.value} worker of a cluster")
+    parser.add_argument("--index", type=int, default=0, help="which worker of the pool this is")
+    args = parser.parse_args()
+    return _run(args.config, f"{role.value}-{args.index}", lambda c, life: serve(c, args.index, args.ready_fd, life))
+
+
+def router_main(serve: Callable[["ClusterConfig", int | None, Lifetime], Awaitable[None]]) -> int:
+    """The command line of a router, down to its exit code."""
+    args = _parser("router", "the front doors of a cluster").parse_args()
+    return _run(args.config, "router", lambda config, lifetime: serve(config, args.ready_fd, lifetime))
+
+
+def _parser(prog: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser.add_argument("--config", type=Path, required=True, help="the cluster's YAML")
+    parser.add_argument("--ready-fd", type=int, help="where to tell, in one JSON line, that it serves")
+    return parser
+
+
+def _run(path: Path, name: str, main: Callable[["ClusterConfig", Lifetime], Awaitable[None]]) -> int:
+    # Here, because GPU machines that only import this module need not have pydantic.
+    from tandem.config import load
+
     try:
-        _runner()(_with_signals(main))
-    except ConfigError as error:
+        config = load(path)
+        configure(config.log_level, name)
+        _runner()(_with_signals(lambda lifetime: main(config, lifetime)))
+    except (ConfigError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
-        return 2
-    except OSError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     except Exception:  # noqa: BLE001 - the process's outermost frame: log it, and let the exit code tell
         _log.critical("this process cannot go on", exc_info=True)
         return 1

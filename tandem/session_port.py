@@ -20,19 +20,25 @@ class SessionPort:
     def __init__(self, router: Incarnation) -> None:
         self.router = router
         self.closed = False
+        self._finished = False
         self._queue: deque[pb.WorkerMessage] = deque()
         self._wake = asyncio.Event()
         self._next_event: int | None = None
 
     def send(self, message: pb.WorkerMessage) -> None:
         """Queue a message; dropped once the port is closed."""
-        if self.closed:
+        if self.closed or self._finished:
             return
         if len(self._queue) >= MAX_QUEUED_MESSAGES:
             _log.warning("router %x reads too slowly: its session is closed", self.router)
             self.close()
             return
         self._queue.append(message)
+        self._wake.set()
+
+    def finish(self) -> None:
+        """Say what is queued, nothing after it, and end the session."""
+        self._finished = True
         self._wake.set()
 
     def close(self) -> None:
@@ -60,8 +66,8 @@ class SessionPort:
         return True
 
     async def next(self) -> pb.WorkerMessage | None:
-        """The next message to write; None when the port is closed."""
-        while not self._queue and not self.closed:
+        """The next message to write; None when the port is closed, or finished and empty."""
+        while not self._queue and not self.closed and not self._finished:
             self._wake.clear()
             await self._wake.wait()
         return self._queue.popleft() if self._queue and not self.closed else None

@@ -23,6 +23,15 @@ class WorkerIdentity:
         """Prefill workers serve hand-offs on the same server."""
         return self.address if self.role is WorkerRole.PREFILL else ""
 
+    def facts(self) -> dict[str, str]:
+        """For the line that says that the process serves."""
+        return {
+            "address": self.address,
+            "role": self.role.value,
+            "worker_id": self.worker_id,
+            "model": self.model_name,
+        }
+
 
 def draw_incarnation() -> Incarnation:
     """A number that no earlier or other process has."""

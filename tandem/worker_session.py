@@ -65,10 +65,10 @@ class WorkerSessions(WorkerServicer):
         self._draining = reason
         self.broadcast(pb.WorkerMessage(draining=pb.Draining(reason=reason)))
 
-    def close(self) -> None:
-        """End every session."""
-        for port in list(self._ports):
-            port.close()
+    def finish(self) -> None:
+        """End every session once what is queued has been written: the last tokens of a drain are among it."""
+        for port in self._ports:
+            port.finish()
 
     async def tell_load(self) -> None:
         """Send load reports for ever, so that a router notices a worker that fell silent."""

@@ -1,0 +1,21 @@
+"""What every process reads from the cluster's configuration, and what it says when that is missing."""
+
+from tandem.config import ClusterConfig, PoolConfig
+from tandem.errors import ConfigError
+
+
+def cluster_secret(config: ClusterConfig) -> bytes:
+    """The key of block names and of the cluster's gRPC. Raises ConfigError when there is none."""
+    if config.secret is None:
+        raise ConfigError("secret is not set: `tandem up` draws one; a cluster made by hand states it in its YAML")
+    return config.secret.get_secret_value().encode()
+
+
+def listen_address(pool: PoolConfig, name: str, index: int) -> tuple[str, int]:
+    """Host and port of one worker of the pool. Raises ConfigError naming the setting."""
+    if not 0 <= index < len(pool.addresses):
+        raise ConfigError(f"{name}.addresses names {len(pool.addresses)} workers, there is no index {index}")
+    host, _, port = pool.addresses[index].rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"{name}.addresses: {pool.addresses[index]!r} is not host:port")
+    return host, int(port)
