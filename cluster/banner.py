@@ -108,10 +108,11 @@ def _summary(config: ClusterConfig, processes: Sequence[ProcessView], model: str
 
 def _pools(processes: Sequence[ProcessView]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    # Fits a terminal of 80 columns: whatever is cut here cannot be read anywhere else.
     for column in ("process", "pid", "address"):
-        table.add_column(column)
-    for column in ("KV blocks", "KV tokens", "KV memory", "weights", "loaded in"):
-        table.add_column(column, justify="right")
+        table.add_column(column, no_wrap=True)
+    for column in ("blocks × tokens", "KV", "weights"):
+        table.add_column(column, justify="right", no_wrap=True)
     for view in processes:
         name = view.name if view.worker_id == view.name else f"{view.name} ({view.worker_id})"
         table.add_row(Text(name), str(view.pid), Text(view.address), *_memory(view))
@@ -121,14 +122,12 @@ def _pools(processes: Sequence[ProcessView]) -> Table:
 def _memory(view: ProcessView) -> list[str]:
     ready = view.ready
     if view.role is Role.ROUTER or "num_blocks" not in ready:
-        return [""] * 5
+        return [""] * 3
     blocks, size = int(ready["num_blocks"]), int(ready.get("block_size", 0))
     return [
         f"{blocks} × {size}",
-        str(blocks * size),
         format_bytes(float(ready.get("kv_bytes", 0))),
         format_bytes(float(ready.get("weights_bytes", 0))),
-        f"{float(ready.get('load_s', 0.0)):.1f} s",
     ]
 
 

@@ -58,6 +58,11 @@ class DecodeTask:
         """The engine's name for this attempt."""
         return self.request.request_id
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody may be told anything of it any more."""
+        return self.phase is TaskPhase.DONE
+
     def next_reservation(self) -> TransferId:
         """A fresh key: destinations of an earlier attempt may still be in quarantine under theirs."""
         self.num_reservations += 1

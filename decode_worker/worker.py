@@ -124,7 +124,7 @@ class DecodeWorker:
         self._spawn(self._begin(task))
 
     async def _begin(self, task: DecodeTask) -> None:
-        if task.phase is TaskPhase.DONE:
+        if task.is_over:
             return
         try:
             if task.route is None:
@@ -132,7 +132,7 @@ class DecodeWorker:
             else:
                 await self._hand_off(task, task.route)
         except ServingError as error:
-            if task.phase is not TaskPhase.DONE:
+            if not task.is_over:
                 self._book.remove(task)
                 refuse(task, error)
 
@@ -141,7 +141,7 @@ class DecodeWorker:
         key, hub = task.next_reservation(), self.handoffs.hub
         task.phase = TaskPhase.HANDOFF
         grant = await self._host.call(lambda scheduler: scheduler.reservations.reserve(key, task.request))
-        if task.phase is TaskPhase.DONE or hub is None or task.transfer_id is None:
+        if task.is_over or hub is None or task.transfer_id is None:
             return  # cancelled meanwhile: `abandon` was posted after the reservation
         task.held_tokens = grant.num_held_tokens
         token_ids = tuple(task.request.token_ids)
@@ -209,7 +209,7 @@ class DecodeWorker:
         try:
             await entry
         except ServingError as error:
-            if task.phase is not TaskPhase.DONE:
+            if not task.is_over:
                 self._book.remove(task)
                 refuse(task, error)
 
@@ -220,7 +220,7 @@ class DecodeWorker:
         self.handoffs.abandon(task)
 
     def _time_out(self, task: DecodeTask) -> None:
-        if task.phase is TaskPhase.DONE:
+        if task.is_over:
             return
         error = DeadlineExceeded("the request's time ran out")
         self._reports.failure(task, error)

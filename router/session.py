@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from router.session_events import Deliver, PrefillRoute, SubmitOrder, WorkerLost, WorkerPort
+from router.session_events import CLOSED_HERE, Deliver, PrefillRoute, SubmitOrder, WorkerLost, WorkerPort
 from router.session_wire import (
     ProtocolError,
     cancel_to_pb,
@@ -104,7 +104,7 @@ class WorkerSession:
 
         Raises WorkerRejected, at once, when the listener does not want the worker.
         """
-        reason = "the router closed the session"
+        reason = CLOSED_HERE
         listener.joined(self.info, self)
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -10,6 +10,8 @@ from tandem.ids import BlockHash, RequestId, TransferId
 from tandem.outputs import FinishReason, PhaseTimes, SampledToken
 from tandem.sampling import SamplingParams
 
+CLOSED_HERE = "the router closed the session"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillRoute:

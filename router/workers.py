@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from router.prefix_map import PrefixMap
-from router.session_events import WorkerPort
+from router.session_events import CLOSED_HERE, WorkerPort
 from router.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad, WorkerSnapshot
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.ids import WorkerId
@@ -109,7 +109,9 @@ class WorkerRegistry:
             return
         del self._workers[key.worker_id]
         self.prefix_map.drop_worker(key.worker_id)
-        logger.warning("worker %s left: %s", key.worker_id, reason)
+        logger.log(
+            logging.INFO if reason == CLOSED_HERE else logging.WARNING, "worker %s left: %s", key.worker_id, reason
+        )
         self._tell_watchers()
 
     def load_changed(self, key: WorkerKey, load: WorkerLoad) -> None:

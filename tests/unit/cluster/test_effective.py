@@ -138,7 +138,6 @@ def test_the_banner_shows_what_runs_and_hides_secrets():
         "tandem-tiny",
         "2048 tokens",
         "512 × 16",
-        "8192",
         "3.0 MiB",
         "9.0 MiB",
         "decode-0 (d-1)",

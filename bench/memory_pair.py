@@ -1,0 +1,147 @@
+"""A prefill and a decode worker in one process, joined by the `memory` transport: `python -m bench.memory_pair`.
+
+The workers, hubs, sessions and gRPC servers are the real ones; only the process boundary between the pools is missing.
+"""
+
+import argparse
+import asyncio
+import sys
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc.aio
+
+from decode_worker import config as decode_config
+from decode_worker.worker import DecodeWorker
+from engine.assembly import EngineParts, assemble
+from engine.host import EngineHost
+from kv_transfer.peer import LocalWorker
+from kv_transfer.receiver_hub import ReceiverHub
+from kv_transfer.receiver_link import Dialer
+from kv_transfer.sender_hub import SenderHub
+from kv_transfer.transport import KVRegion
+from kv_transfer.transports.catalogue import open_receivers, open_senders
+from kv_transfer.transports.memory import NAME, MemoryFabric
+from prefill_worker import config as prefill_config
+from prefill_worker.worker import PrefillWorker
+from tandem.config import ClusterConfig, load
+from tandem.errors import ConfigError
+from tandem.ids import WorkerId
+from tandem.logs import configure
+from tandem.model_path import model_name
+from tandem.process import Lifetime, run
+from tandem.roles import WorkerRole
+from tandem.rpc import ClusterAuth, listen, make_server, open_channel
+from tandem.v1.session_pb2_grpc import add_WorkerServicer_to_server
+from tandem.worker_identity import WorkerIdentity, draw_incarnation
+from tandem.worker_session import WorkerSessions
+
+
+@dataclass(slots=True, kw_only=True)
+class Pair:
+    """What both workers share; entered on `stack`, so that its end ends them."""
+
+    config: ClusterConfig
+    lifetime: Lifetime
+    stack: AsyncExitStack
+    tasks: asyncio.TaskGroup
+    auth: ClusterAuth
+    fabric: MemoryFabric = field(default_factory=MemoryFabric)
+
+    async def start_prefill(self) -> None:
+        """The sender's side."""
+        parts, identity, server = await self._open(WorkerRole.PREFILL)
+        host = EngineHost(parts, on_fatal=self.lifetime.fail)
+        worker = PrefillWorker(identity, host, (NAME,))
+        sessions = WorkerSessions(worker)
+        host.start(on_output=worker.on_output, ports=lambda: sessions.ports)
+        self.stack.push_async_callback(host.stop)
+        local = _local(identity, parts)
+        senders = open_senders(local.region, choice=NAME, fabric=self.fabric)
+        settings = prefill_config.transfer_settings(self.config)
+        hub = SenderHub(local, owner=worker, senders=senders, settings=settings)
+        worker.hub = await self.stack.enter_async_context(hub)
+        hub.register(server)
+        await self._serve(server, sessions)
+
+    async def start_decode(self) -> None:
+        """The receiver's side."""
+        parts, identity, server = await self._open(WorkerRole.DECODE)
+        host = EngineHost(parts, on_fatal=self.lifetime.fail)
+        worker = DecodeWorker(identity, host, self.tasks)
+        sessions = WorkerSessions(worker)
+        host.start(on_output=worker.on_output, ports=lambda: sessions.ports)
+        self.stack.push_async_callback(host.stop)
+        local = _local(identity, parts)
+        hub = ReceiverHub(
+            local,
+            owner=worker.handoffs,
+            receivers=open_receivers(local.region, choice=NAME, fabric=self.fabric),
+            dialer=Dialer(open_channel=open_channel, metadata=self.auth.client_metadata()),
+            settings=decode_config.transfer_settings(self.config),
+        )
+        worker.use(await self.stack.enter_async_context(hub), (NAME,))
+        await self._serve(server, sessions)
+
+    async def _open(self, role: WorkerRole) -> tuple[EngineParts, WorkerIdentity, grpc.aio.Server]:
+        settings = prefill_config if role is WorkerRole.PREFILL else decode_config
+        parts = await asyncio.to_thread(assemble, settings.engine_spec(self.config))
+        host, port = settings.listen_address(self.config, 0)
+        server = make_server(self.auth)
+        identity = WorkerIdentity(
+            worker_id=WorkerId(f"{role.value}-0"),
+            incarnation=draw_incarnation(),
+            role=role,
+            model_name=model_name(self.config.model.path, self.config.model.name),
+            address=f"{host}:{listen(server, host, port)}",
+        )
+        return parts, identity, server
+
+    async def _serve(self, server: grpc.aio.Server, sessions: WorkerSessions) -> None:
+        add_WorkerServicer_to_server(sessions, server)  # type: ignore[no-untyped-call]
+        await server.start()
+        self.stack.push_async_callback(server.stop, 0.5)
+        self.stack.callback(sessions.close)
+        self.stack.callback(self.tasks.create_task(sessions.tell_load()).cancel)
+
+
+def _local(identity: WorkerIdentity, parts: EngineParts) -> LocalWorker:
+    memory = parts.runner.kv_cache.host_view()
+    if memory is None:
+        raise ConfigError("engine.device: the memory transport moves host memory; use cpu")
+    return LocalWorker(
+        worker_id=identity.worker_id,
+        incarnation=identity.incarnation,
+        layout=parts.layout,
+        region=KVRegion.of(memory, parts.layout),
+    )
+
+
+async def serve(config: ClusterConfig, lifetime: Lifetime) -> None:
+    """Both workers, until told to stop."""
+    async with AsyncExitStack() as stack:
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        auth = ClusterAuth(decode_config.cluster_secret(config))
+        pair = Pair(config=config, lifetime=lifetime, stack=stack, tasks=tasks, auth=auth)
+        await pair.start_prefill()
+        await pair.start_decode()
+        await lifetime.wait()
+
+
+def main() -> int:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(prog="bench.memory_pair", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="the cluster's YAML")
+    args = parser.parse_args()
+
+    async def started(lifetime: Lifetime) -> None:
+        config = load(args.config)
+        configure(config.log_level, "memory-pair")
+        await serve(config, lifetime)
+
+    return run(started)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

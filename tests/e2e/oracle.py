@@ -1,0 +1,72 @@
+"""What the built-in model says according to `transformers`, and prompts to ask it."""
+
+import random
+from collections.abc import Sequence
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from cluster.demo import STORY
+from router.tokenizer import Tokenizer
+from tandem.model_path import model_directory
+
+BUILTIN = model_directory("builtin")
+
+
+class Oracle:
+    """Greedy generation in fp32, one prompt at a time or several of one length."""
+
+    def __init__(self) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(BUILTIN, dtype=torch.float32)
+        self._tokenizer = Tokenizer.load(BUILTIN)
+
+    def tokens(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        """The `max_tokens` most likely tokens, past any end."""
+        return self.batch([prompt], max_tokens)[0]
+
+    def batch(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+        """The same for prompts of one length."""
+        ids = torch.tensor([list(prompt) for prompt in prompts])
+        mask = torch.ones_like(ids)
+        out = self._model.generate(
+            ids, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        return out[:, ids.shape[1] :].tolist()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        return list(self._tokenizer.encode(text))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, as clients see it."""
+        return self._tokenizer.decode(token_ids)
+
+    def story(self, seed: int, num_tokens: int) -> list[int]:
+        """A prompt of the kind of text that the model knows, unlike those of other seeds from its start on."""
+        sentences = STORY.split(". ")
+        draw = random.Random(seed)
+        text = f"Story {seed}. "
+        while len(ids := self.encode(text)) < num_tokens:
+            text += f"{draw.choice(sentences)}. The code of {draw.choice(['oak', 'moon'])} is {draw.randrange(10000)}. "
+        return ids[:num_tokens]
+
+
+def noise(seed: int, num_tokens: int) -> list[int]:
+    """A prompt of ordinary tokens in no order."""
+    draw = random.Random(seed)
+    return [draw.randrange(300, 2000) for _ in range(num_tokens)]
+
+
+def prompts(oracle: Oracle, count: int, *, seed: int = 0) -> list[list[int]]:
+    """Prompts long enough for the prefill pool, of odd lengths: stories, noise, and pairs with a common beginning."""
+    draw = random.Random(seed)
+    made: list[list[int]] = []
+    for i in range(count):
+        length = draw.choice([81, 96, 97, 159, 200, 257, 400, 640])
+        if i % 3 == 0:
+            made.append(oracle.story(seed * 1000 + i, length))
+        elif i % 3 == 1:
+            made.append(noise(seed * 1000 + i, length))
+        else:
+            made.append([*made[-1][:64], *noise(seed * 1000 + i, length)])
+    return made

@@ -1,0 +1,102 @@
+"""Processes that die or leave in the middle of the work: no client notices."""
+
+import asyncio
+import signal
+
+import pytest
+import pytest_asyncio
+
+from tests.e2e.running_cluster import running
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+STREAMS = 8
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def cluster():
+    """Two decode workers; one prefill worker, slow enough to be caught at work."""
+    async with running(decode__replicas=2, engine__prefill_chunk_tokens=16, engine__max_batched_tokens=64) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def long_prompts(oracle):
+    made = [oracle.story(7000 + i, 1100 + 16 * i) for i in range(STREAMS)]
+    return made, [oracle.tokens(prompt, 24) for prompt in made]
+
+
+@pytest.fixture(scope="module")
+def long_answers(oracle):
+    made = [oracle.story(8000 + i, 120) for i in range(STREAMS)]
+    return made, oracle.batch(made, 400)
+
+
+async def retries(cluster, reason):
+    return await cluster.figure("tandem_dispatch_retries_total", reason=reason)
+
+
+async def comes_back(cluster, name, old_pid):
+    await cluster.local.wait_ready(name, after_pid=old_pid)
+    await cluster.until_workers(len(cluster.local.workers))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_prefill_worker_that_goes_in_the_middle_of_prefills(cluster, oracle, long_prompts, signum):
+    prompts, expected = long_prompts
+    before, pid, salt = await retries(cluster, "transfer_failed"), cluster.pid("prefill-0"), signum.name
+    gone = False
+
+    def strike(_):
+        nonlocal gone
+        if not gone:  # the first prompt is through, the others are on their way
+            gone = True
+            cluster.local.kill("prefill-0", signum)
+
+    streams = [cluster.stream(prompt, 24, on_token=strike, cache_salt=salt) for prompt in prompts]
+    told = await asyncio.gather(*streams)
+    assert [one.token_ids for one in told] == expected
+    if signum is signal.SIGKILL:
+        assert await retries(cluster, "transfer_failed") > before
+    await comes_back(cluster, "prefill-0", pid)
+
+    before = await cluster.disaggregated()
+    again = oracle.story(9000, 200)
+    assert await cluster.tokens(again, 24, cache_salt=salt) == oracle.tokens(again, 24)
+    assert await cluster.disaggregated() == before + 1
+    await cluster.until_idle()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_decode_worker_that_goes_in_the_middle_of_streams(cluster, oracle, long_answers, signum):
+    prompts, expected = long_answers
+    before, pid, salt = await retries(cluster, "worker_lost"), cluster.pid("decode-0"), f"decode {signum.name}"
+    reading: set[int] = set()
+
+    def watch(index):
+        def strike(got):
+            if len(got.token_ids) >= 3 and index not in reading:
+                reading.add(index)
+                if len(reading) == STREAMS:
+                    cluster.local.kill("decode-0", signum)
+
+        return strike
+
+    streams = [cluster.stream(p, 400, on_token=watch(i), cache_salt=salt) for i, p in enumerate(prompts)]
+    told = await asyncio.gather(*streams)
+    assert [one.token_ids for one in told] == expected
+    assert [one.text for one in told] == [oracle.decode(tokens) for tokens in expected]
+    assert {one.usage["completion_tokens"] for one in told} == {400}
+    lost = await retries(cluster, "worker_lost") - before
+    assert lost > 0 if signum is signal.SIGKILL else lost == 0, "a drain loses nothing, a kill does"
+    await comes_back(cluster, "decode-0", pid)
+    await cluster.until_idle()
+
+
+async def test_the_router_may_restart(cluster, oracle):
+    pid = cluster.pid("router")
+    cluster.local.kill("router")
+    await cluster.local.wait_ready("router", after_pid=pid)
+    await cluster.until_workers(len(cluster.local.workers))
+    prompt = oracle.story(9001, 200)
+    assert await cluster.tokens(prompt, 24) == oracle.tokens(prompt, 24)
+    await cluster.until_idle()
