@@ -6,31 +6,47 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from bench import report
+from bench.errors import CannotMeasure
 
 
 def main() -> int:
-    """Parse the command line, measure, report; 1 when a goal was missed."""
+    """Parse the command line, measure, report; 1 when a goal was missed, 2 when something could not be measured."""
     parser = argparse.ArgumentParser(prog="python -m bench", description="Measure Tandem and print the figures.")
     subjects = parser.add_subparsers(dest="subject", required=True)
     spine = subjects.add_parser("spine", help="parity with transformers, start-up, latency, the model's own gates")
-    spine.add_argument("--quick", action="store_true", help="a sample of each figure, in under a minute")
+    scales = spine.add_mutually_exclusive_group()
+    scales.add_argument("--quick", action="store_true", help="a sample of each figure, in under a minute")
+    scales.add_argument("--full", action="store_true", help="parity in every combination; about twice the time")
     spine.add_argument("--only", nargs="+", metavar="PART", choices=PARTS, help=f"some of: {', '.join(PARTS)}")
     spine.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
     options = parser.parse_args()
 
     from bench.spine import Scale, measure
 
-    scale = Scale.quick() if options.quick else Scale()
-    rows = asyncio.run(measure(scale, options.only or PARTS, Console(stderr=True, highlight=False)))
-    report.show(Console(highlight=False), rows)
+    scale = Scale.quick() if options.quick else Scale.full() if options.full else Scale()
+    parts = options.only or (QUICK_PARTS if options.quick else PARTS)
+    err = Console(stderr=True, highlight=False)
+    try:
+        rows = asyncio.run(measure(scale, parts, err))
+    except CannotMeasure as error:
+        err.print(Text(str(error), style="red"), soft_wrap=True)
+        return EXIT_CANNOT_MEASURE
+    out = Console(highlight=False)
+    report.show(out if out.is_terminal else Console(highlight=False, width=WIDTH), rows)
     if options.json is not None:
         report.write_json(options.json, rows)
     return 1 if report.num_missed(rows) else 0
 
 
+EXIT_CANNOT_MEASURE = 2
+WIDTH = 120
+"""Of a table in a file or a pipe."""
 PARTS = ("logits", "gates", "startup", "speed", "parity", "bf16")
+QUICK_PARTS = PARTS[:-1]
+"""bf16 has no goal, and the fewer prompts, the less its rate says."""
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,11 +11,8 @@ from typing import Any, Self
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.errors import RequestFailed
 from bench.prompts import Prompt
-
-
-class RequestFailed(Exception):
-    """The cluster answered with an error; the message is the cluster's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

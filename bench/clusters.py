@@ -21,16 +21,14 @@ from typing import IO, Any
 import httpx
 import yaml
 
+from bench.errors import ClusterFailed
+
 COLOCATED = "colocated"
 MEMORY = "memory"
 _START_S = 120.0
 _STOP_S = 60.0
 _PERIOD_S = 0.02
 _LAST_WORDS = 2000
-
-
-class ClusterFailed(Exception):
-    """It did not come up; the message holds what its processes said last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +103,11 @@ async def running(setup: Setup) -> AsyncIterator[RunningCluster]:
             stack.push_async_callback(_stop, process)
             processes.append(process)
         url = f"http://127.0.0.1:{ports[0]}"
-        await _until_ready(url, processes, folder / "log")
+        try:
+            await _until_ready(url, processes)
+        except ClusterFailed as error:
+            log.seek(0)
+            raise ClusterFailed(f"{error}\n{log.read()[-_LAST_WORDS:]}") from None
         yield RunningCluster(url=url, started_s=started_s, ready_s=time.monotonic() - started_s)
 
 
@@ -145,14 +147,13 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-async def _until_ready(url: str, processes: Sequence[asyncio.subprocess.Process], log: Path) -> None:
+async def _until_ready(url: str, processes: Sequence[asyncio.subprocess.Process]) -> None:
     deadline_s = time.monotonic() + _START_S
     async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
         while not await _is_ready(http):
             dead = [process for process in processes if process.returncode is not None]
             if dead or time.monotonic() > deadline_s:
-                words = log.read_text(encoding="utf-8", errors="replace")[-_LAST_WORDS:]
-                raise ClusterFailed(f"exit code {dead[0].returncode}\n{words}" if dead else f"not ready\n{words}")
+                raise ClusterFailed(f"exit code {dead[0].returncode}" if dead else "not ready")
             # The door of another process: there is no event here to wait on.
             await asyncio.sleep(_PERIOD_S)
 

@@ -3,16 +3,14 @@
 The workers, hubs, sessions and gRPC servers are the real ones; only the process boundary between the pools is missing.
 """
 
-import argparse
 import asyncio
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import grpc.aio
 
-from decode_worker import config as decode_config
+from decode_worker.config import engine_spec, transfer_settings
 from decode_worker.worker import DecodeWorker
 from engine.assembly import EngineParts, assemble
 from engine.host import EngineHost
@@ -23,17 +21,16 @@ from kv_transfer.sender_hub import SenderHub
 from kv_transfer.transport import KVRegion
 from kv_transfer.transports.catalogue import open_receivers, open_senders
 from kv_transfer.transports.memory import NAME, MemoryFabric
-from prefill_worker import config as prefill_config
 from prefill_worker.worker import PrefillWorker
-from tandem.config import ClusterConfig, load
+from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.ids import WorkerId
-from tandem.logs import configure
 from tandem.model_path import model_name
-from tandem.process import Lifetime, run
+from tandem.process import Lifetime, announce, worker_main
 from tandem.roles import WorkerRole
 from tandem.rpc import ClusterAuth, listen, make_server, open_channel
 from tandem.v1.session_pb2_grpc import add_WorkerServicer_to_server
+from tandem.worker_config import cluster_secret, listen_address
 from tandem.worker_identity import WorkerIdentity, draw_incarnation
 from tandem.worker_session import WorkerSessions
 
@@ -59,8 +56,7 @@ class Pair:
         self.stack.push_async_callback(host.stop)
         local = _local(identity, parts)
         senders = open_senders(local.region, choice=NAME, fabric=self.fabric)
-        settings = prefill_config.transfer_settings(self.config)
-        hub = SenderHub(local, owner=worker, senders=senders, settings=settings)
+        hub = SenderHub(local, owner=worker, senders=senders, settings=transfer_settings(self.config))
         worker.hub = await self.stack.enter_async_context(hub)
         hub.register(server)
         await self._serve(server, sessions)
@@ -79,15 +75,15 @@ class Pair:
             owner=worker.handoffs,
             receivers=open_receivers(local.region, choice=NAME, fabric=self.fabric),
             dialer=Dialer(open_channel=open_channel, metadata=self.auth.client_metadata()),
-            settings=decode_config.transfer_settings(self.config),
+            settings=transfer_settings(self.config),
         )
         worker.use(await self.stack.enter_async_context(hub), (NAME,))
         await self._serve(server, sessions)
 
     async def _open(self, role: WorkerRole) -> tuple[EngineParts, WorkerIdentity, grpc.aio.Server]:
-        settings = prefill_config if role is WorkerRole.PREFILL else decode_config
-        parts = await asyncio.to_thread(assemble, settings.engine_spec(self.config))
-        host, port = settings.listen_address(self.config, 0)
+        parts = await asyncio.to_thread(assemble, engine_spec(self.config))
+        pool = self.config.prefill if role is WorkerRole.PREFILL else self.config.decode
+        host, port = listen_address(pool, role.value, 0)
         server = make_server(self.auth)
         identity = WorkerIdentity(
             worker_id=WorkerId(f"{role.value}-0"),
@@ -102,7 +98,7 @@ class Pair:
         add_WorkerServicer_to_server(sessions, server)  # type: ignore[no-untyped-call]
         await server.start()
         self.stack.push_async_callback(server.stop, 0.5)
-        self.stack.callback(sessions.close)
+        self.stack.callback(sessions.finish)
         self.stack.callback(self.tasks.create_task(sessions.tell_load()).cancel)
 
 
@@ -118,30 +114,17 @@ def _local(identity: WorkerIdentity, parts: EngineParts) -> LocalWorker:
     )
 
 
-async def serve(config: ClusterConfig, lifetime: Lifetime) -> None:
+async def serve(config: ClusterConfig, _index: int, ready_fd: int | None, lifetime: Lifetime) -> None:
     """Both workers, until told to stop."""
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        auth = ClusterAuth(decode_config.cluster_secret(config))
+        auth = ClusterAuth(cluster_secret(config))
         pair = Pair(config=config, lifetime=lifetime, stack=stack, tasks=tasks, auth=auth)
         await pair.start_prefill()
         await pair.start_decode()
+        announce(ready_fd, {"transport": NAME})
         await lifetime.wait()
 
 
-def main() -> int:
-    """Parse the command line and run."""
-    parser = argparse.ArgumentParser(prog="bench.memory_pair", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="the cluster's YAML")
-    args = parser.parse_args()
-
-    async def started(lifetime: Lifetime) -> None:
-        config = load(args.config)
-        configure(config.log_level, "memory-pair")
-        await serve(config, lifetime)
-
-    return run(started)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(worker_main(WorkerRole.DECODE, serve))

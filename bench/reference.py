@@ -9,6 +9,14 @@ import torch
 from bench.prompts import Prompt
 
 
+def silence() -> None:
+    """No progress bars among the figures, in this process."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
 def load(model: Path, dtype: str) -> Any:
     """The model as transformers loads it."""
     from transformers import AutoModelForCausalLM

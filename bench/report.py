@@ -1,7 +1,8 @@
 """What a benchmark says: rows of figures, as a table for people and as JSON for machines."""
 
 import json
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+_COMPARE: Mapping[str, Callable[[float, float], bool]] = {"<=": operator.le, ">=": operator.ge, "<": operator.lt}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,20 +35,14 @@ def figure(
     below: float | None = None,
 ) -> Row:
     """A row, judged where a goal is given. Raises ValueError for more than one goal."""
-    goals = [
-        (f"{sign} {bound:g}", met(value, bound))
-        for sign, bound, met in (
-            ("<=", at_most, float.__le__),
-            (">=", at_least, float.__ge__),
-            ("<", below, float.__lt__),
-        )
-        if bound is not None
-        for value, bound in ((float(value), float(bound)),)
-    ]
+    bounds = {"<=": at_most, ">=": at_least, "<": below}
+    goals = [(sign, bound) for sign, bound in bounds.items() if bound is not None]
     if len(goals) > 1:
         raise ValueError(f"{name}: one goal, not {len(goals)}")
-    goal, met = goals[0] if goals else (None, None)
-    return Row(name=name, value=value, unit=unit, goal=goal, met=met)
+    if not goals:
+        return Row(name=name, value=value, unit=unit)
+    sign, bound = goals[0]
+    return Row(name=name, value=value, unit=unit, goal=f"{sign} {bound:g}", met=_COMPARE[sign](value, bound))
 
 
 def num_missed(rows: Sequence[Row]) -> int:
@@ -71,7 +68,7 @@ def show(console: Console, rows: Sequence[Row]) -> None:
 
 def shown(value: float) -> str:
     """Four significant digits; whole numbers in full."""
-    return f"{value:,.0f}" if value == round(value) and abs(value) < 1e15 else f"{value:.4g}"
+    return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 1e15 else f"{value:.4g}"
 
 
 def write_json(path: Path, rows: Sequence[Row]) -> None:

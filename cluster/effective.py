@@ -19,8 +19,8 @@ from pydantic import SecretStr
 from cluster.supervisor import ProcessPlan, Role
 from tandem.config import ENV_PREFIX, ClusterConfig, PoolConfig, dump
 from tandem.errors import ConfigError
+from tandem.model_path import BUILTIN
 
-BUILTIN = "builtin"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 ROUTER_NAME = "router"

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from cluster.doctor import Finding, Status
-from cluster.effective import BUILTIN
 from tandem.config import ClusterConfig
+from tandem.model_path import BUILTIN, model_directory
 
 MIN_PYTHON = (3, 11)
 COMMAND_TIMEOUT_S = 10.0
@@ -162,8 +162,7 @@ def _output(command: list[str]) -> str:
 def model(config: ClusterConfig) -> list[Finding]:
     """Whether the configured model's files are where the workers will look."""
     name = config.model.path
-    builtin = Path(__file__).resolve().parent.parent / "engine" / "builtin_model"
-    directory = builtin if name == BUILTIN else Path(name)
+    directory = model_directory(BUILTIN) if name == BUILTIN else Path(name)
     if not directory.is_dir():
         hint = "its files are fetched at the first start, if the network allows it"
         return [Finding(name="model", status=Status.WARN, detail=f"{name} is not a directory here", hint=hint)]

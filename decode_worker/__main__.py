@@ -59,7 +59,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         host.start(on_output=worker.on_output, ports=lambda: sessions.ports)
         stack.push_async_callback(host.stop)
         if pools:
-            await _with_handoffs(stack, worker, parts, config, pools[0], auth)
+            await _with_handoffs(stack, worker, parts, config, pools[0])
         add_WorkerServicer_to_server(sessions, server)  # type: ignore[no-untyped-call]
         await server.start()
         stack.push_async_callback(server.stop, 0.5)
@@ -76,12 +76,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
 
 
 async def _with_handoffs(
-    stack: AsyncExitStack,
-    worker: DecodeWorker,
-    parts: EngineParts,
-    config: ClusterConfig,
-    pool: SharedPool,
-    auth: ClusterAuth,
+    stack: AsyncExitStack, worker: DecodeWorker, parts: EngineParts, config: ClusterConfig, pool: SharedPool
 ) -> None:
     """Let prompts be computed elsewhere: the KV pool is host memory that peers can reach."""
     stack.callback(pool.close)
@@ -89,7 +84,9 @@ async def _with_handoffs(
     if memory is None:
         return
     region = KVRegion.of(memory, parts.layout, fd=pool.fd)
-    receivers = open_receivers(region, choice=config.transfer.transport, host=config.decode.host)
+    # Bytes come in where orders do: whoever can reach this worker can reach both.
+    kv_host = worker.identity.address.rpartition(":")[0].strip("[]")
+    receivers = open_receivers(region, choice=config.transfer.transport, host=kv_host)
     hub = ReceiverHub(
         LocalWorker(
             worker_id=worker.identity.worker_id,
@@ -99,7 +96,7 @@ async def _with_handoffs(
         ),
         owner=worker.handoffs,
         receivers=receivers,
-        dialer=Dialer(open_channel=open_channel, metadata=auth.client_metadata()),
+        dialer=Dialer(open_channel=open_channel, metadata=ClusterAuth(cluster_secret(config)).client_metadata()),
         settings=transfer_settings(config),
     )
     worker.use(await stack.enter_async_context(hub), tuple(receiver.name for receiver in receivers))

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from decode_worker.destinations import Destinations
@@ -82,7 +83,8 @@ class Handoffs:
         if len(blocks) != num_blocks:
             raise InvariantError(f"{transfer_id}: {len(blocks)} blocks are reserved, the hand-off counts {num_blocks}")
         self._destinations.bind(key, blocks)
-        task.destinations = blocks
+        if task.reservation == key:  # else the attempt has failed meanwhile, and these come back through `released`
+            task.destinations = blocks
         return blocks
 
     def first_token(self, transfer_id: TransferId, first_token: FirstToken) -> None:
@@ -94,6 +96,9 @@ class Handoffs:
         if task.cached_tokens is None:
             task.cached_tokens = first_token.cached_tokens
         task.decoding_since_s = self._clock()
+        # The prefill worker's own figures come with the commit; a choice may end before that.
+        waited_s = task.decoding_since_s - task.arrived_s - task.times.decode_queue_s
+        task.times = replace(task.times, prefill_s=max(0.0, waited_s))
         reason = self._ends_with(task.request, token.token_id)
         self._reports.token(task, task.request.num_output_tokens, token, reason)
         self._reports.send()
@@ -107,7 +112,7 @@ class Handoffs:
         first = info.first_token.token if info.first_token is not None else task.first_token if task else None
         if task is not None and task.reservation is not None and first is not None:
             key, token_id, cached = task.reservation, first.token_id, task.cached_tokens
-            task.times = info.times
+            task.times = replace(info.times, decode_queue_s=task.times.decode_queue_s)
             task.phase = TaskPhase.ENGINE
             cached_tokens = info.cached_tokens if cached is None else cached
             try:

@@ -16,8 +16,10 @@ from decode_worker.orders import request_from_pb, route_from_pb
 from decode_worker.reports import StepReports, refuse, refuse_order
 from decode_worker.task import DecodeTask, TaskPhase
 from decode_worker.taskbook import TaskBook
+from engine.blocks import PoolExhausted
 from engine.host import EngineHost
 from engine.request import SampledToken, TokenEvent
+from engine.reservations import Grant
 from engine.scheduler import Scheduler
 from engine.step import StepOutput
 from engine.wire import hello_to_pb
@@ -119,6 +121,7 @@ class DecodeWorker:
             return
         self._idle.clear()
         if submit.HasField("timeout_s"):
+            task.deadline_s = now_s + submit.timeout_s
             timer = asyncio.get_running_loop().call_later(max(0.0, submit.timeout_s), self._time_out, task)
             task.when_done = timer.cancel  # or it would keep the task's tokens alive until it fires
         self._spawn(self._begin(task))
@@ -137,13 +140,24 @@ class DecodeWorker:
                 refuse(task, error)
 
     async def _hand_off(self, task: DecodeTask, route: Route) -> None:
-        """Reserve room, then ask the prefill worker."""
+        """Reserve room, then ask the prefill worker; without room now, queue here like any other request."""
         key, hub = task.next_reservation(), self.handoffs.hub
         task.phase = TaskPhase.HANDOFF
-        grant = await self._host.call(lambda scheduler: scheduler.reservations.reserve(key, task.request))
+
+        def enter(scheduler: Scheduler) -> Grant | None:
+            try:
+                return scheduler.reservations.reserve(key, task.request)
+            except PoolExhausted:
+                scheduler.add(task.request)
+                return None
+
+        grant = await self._host.call(enter)
         if task.is_over or hub is None or task.transfer_id is None:
             return  # cancelled meanwhile: `abandon` was posted after the reservation
-        task.held_tokens = grant.num_held_tokens
+        if grant is None:
+            task.phase, task.reservation = TaskPhase.ENGINE, None
+            return
+        task.held_tokens = task.found_tokens = grant.num_held_tokens
         token_ids = tuple(task.request.token_ids)
         task.times = PhaseTimes(decode_queue_s=time.monotonic() - task.arrived_s)
         job = PrefillJob(
@@ -156,6 +170,7 @@ class DecodeWorker:
             hash_root=task.request.hash_root,
             choice_index=task.request.choice_index,
             priority=task.request.priority,
+            timeout_s=None if task.deadline_s is None else max(0.0, task.deadline_s - time.monotonic()),
             tail_hash=self._tail_hash(task, token_ids),
         )
         try:
@@ -191,6 +206,9 @@ class DecodeWorker:
     def _compute_here(self, task: DecodeTask) -> Awaitable[None]:
         """What landed is a prefix like any other; the scheduler computes the rest. Posted before this returns."""
         key, held_tokens = task.reservation, task.held_tokens
+        if task.cached_tokens is None:
+            # What landed was computed for this very request: it is no cache hit.
+            task.cached_tokens = min(task.found_tokens, task.request.num_prompt_tokens)
         first = task.first_token.token_id if task.first_token is not None else None
 
         def run_here(scheduler: Scheduler) -> None:

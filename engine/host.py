@@ -101,11 +101,15 @@ class EngineHost:
             _log.debug("an engine event came after the end")
 
     def _on_step(self, output: StepOutput) -> None:
-        self._load = output.load
-        if output.timings is not None:
-            self.rates.observe(output.timings)
-        self._publish(output.kv_events)
-        self._on_output(output)
+        try:
+            self._load = output.load
+            if output.timings is not None:
+                self.rates.observe(output.timings)
+            self._publish(output.kv_events)
+            self._on_output(output)
+        except Exception as error:  # noqa: BLE001 - a callback of the loop: nobody else would be told
+            # Some requests have missed their tokens of this step; no later one can make that good.
+            self._on_fatal(error)
 
     def _publish(self, batch: KVEventBatch) -> None:
         if not batch.events:

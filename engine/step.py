@@ -52,11 +52,6 @@ class Load:
     num_promised_blocks: int
     num_quarantined_blocks: int
 
-    @property
-    def kv_usage(self) -> float:
-        """Share of the pool that is referenced, 0 to 1; cached blocks do not count."""
-        return self.num_used_blocks / self.num_blocks
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimings:

@@ -71,7 +71,7 @@ class EngineConfig(Section):
 class TransferConfig(Section):
     """Moving KV between workers."""
 
-    transport: Literal["auto", "memory", "shm", "tcp"] = "auto"
+    transport: Literal["auto", "shm", "tcp"] = "auto"
     """`auto` takes shm between processes of one host, else tcp."""
     lease_s: PositiveFloat = 2.0
     """A hand-off whose peer is silent this long is given up."""

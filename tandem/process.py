@@ -107,7 +107,8 @@ def _runner() -> Callable[[Any], None]:
 async def _with_signals(main: Callable[[Lifetime], Awaitable[None]]) -> None:
     lifetime = Lifetime()
     loop = asyncio.get_running_loop()
-    # A callback that raised belongs to nobody: its state is as unknown as that of a broken invariant.
+    # A callback that raised has no task to fail. Only a broken invariant ends the process: gRPC's own poller raises
+    # harmless errors there.
     loop.set_exception_handler(lambda _loop, context: _on_stray(lifetime, context))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lifetime.stop)

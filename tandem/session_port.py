@@ -23,6 +23,7 @@ class SessionPort:
         self._finished = False
         self._queue: deque[pb.WorkerMessage] = deque()
         self._wake = asyncio.Event()
+        self._closed = asyncio.Event()
         self._next_event: int | None = None
 
     def send(self, message: pb.WorkerMessage) -> None:
@@ -42,9 +43,15 @@ class SessionPort:
         self._wake.set()
 
     def close(self) -> None:
-        """Say nothing more and end the session."""
+        """Say nothing more, not even what is queued, and end the session."""
         self.closed = True
+        self._queue.clear()
+        self._closed.set()
         self._wake.set()
+
+    async def wait_closed(self) -> None:
+        """Until `close`."""
+        await self._closed.wait()
 
     def send_snapshot(self, next_event: int, stored: Sequence[pb.KVEvent]) -> None:
         """The whole prefix cache; later events count from `next_event`."""

@@ -9,6 +9,7 @@ from tandem.errors import (
     ModelNotFound,
     Overloaded,
     RequestTooLarge,
+    RouteNotFound,
     ServingError,
     TransferError,
     Unauthenticated,
@@ -52,6 +53,7 @@ _ERRORS: dict[str, type[ServingError]] = {
         ModelNotFound,
         Overloaded,
         RequestTooLarge,
+        RouteNotFound,
         TransferError,
         Unauthenticated,
         Unavailable,
@@ -151,8 +153,9 @@ def token_from_pb(token_id: int, logprobs: pb.Logprobs | None) -> SampledToken:
 
 
 def failure_to_pb(error: ServingError) -> pb.Failure:
-    """An error as a value on a stream."""
-    return pb.Failure(code=type(error).__name__, message=error.message, retry_after_s=error.retry_after_s)
+    """An error as a value on a stream; one that only its own package knows goes as what it is a kind of."""
+    code = next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERRORS), InternalError.__name__)
+    return pb.Failure(code=code, message=error.message, retry_after_s=error.retry_after_s)
 
 
 def failure_from_pb(message: pb.Failure) -> ServingError:

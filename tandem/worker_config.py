@@ -18,4 +18,6 @@ def listen_address(pool: PoolConfig, name: str, index: int) -> tuple[str, int]:
     host, _, port = pool.addresses[index].rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"{name}.addresses: {pool.addresses[index]!r} is not host:port")
+    if host in ("0.0.0.0", "[::]", "::", "*"):  # noqa: S104 - refused
+        raise ConfigError(f"{name}.addresses: {host} is not where a peer can reach this worker; name one address")
     return host, int(port)

@@ -99,11 +99,18 @@ class WorkerSessions(WorkerServicer):
 
     async def _converse(self, port: SessionPort, context: Any) -> None:
         reader = asyncio.create_task(self._read(port, context))
+        writer = asyncio.create_task(self._write(port, context))
+        closed = asyncio.create_task(port.wait_closed())
         try:
-            while (message := await port.next()) is not None:
-                await context.write(message)
+            # A write waits for as long as the router does not read: closing the port must end it all the same.
+            await asyncio.wait({writer, closed}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            reader.cancel()
+            for task in (reader, writer, closed):
+                task.cancel()
+
+    async def _write(self, port: SessionPort, context: Any) -> None:
+        while (message := await port.next()) is not None:
+            await context.write(message)
 
     async def _read(self, port: SessionPort, context: Any) -> None:
         try:

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.local import LocalCluster, SilentWatcher
 from tandem.config import load
 
-WAIT_S = 120.0
+WAIT_S = 60.0
 """For what must happen, however slow the machine is; no test passes or fails by how long it took."""
 
 
@@ -76,7 +76,7 @@ class RunningCluster:
         """Read one stream into `got`, chunk by chunk; closing the generator disconnects."""
         more = {"stream_options": {"include_usage": True}, **more, "stream": True}
         async with self.http.stream("POST", "/v1/completions", json=body(prompt, max_tokens, **more)) as response:
-            assert response.status_code == 200, await response.aread()
+            assert response.status_code == 200, (await response.aread(), *self.logs.lines[-20:])
             async for line in response.aiter_lines():
                 if not line.startswith("data:") or line == "data: [DONE]":
                     continue
@@ -90,10 +90,10 @@ class RunningCluster:
                 yield got
 
     async def figures(self, name: str, **labels: str) -> dict[tuple[str, ...], float]:
-        """Samples of one metric that bear these labels, by the values of their other labels."""
+        """Samples of one metric that bear these labels, by the values of their other labels in order of name."""
         text = (await self.http.get("/metrics")).text
         return {
-            tuple(value for key, value in sample.labels.items() if key not in labels): sample.value
+            tuple(value for key, value in sorted(sample.labels.items()) if key not in labels): sample.value
             for family in text_string_to_metric_families(text)
             for sample in family.samples
             if sample.name == name and labels.items() <= sample.labels.items()
@@ -127,11 +127,17 @@ class RunningCluster:
 
         async def idle() -> bool:
             nonlocal busy
-            blocks = await self.figures("tandem_worker_kv_blocks")
+            blocks = {
+                (state, *key): count
+                for state in ("used", "quarantined")
+                for key, count in (await self.figures("tandem_worker_kv_blocks", state=state)).items()
+            }
             requests = await self.figures("tandem_worker_requests")
-            busy = {key: n for key, n in (blocks | requests).items() if key[-1] != "free" and n}
-            waiting = await self.figure("vllm:num_requests_waiting") + await self.figure("vllm:num_requests_running")
-            return bool(blocks) and not busy and not waiting
+            streams = {
+                (name,): await self.figure(name) for name in ("vllm:num_requests_waiting", "vllm:num_requests_running")
+            }
+            busy = {key: count for key, count in (blocks | requests | streams).items() if count}
+            return bool(blocks) and not busy
 
         try:
             await self.until(idle)

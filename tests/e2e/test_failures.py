@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from functools import partial
 
 import pytest
 import pytest_asyncio
@@ -10,6 +11,7 @@ from tests.e2e.running_cluster import running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 STREAMS = 8
+ANSWER = 600
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -28,7 +30,7 @@ def long_prompts(oracle):
 @pytest.fixture(scope="module")
 def long_answers(oracle):
     made = [oracle.story(8000 + i, 120) for i in range(STREAMS)]
-    return made, oracle.batch(made, 400)
+    return made, oracle.batch(made, ANSWER)
 
 
 async def retries(cluster, reason):
@@ -69,27 +71,45 @@ async def test_a_prefill_worker_that_goes_in_the_middle_of_prefills(cluster, ora
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 async def test_a_decode_worker_that_goes_in_the_middle_of_streams(cluster, oracle, long_answers, signum):
     prompts, expected = long_answers
-    before, pid, salt = await retries(cluster, "worker_lost"), cluster.pid("decode-0"), f"decode {signum.name}"
+    before, salt = await retries(cluster, "worker_lost"), f"decode {signum.name}"
     reading: set[int] = set()
+    all_read = asyncio.Event()
 
-    def watch(index):
-        def strike(got):
-            if len(got.token_ids) >= 3 and index not in reading:
-                reading.add(index)
-                if len(reading) == STREAMS:
-                    cluster.local.kill("decode-0", signum)
+    def watch(index, got):
+        if len(got.token_ids) >= 3:
+            reading.add(index)
+        if len(reading) == STREAMS:
+            all_read.set()
 
-        return strike
-
-    streams = [cluster.stream(p, 400, on_token=watch(i), cache_salt=salt) for i, p in enumerate(prompts)]
+    streams = [
+        asyncio.ensure_future(cluster.stream(p, ANSWER, on_token=partial(watch, i), cache_salt=salt))
+        for i, p in enumerate(prompts)
+    ]
+    await all_read.wait()
+    victim, pid = await kill_the_busiest(cluster, signum)
     told = await asyncio.gather(*streams)
     assert [one.token_ids for one in told] == expected
     assert [one.text for one in told] == [oracle.decode(tokens) for tokens in expected]
-    assert {one.usage["completion_tokens"] for one in told} == {400}
+    assert {one.usage["completion_tokens"] for one in told} == {ANSWER}
     lost = await retries(cluster, "worker_lost") - before
-    assert lost > 0 if signum is signal.SIGKILL else lost == 0, "a drain loses nothing, a kill does"
-    await comes_back(cluster, "decode-0", pid)
+    assert lost > 0 if signum is signal.SIGKILL else lost == 0, "a kill loses what runs there, a drain loses nothing"
+    await comes_back(cluster, victim, pid)
     await cluster.until_idle()
+
+
+async def kill_the_busiest(cluster, signum):
+    """Signal the decode worker that runs most requests; its name and pid."""
+    running = {}
+
+    async def known():
+        running.update(await cluster.figures("tandem_worker_requests", role="decode", state="running"))
+        return any(running.values())
+
+    await cluster.until(known)
+    (victim,) = max(running, key=running.get)
+    pid = cluster.pid(victim)
+    cluster.local.kill(victim, signum)
+    return victim, pid
 
 
 async def test_the_router_may_restart(cluster, oracle):

@@ -1,0 +1,105 @@
+"""`python -m bench spine`: every figure that issue 2 asks the spine for, in one run.
+
+Nothing here is a test of time: figures vary with the machine and with what else it does.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from bench import gates, logits, parity, reference, speed
+from bench.parity import Note, Tokens
+from bench.prompts import mixed_prompts
+from bench.report import Row
+from bench.sittings import IN_BATCHES, PASSES, Exam, Pass
+from tandem.model_path import BUILTIN, model_directory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """How much of each figure is measured."""
+
+    num_prompts: int = 40
+    num_tokens: int = 64
+    chunks_alone: tuple[int, ...] = (64,)
+    """Chunk sizes of prompts that also run alone, which takes longest."""
+    chunks_in_batches: tuple[int, ...] = (16, 64, 512)
+    models_each: int = 4
+    starts: int = 3
+    modes: tuple[str, ...] = speed.MODES
+    concurrencies: tuple[int, ...] = (1, 8)
+    requests_each: int = 12
+    gate_samples: int = 200
+    gate_lengths: tuple[int, ...] = (512,)
+
+    @classmethod
+    def full(cls) -> "Scale":
+        """Every combination of mode, chunk size, prefix and company."""
+        return cls(chunks_alone=(16, 64, 512), gate_lengths=(512, 1024))
+
+    @classmethod
+    def quick(cls) -> "Scale":
+        """A sample."""
+        return cls(
+            num_prompts=8,
+            num_tokens=24,
+            chunks_alone=(),
+            chunks_in_batches=(64,),
+            models_each=1,
+            starts=1,
+            modes=("shm",),
+            concurrencies=(1,),
+            requests_each=4,
+            gate_samples=20,
+            gate_lengths=(512,),
+        )
+
+    def passes(self) -> dict[int, tuple[Pass, ...]]:
+        """What a cluster with each chunk size is asked."""
+        return {chunk: PASSES if chunk in self.chunks_alone else IN_BATCHES for chunk in self.chunks_in_batches}
+
+
+async def measure(scale: Scale, parts: Collection[str], console: Console) -> list[Row]:
+    """The figures of the wanted parts; progress goes to `console`."""
+    reference.silence()
+    model = model_directory(BUILTIN)
+    exam = Exam(prompts=mixed_prompts(model, scale.num_prompts), num_tokens=scale.num_tokens)
+    rows: list[Row] = []
+
+    def note(text: str) -> None:
+        console.print(f"[dim]{text}[/dim]", soft_wrap=True)
+
+    def alone(dtype: str) -> list[Tokens]:
+        note(f"reference: transformers, {dtype}")
+        return reference.answers(model, exam.prompts, exam.num_tokens, dtype=dtype)
+
+    if "logits" in parts:
+        note("logits: random models")
+        rows += logits.rows(scale.models_each)
+    if "gates" in parts:
+        note("gates: the built-in model")
+        rows += await gates.rows(model, samples=scale.gate_samples, lengths=scale.gate_lengths)
+    if "startup" in parts:
+        note("start-up")
+        rows += await speed.startup_rows(exam.prompts[0], scale.starts)
+    if "speed" in parts:
+        note("latency and throughput")
+        rows += await speed.latency_rows(
+            model, scale.modes, concurrencies=scale.concurrencies, requests_each=scale.requests_each
+        )
+    return rows + await _parity(scale, parts, exam, alone, note)
+
+
+async def _parity(
+    scale: Scale, parts: Collection[str], exam: Exam, alone: Callable[[str], Sequence[Tokens]], note: Note
+) -> list[Row]:
+    rows: list[Row] = []
+    if not {"parity", "bf16"} & set(parts):
+        return rows
+    fp32 = alone("float32")
+    if "parity" in parts:
+        rows += await parity.cluster_rows(exam, fp32, scale.passes(), note)
+    if "bf16" in parts:
+        rows += await parity.half_precision_rows(exam, fp32, alone("bfloat16"), note)
+    return rows

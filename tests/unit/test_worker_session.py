@@ -1,0 +1,102 @@
+"""A worker's end of its sessions: order, bounds, and the ends of them."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tandem.ids import Incarnation
+from tandem.session_port import MAX_QUEUED_MESSAGES, SessionPort
+from tandem.v1 import session_pb2 as pb
+from tandem.worker_session import WorkerSessions
+
+
+class Handler:
+    def __init__(self) -> None:
+        self.gone: list[SessionPort] = []
+        self.port: asyncio.Future[SessionPort] = asyncio.get_running_loop().create_future()
+
+    def hello(self) -> pb.WorkerHello:
+        return pb.WorkerHello(worker_id="w")
+
+    def opened(self, port: SessionPort) -> None:
+        self.port.set_result(port)
+
+    def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
+        raise AssertionError("nothing was ordered")
+
+    def closed(self, port: SessionPort) -> None:
+        self.gone.append(port)
+
+    async def load(self) -> pb.LoadSnapshot:
+        return pb.LoadSnapshot()
+
+
+class StuckRouter:
+    """A router that says hello and then reads nothing: flow control holds every write after the first."""
+
+    def __init__(self) -> None:
+        self.written: list[Any] = []
+        self._hello = [pb.RouterMessage(hello=pb.RouterHello(protocol_version=1, incarnation=7))]
+
+    async def read(self) -> Any:
+        if self._hello:
+            return self._hello.pop()
+        return await asyncio.Event().wait()
+
+    async def write(self, message: Any) -> None:
+        if self.written:
+            await asyncio.Event().wait()
+        self.written.append(message)
+
+
+async def test_a_router_that_does_not_read_loses_its_session() -> None:
+    handler, router = Handler(), StuckRouter()
+    session = asyncio.create_task(WorkerSessions(handler).Session(None, router))
+    port = await handler.port
+    for _ in range(MAX_QUEUED_MESSAGES + 2):
+        port.send(pb.WorkerMessage(load=pb.LoadSnapshot()))
+    async with asyncio.timeout(10):
+        await session
+    assert handler.gone == [port]
+    assert port.closed
+
+
+def stored(*names: bytes) -> list[pb.KVEvent]:
+    return [pb.KVEvent(block_hash=name, stored=True) for name in names]
+
+
+async def sent(port: SessionPort) -> list[pb.KVEvents]:
+    port.finish()
+    found = []
+    while (message := await port.next()) is not None:
+        found.append(message.kv_events)
+    return found
+
+
+async def test_events_that_the_snapshot_had_are_not_told_again() -> None:
+    port = SessionPort(Incarnation(1))
+    assert port.send_events(0, stored(b"early"))  # before the snapshot: it will hold them
+    port.send_snapshot(5, stored(b"a", b"b"))
+    assert port.send_events(3, stored(b"old", b"old too", b"new"))
+    assert port.send_events(6, stored(b"newer"))
+    snapshot, first, second = await sent(port)
+    assert (snapshot.cleared, snapshot.first_sequence, len(snapshot.events)) == (True, 5, 2)
+    assert (first.first_sequence, [e.block_hash for e in first.events]) == (5, [b"new"])
+    assert (second.first_sequence, [e.block_hash for e in second.events]) == (6, [b"newer"])
+
+
+async def test_a_gap_is_noticed() -> None:
+    port = SessionPort(Incarnation(1))
+    port.send_snapshot(5, [])
+    assert not port.send_events(7, stored(b"a"))
+
+
+@pytest.mark.parametrize("end", ["finish", "close"])
+async def test_what_is_queued_is_written_before_a_finish_and_not_before_a_close(end: str) -> None:
+    port = SessionPort(Incarnation(1))
+    port.send(pb.WorkerMessage(draining=pb.Draining(reason="x")))
+    getattr(port, end)()
+    assert (await port.next() is not None) == (end == "finish")
+    port.send(pb.WorkerMessage(draining=pb.Draining(reason="late")))
+    assert await port.next() is None
