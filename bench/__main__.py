@@ -10,6 +10,7 @@ from rich.text import Text
 
 from bench import report
 from bench.errors import CannotMeasure
+from bench.report import Row
 
 
 def main() -> int:
@@ -24,21 +25,32 @@ def main() -> int:
     spine.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
     options = parser.parse_args()
 
-    from bench.spine import Scale, measure
-
-    scale = Scale.quick() if options.quick else Scale.full() if options.full else Scale()
-    parts = options.only or (QUICK_PARTS if options.quick else PARTS)
     err = Console(stderr=True, highlight=False)
+    rows: list[Row] = []
     try:
-        rows = asyncio.run(measure(scale, parts, err))
+        asyncio.run(_spine(options, rows, err))
     except CannotMeasure as error:
         err.print(Text(str(error), style="red"), soft_wrap=True)
         return EXIT_CANNOT_MEASURE
+    finally:
+        _tell(rows, options.json)
+    return 1 if report.num_missed(rows) else 0
+
+
+async def _spine(options: argparse.Namespace, rows: list[Row], err: Console) -> None:
+    """Adds to `rows` part by part, so that a later part's failure loses nothing."""
+    from bench.spine import Scale, measure
+
+    scale = Scale.quick() if options.quick else Scale.full() if options.full else Scale()
+    async for part in measure(scale, options.only or (QUICK_PARTS if options.quick else PARTS), err):
+        rows += part
+
+
+def _tell(rows: list[Row], file: Path | None) -> None:
     out = Console(highlight=False)
     report.show(out if out.is_terminal else Console(highlight=False, width=WIDTH), rows)
-    if options.json is not None:
-        report.write_json(options.json, rows)
-    return 1 if report.num_missed(rows) else 0
+    if file is not None:
+        report.write_json(file, rows)
 
 
 EXIT_CANNOT_MEASURE = 2

@@ -56,10 +56,15 @@ class Client:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        try:
+            return await self._stream(body)
+        except httpx.HTTPError as error:
+            raise RequestFailed(f"{type(error).__name__}: {error}") from None
+
+    async def _stream(self, body: dict[str, Any]) -> Completion:
         reader = _Reader(time.monotonic())
-        async with self._http.stream(
-            "POST", "/v1/completions", json=body, headers={"X-Tandem-Timing": "1"}
-        ) as response:
+        headers = {"X-Tandem-Timing": "1"}
+        async with self._http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
             if response.status_code != httpx.codes.OK:
                 raise RequestFailed((await response.aread()).decode(errors="replace"))
             async for line in response.aiter_lines():

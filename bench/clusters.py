@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +29,7 @@ _START_S = 120.0
 _STOP_S = 60.0
 _PERIOD_S = 0.02
 _LAST_WORDS = 2000
+_PORTS = range(20_000, 32_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +60,9 @@ class Setup:
         content: dict[str, Any] = {"model": {"dtype": self.dtype}, "engine": engine, "router": router}
         if self.is_colocated:
             return content | {"prefill": {"replicas": 0}}
-        content["transfer"] = {"transport": self.mode}
-        if self.mode == MEMORY:
+        if self.mode != MEMORY:
+            content["transfer"] = {"transport": self.mode}
+        else:
             content |= {
                 "prefill": {"addresses": [f"127.0.0.1:{ports[2]}"]},
                 "decode": {"addresses": [f"127.0.0.1:{ports[3]}"]},
@@ -112,12 +114,19 @@ async def running(setup: Setup) -> AsyncIterator[RunningCluster]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that nobody uses now."""
+    """Ports of the loopback interface that nobody uses now.
+
+    Outside the range from which the kernel serves outgoing connections, or one of those may take a port before its
+    cluster does.
+    """
+    found: list[int] = []
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        while len(found) < count:
+            port = _PORTS.start + secrets.randbelow(len(_PORTS))
+            with suppress(OSError):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                found.append(port)
+    return found
 
 
 async def _start(command: Sequence[str], log: IO[str]) -> asyncio.subprocess.Process:

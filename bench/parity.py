@@ -4,7 +4,10 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 
+from rich.markup import escape
+
 from bench.clusters import COLOCATED, MEMORY, Setup
+from bench.errors import ClusterFailed
 from bench.report import Row, figure
 from bench.sittings import ALONE_COLD, BATCH_COLD, Exam, Pass, Sitting, num_differing, sit
 
@@ -29,9 +32,19 @@ async def sit_all(wanted: Mapping[Setup, Sequence[Pass]], exam: Exam, note: Note
     async def one(setup: Setup, passes: Sequence[Pass]) -> Sitting:
         async with gate:
             note(f"parity: {setup.mode}, {setup.dtype}, chunks of {setup.prefill_chunk_tokens}")
-            return await sit(setup, exam, passes)
+            try:
+                return await sit(setup, exam, passes)
+            except ClusterFailed as error:
+                # One more time: a start that failed, as on a port that was taken, says nothing of parity.
+                note(f"[red]{setup.mode} did not start: {escape(str(error))}[/red]")
+                return await sit(setup, exam, passes)
 
-    return list(await asyncio.gather(*(one(setup, passes) for setup, passes in wanted.items())))
+    # Each ends by itself: a cluster that is cancelled while it starts would be left to its own devices.
+    ended = await asyncio.gather(*(one(setup, passes) for setup, passes in wanted.items()), return_exceptions=True)
+    for result in ended:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in ended if isinstance(result, Sitting)]
 
 
 async def cluster_rows(
@@ -44,9 +57,7 @@ async def cluster_rows(
     wanted = {setup: passes[setup.prefill_chunk_tokens] for setup in setups(list(passes))}
     sittings = await sit_all(wanted, exam, note)
     wrong = {(s.setup, one): num_differing(given, expected) for s in sittings for one, given in s.answers.items()}
-    for (setup, one), count in wrong.items():
-        if count:
-            note(f"[red]{setup.mode}, chunks of {setup.prefill_chunk_tokens}, {one.name}: {count} differ[/red]")
+    _explain(sittings, wrong, note)
 
     def row(name: str, counts: Sequence[int]) -> Row:
         return figure(f"parity.{name}", sum(counts), f"of {len(counts) * len(exam.prompts)} answers differ", at_most=0)
@@ -57,6 +68,19 @@ async def cluster_rows(
         rows.append(row(f"chunk.{chunk}", [n for (s, _), n in wrong.items() if s.prefill_chunk_tokens == chunk]))
     rows += [row(f"pass.{one.name}", [n for (_, other), n in wrong.items() if other == one]) for one in asked]
     return rows + _route_rows(sittings) + _cache_rows(sittings)
+
+
+def _explain(sittings: Sequence[Sitting], wrong: Mapping[tuple[Setup, Pass], int], note: Note) -> None:
+    """Name what a sum hides: which cluster, which pass, which prompts."""
+    for sitting in sittings:
+        where = f"{sitting.setup.mode}, chunks of {sitting.setup.prefill_chunk_tokens}"
+        if len(sitting.placements) > 1:
+            note(f"[red]{where}: placements {sitting.placements}[/red]")
+        for one, given in sitting.answers.items():
+            if count := wrong[sitting.setup, one]:
+                note(f"[red]{where}, {one.name}: {count} differ[/red]")
+            if one.is_hit and (missed := [i for i, answer in enumerate(given) if not answer.cached_tokens]):
+                note(f"[red]{where}, {one.name}: prompts {missed} found no prefix[/red]")
 
 
 def _route_rows(sittings: Sequence[Sitting]) -> list[Row]:

@@ -42,6 +42,7 @@ def greedy(model: Any, prompt: Prompt, num_tokens: int) -> tuple[int, ...]:
 
 
 def answers(model: Path, prompts: Sequence[Prompt], num_tokens: int, *, dtype: str) -> list[tuple[int, ...]]:
-    """One answer per prompt."""
+    """One answer per prompt, on one thread: two that share a busy core wait for each other."""
+    torch.set_num_threads(1)
     loaded = load(model, dtype)
     return [greedy(loaded, prompt, num_tokens) for prompt in prompts]

@@ -50,9 +50,14 @@ class Sitting:
     answers: dict[Pass, list[Completion]]
     num_requests: int
     """Requests sent, those that warmed caches included."""
-    num_disaggregated: int
-    """Placements through both pools, by the router's own count."""
+    placements: dict[str, int]
+    """The router's own count of where prompts were computed, by reason."""
     num_retries: int
+
+    @property
+    def num_disaggregated(self) -> int:
+        """Requests that went through both pools."""
+        return self.placements.get("disaggregated", 0)
 
 
 async def sit(setup: Setup, exam: Exam, passes: Sequence[Pass]) -> Sitting:
@@ -75,7 +80,7 @@ async def sit(setup: Setup, exam: Exam, passes: Sequence[Pass]) -> Sitting:
         setup=setup,
         answers=answers,
         num_requests=num_requests,
-        num_disaggregated=int(placements.get("disaggregated", 0)),
+        placements={reason: int(count) for reason, count in placements.items()},
         num_retries=int(sum(retries.values())),
     )
 

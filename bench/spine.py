@@ -3,13 +3,12 @@
 Nothing here is a test of time: figures vary with the machine and with what else it does.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 
 from rich.console import Console
 
 from bench import gates, logits, parity, reference, speed
-from bench.parity import Note, Tokens
 from bench.prompts import mixed_prompts
 from bench.report import Row
 from bench.sittings import IN_BATCHES, PASSES, Exam, Pass
@@ -60,46 +59,34 @@ class Scale:
         return {chunk: PASSES if chunk in self.chunks_alone else IN_BATCHES for chunk in self.chunks_in_batches}
 
 
-async def measure(scale: Scale, parts: Collection[str], console: Console) -> list[Row]:
-    """The figures of the wanted parts; progress goes to `console`."""
+async def measure(scale: Scale, parts: Collection[str], console: Console) -> AsyncIterator[list[Row]]:
+    """The figures of the wanted parts, part by part; progress goes to `console`. Raises CannotMeasure."""
     reference.silence()
     model = model_directory(BUILTIN)
     exam = Exam(prompts=mixed_prompts(model, scale.num_prompts), num_tokens=scale.num_tokens)
-    rows: list[Row] = []
 
     def note(text: str) -> None:
         console.print(f"[dim]{text}[/dim]", soft_wrap=True)
 
-    def alone(dtype: str) -> list[Tokens]:
-        note(f"reference: transformers, {dtype}")
-        return reference.answers(model, exam.prompts, exam.num_tokens, dtype=dtype)
-
     if "logits" in parts:
         note("logits: random models")
-        rows += logits.rows(scale.models_each)
+        yield logits.rows(scale.models_each)
     if "gates" in parts:
         note("gates: the built-in model")
-        rows += await gates.rows(model, samples=scale.gate_samples, lengths=scale.gate_lengths)
+        yield await gates.rows(model, samples=scale.gate_samples, lengths=scale.gate_lengths)
     if "startup" in parts:
         note("start-up")
-        rows += await speed.startup_rows(exam.prompts[0], scale.starts)
+        yield await speed.startup_rows(exam.prompts[0], scale.starts)
     if "speed" in parts:
         note("latency and throughput")
-        rows += await speed.latency_rows(
+        yield await speed.latency_rows(
             model, scale.modes, concurrencies=scale.concurrencies, requests_each=scale.requests_each
         )
-    return rows + await _parity(scale, parts, exam, alone, note)
-
-
-async def _parity(
-    scale: Scale, parts: Collection[str], exam: Exam, alone: Callable[[str], Sequence[Tokens]], note: Note
-) -> list[Row]:
-    rows: list[Row] = []
-    if not {"parity", "bf16"} & set(parts):
-        return rows
-    fp32 = alone("float32")
+    if "parity" in parts or "bf16" in parts:
+        note("reference: transformers")
+        fp32 = reference.answers(model, exam.prompts, exam.num_tokens, dtype="float32")
     if "parity" in parts:
-        rows += await parity.cluster_rows(exam, fp32, scale.passes(), note)
+        yield await parity.cluster_rows(exam, fp32, scale.passes(), note)
     if "bf16" in parts:
-        rows += await parity.half_precision_rows(exam, fp32, alone("bfloat16"), note)
-    return rows
+        bf16 = reference.answers(model, exam.prompts, exam.num_tokens, dtype="bfloat16")
+        yield await parity.half_precision_rows(exam, fp32, bf16, note)

@@ -12,15 +12,14 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from cluster.effective import join
 from cluster.local import ProcessView
 from cluster.supervisor import Role
 from tandem.config import ClusterConfig
+from tandem.hosts import join, reachable
 
 STOP_HINT = "Ctrl-C drains and stops; a second Ctrl-C kills"
 EXAMPLE_QUESTION = "Tell me a short story about a fox."
 EXAMPLE_TOKENS = 96
-_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # compared with, never bound
 
 
 def show(console: Console, asked: ClusterConfig, effective: ClusterConfig, processes: Sequence[ProcessView]) -> None:
@@ -49,7 +48,7 @@ def model_name(config: ClusterConfig, processes: Sequence[ProcessView]) -> str:
 
 def base_url(config: ClusterConfig, port: int) -> str:
     """host:port to type on this machine: a wildcard address is not one to connect to."""
-    return join(_EVERYWHERE.get(config.router.host, config.router.host), port)
+    return join(reachable(config.router.host), port)
 
 
 def curl_line(config: ClusterConfig, model: str) -> str:

@@ -19,6 +19,7 @@ from pydantic import SecretStr
 from cluster.supervisor import ProcessPlan, Role
 from tandem.config import ENV_PREFIX, ClusterConfig, PoolConfig, dump
 from tandem.errors import ConfigError
+from tandem.hosts import join
 from tandem.model_path import BUILTIN
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -92,11 +93,6 @@ def _with_addresses(pool: PoolConfig, name: str, ports: PortDrawer) -> PoolConfi
         host, port = split(address, f"{name}.addresses")
         ports.claim(host, port, f"{name}.addresses")
     return pool
-
-
-def join(host: str, port: int) -> str:
-    """`host:port`, with the brackets of IPv6."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split(address: str, what: str) -> tuple[str, int]:

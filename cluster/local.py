@@ -17,9 +17,10 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from cluster.child import Callbacks, Child
-from cluster.effective import child_environment, join, make_effective, module_command, plan_processes, written
+from cluster.effective import child_environment, make_effective, module_command, plan_processes, written
 from cluster.supervisor import Action, Launch, Note, Phase, Policy, ProcessPlan, ProcessState, Role, Send, Supervisor
 from tandem.config import ClusterConfig
+from tandem.hosts import join
 
 LOG_TAIL_LINES = 20
 EXIT_NOT_STARTED = 127

@@ -146,10 +146,10 @@ class Handoffs:
                 return None  # the pool is full: the request can still queue and be computed here
 
         # Posted now: the hub may release the rest before this callback is over.
-        self._spawn(self._ask_for_route(task, new, self._host.call(reserve_again), error.message))
+        self._spawn(self._ask_for_route(task, new, self._host.call(reserve_again), error))
 
     async def _ask_for_route(
-        self, task: DecodeTask, new: TransferId, kept: Awaitable[Grant | None], reason: str
+        self, task: DecodeTask, new: TransferId, kept: Awaitable[Grant | None], why: ServingError
     ) -> None:
         try:
             grant = await kept
@@ -159,7 +159,7 @@ class Handoffs:
         if grant is None and task.reservation == new:
             task.reservation = None
         if task.phase is TaskPhase.REROUTING:
-            ask_for_route(task, reason)
+            ask_for_route(task, why)
 
     def expired(self, transfer_id: TransferId) -> None:
         """The router named no route in time."""

@@ -61,13 +61,14 @@ def refuse_order(port: SessionPort, request_id: str, attempt: int, error: Servin
     port.send(pb.WorkerMessage(refused=refused))
 
 
-def ask_for_route(task: DecodeTask, reason: str) -> None:
+def ask_for_route(task: DecodeTask, error: ServingError) -> None:
     """The hand-off failed: ask the router who computes what is missing."""
     failed = pb.TransferFailed(
         request_id=task.request_id,
         attempt=task.attempt,
         transfer_id=task.transfer_id or "",
         landed_tokens=task.held_tokens,
-        reason=reason,
+        reason=error.message,
+        failure=failure_to_pb(error),
     )
     task.port.send(pb.WorkerMessage(transfer_failed=failed))

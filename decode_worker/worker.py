@@ -91,8 +91,8 @@ class DecodeWorker:
     async def load(self) -> pb.LoadSnapshot:
         """How busy this worker is."""
         hub = self.handoffs.hub
-        if hub is not None and hub.stats.seconds > 0.0:
-            self._host.kv_bytes_per_s = hub.stats.num_bytes / hub.stats.seconds
+        if hub is not None:
+            self._host.kv_bytes_per_s = hub.stats.bytes_per_s
         return await self._host.load()
 
     # Orders

@@ -128,6 +128,8 @@ class Written:
     seq: int
     rewrite: int
     checksum: int
+    seconds: float
+    """What the write took."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

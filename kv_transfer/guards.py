@@ -5,6 +5,7 @@ All are predicates over plain values.
 """
 
 from kv_transfer.coverage import Coverage
+from kv_transfer.leases import Lease
 from kv_transfer.messages import CellRange, Chunk, Envelope, FirstToken, Nack, Offer, Reserve, Seal, TransferKey
 from kv_transfer.states import LIVE, HandoffState
 from tandem.ids import BlockHash, Incarnation
@@ -118,6 +119,11 @@ def not_granted(grant: bytes | None) -> bool:
 def stale_nack(nack: Nack, current_rewrite: int, announced: bool) -> bool:
     """The NACK is not about the write that was announced last: answering it would write over verified cells."""
     return not announced or nack.rewrite != current_rewrite
+
+
+def out_of_time(deadline: Lease | None, now: float) -> bool:
+    """Whoever asked for the prompt waits no longer."""
+    return deadline is not None and deadline.expired(now)
 
 
 def reads_pending(num_writes_under_way: int) -> bool:

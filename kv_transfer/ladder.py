@@ -29,6 +29,7 @@ class Ladder:
         self._settings = settings
         self._newest: int | None = None
         self._waiting: Lease | None = None
+        self._started_s: float | None = None
 
     @property
     def newest_attempt(self) -> int | None:
@@ -46,12 +47,14 @@ class Ladder:
             raise TransferError(f"attempt {attempt} of this hand-off is stale")
         if self._newest is not None and self._waiting is None:
             raise TransferError(f"attempt {self._newest} of this hand-off is still under way")
+        if self._started_s is None:
+            self._started_s = now
         self._newest = attempt
         self._waiting = None
         plan = ReceiverPlan(
             key=TransferKey(transfer_id=self.job.transfer_id, attempt=attempt),
             peer=peer,
-            job=self.job,
+            job=self._job_at(now - self._started_s),
             layout=self._layout,
             lease_s=self._settings.lease_s,
             stall_s=self._settings.stall_s,
@@ -60,6 +63,11 @@ class Ladder:
             max_rewrites=self._settings.max_rewrites,
         )
         return Receiver(plan, now)
+
+    def _job_at(self, elapsed_s: float) -> PrefillJob:
+        if self.job.timeout_s is None:
+            return self.job
+        return replace(self.job, timeout_s=max(0.0, self.job.timeout_s - elapsed_s))
 
     def first_token_known(self) -> None:
         """The first token is out: every later attempt only computes KV."""

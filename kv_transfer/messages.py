@@ -70,6 +70,7 @@ class PrefillJob:
     choice_index: int = 0
     priority: int = 0
     timeout_s: float | None = None
+    """From its receipt on; the prefill worker gives up what takes longer."""
     resume: bool = False
     """What follows `token_ids` is already sampled: compute KV, sample nothing."""
     tail_hash: BlockHash | None = None
@@ -146,6 +147,8 @@ class Chunk:
     cells: CellRange
     checksum: int
     """CRC-32 over the cells' bytes as sent, in order of layer, then block."""
+    write_s: float
+    """What this write took, by the sender's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,6 @@
 """The shell around one pure receiver: executes its actions in order and feeds the answers back."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -9,7 +8,6 @@ from typing import Any, Protocol
 
 from kv_transfer.actions import (
     Action,
-    Actions,
     BindBlocks,
     Commit,
     CommitInfo,
@@ -22,12 +20,12 @@ from kv_transfer.actions import (
     Send,
     Verify,
 )
+from kv_transfer.attempt import Attempt
 from kv_transfer.checksum import checksum_of
 from kv_transfer.events import BindRefused, Bound, Committed, GrantOpened, Quiet, ReceiverEvent, Verified
-from kv_transfer.messages import Envelope, Failure, FirstToken, TransferKey
+from kv_transfer.messages import Failure, FirstToken, TransferKey
 from kv_transfer.receiver import Receiver
 from kv_transfer.receiver_link import ReceiverLink
-from kv_transfer.states import HandoffState
 from kv_transfer.stats import TransferStats
 from kv_transfer.transport import KVReceiver, KVRegion
 from tandem.errors import ServingError
@@ -93,53 +91,24 @@ class AttemptUser(Protocol):
         """Nothing of it is left."""
 
 
-class ReceiverAttempt:
+class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
     """One attempt on one link."""
 
     def __init__(self, machine: Receiver, link: ReceiverLink, context: ReceiverContext, user: AttemptUser) -> None:
-        self.machine = machine
+        super().__init__(machine, now=context.now)
         self.link = link
         self._context = context
         self._user = user
         self._transport = ""
         self._num_quarantined = 0
-        self._reserved_s = 0.0
-        self._closed = False
-        self._started = False
 
     @property
     def key(self) -> TransferKey:
         """Its name."""
         return self.machine.plan.key
 
-    def start(self) -> None:
-        """The link is up: ask for the prefill, once."""
-        if not self._started:
-            self._started = True
-            self._run(self.machine.start())
-
-    def on_message(self, envelope: Envelope) -> None:
-        """A message for this hand-off."""
-        self._run(self.machine.on_message(envelope, self._context.now()))
-
-    def on_event(self, event: ReceiverEvent) -> None:
-        """Something happened here."""
-        if not self._closed:
-            self._run(self.machine.on_event(event, self._context.now()))
-
-    def on_timer(self, now: float) -> None:
-        """The reaper's visit."""
-        self._run(self.machine.on_timer(now))
-
-    def _run(self, actions: Actions) -> None:
-        queue = deque(actions)
-        while queue:
-            event = self._execute(queue.popleft())
-            if event is not None:
-                queue.extend(self.machine.on_event(event, self._context.now()))
-        if self.machine.state is HandoffState.CLOSED and not self._closed:
-            self._closed = True
-            self._user.closed(self)
+    def _on_closed(self) -> None:
+        self._user.closed(self)
 
     def _execute(self, action: Action) -> ReceiverEvent | None:
         owner, transfer_id = self._context.owner, self.key.transfer_id
@@ -172,7 +141,6 @@ class ReceiverAttempt:
 
     def _open_grant(self, blocks: tuple[BlockId, ...]) -> GrantOpened:
         self._transport = self.link.transport
-        self._reserved_s = self._context.now()
         receiver = self._context.receivers[self._transport]
         grant = receiver.open_grant(self.key, blocks)
         return GrantOpened(transport=receiver.name, grant=grant, drain_proves_quiet=receiver.drain_proves_quiet)
@@ -194,15 +162,15 @@ class ReceiverAttempt:
         views = self._context.region.views(chunk.cells, action.blocks)
         checksum = await asyncio.get_running_loop().run_in_executor(self._context.executor, checksum_of, views)
         intact = checksum == chunk.checksum
-        self._context.stats.chunks += intact
-        self._context.stats.nacks += not intact
-        self._context.stats.num_bytes += sum(view.nbytes for view in views) if intact else 0
+        if intact:
+            self._context.stats.count_chunk(sum(view.nbytes for view in views), chunk.write_s)
+        else:
+            self._context.stats.nacks += 1
         self.on_event(Verified(seq=chunk.seq, rewrite=chunk.rewrite, intact=intact))
 
     async def _commit(self, info: CommitInfo) -> None:
         if self._user.committing(self):
             self._context.stats.committed += 1
-            self._context.stats.seconds += self._context.now() - self._reserved_s
             await self._context.owner.commit(self.key.transfer_id, info)
         else:
             self._context.owner.released(self.key.transfer_id, info.blocks)

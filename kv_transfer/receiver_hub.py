@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -62,7 +63,9 @@ class ReceiverHub:
         self._reaper = Reaper(self._sweep, period_s=settings.sweep_s, clock=clock)
         self._executor = ThreadPoolExecutor(1, "kv-verify")
         self._group = asyncio.TaskGroup()
+        self._stack = AsyncExitStack()
         self._links: dict[str, ReceiverLink] = {}
+        self._link_tasks: set[asyncio.Task[None]] = set()
         self._ladders: dict[TransferId, Ladder] = {}
         self._attempts: dict[TransferKey, ReceiverAttempt] = {}
         self._empty = asyncio.Event()
@@ -82,7 +85,9 @@ class ReceiverHub:
         loop = asyncio.get_running_loop()
         for receiver in self._receivers.values():
             receiver.listen_quiet(partial(self._listen_quiet, loop))
-        await self._group.__aenter__()
+        self._stack.callback(self._close_ends)
+        await self._stack.enter_async_context(self._group)
+        self._stack.push_async_exit(self._leave)
         self._spawn(self._reaper.run())
         return self
 
@@ -90,17 +95,28 @@ class ReceiverHub:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Cancel what is left, close every link and every receiving end."""
-        for transfer_id in list(self._ladders):
-            self.cancel(transfer_id, "decode worker stops")
-        for link in self._links.values():
-            link.close()
-        self._reaper.stop()
+        await self._stack.__aexit__(kind, error, trace)
+
+    async def _leave(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
         try:
-            await self._group.__aexit__(kind, error, trace)
+            for transfer_id in list(self._ladders):
+                self.cancel(transfer_id, "decode worker stops")
+            for link in self._links.values():
+                link.close()
+            # A frozen peer does not read what a link would still send; after an error the group waits for nobody.
+            if error is None and self._link_tasks:
+                _done, late = await asyncio.wait(self._link_tasks, timeout=self._settings.lease_s)
+                for task in late:
+                    task.cancel()
         finally:
-            self._executor.shutdown()
-            for receiver in self._receivers.values():
-                receiver.close()
+            self._reaper.stop()
+
+    def _close_ends(self) -> None:
+        self._executor.shutdown()
+        for receiver in self._receivers.values():
+            receiver.close()
 
     def start(self, job: PrefillJob, route: Route) -> None:
         """Ask the route's prefill worker for a prompt's KV. Raises Overloaded, or TransferError for a known id."""
@@ -170,7 +186,9 @@ class ReceiverHub:
                 user=self,
                 settings=self._settings,
             )
-            self._spawn(self._run_link(link))
+            task = self._spawn(self._run_link(link))
+            self._link_tasks.add(task)
+            task.add_done_callback(self._link_tasks.discard)
         return link
 
     async def _run_link(self, link: ReceiverLink) -> None:

@@ -52,7 +52,7 @@ from kv_transfer.messages import (
     TransferKey,
 )
 from kv_transfer.states import NEXT, HandoffState
-from tandem.errors import InvariantError
+from tandem.errors import DeadlineExceeded, InvariantError
 from tandem.ids import BlockId, Incarnation
 from tandem.kv_layout import KVLayout
 
@@ -96,6 +96,7 @@ class Sender:
         self._planner = ChunkPlanner(layout=plan.layout, chunk_blocks=plan.chunk_blocks)
         self._lease = Lease(plan.lease_s, now)
         self._progress = Lease(plan.queue_s, now)
+        self._deadline = Lease(plan.job.timeout_s, now) if plan.job.timeout_s is not None else None
         self._submitting = True
         self._submitted = False
         self._sources: list[BlockId] = []
@@ -178,7 +179,8 @@ class Sender:
                 self._writes_under_way.discard((event.seq, event.rewrite))
                 return self._fail(event.reason)
             case PrefillFailed():
-                return self._on_prefill_failed(event.failure)
+                # The engine has already ended the request: there is nothing left to abort there.
+                return self._give_up(event.failure, stop_engine=False)
             case LinkLost():
                 return self._fail(None)
             case Cancelled() | PeerFaulted():
@@ -194,6 +196,8 @@ class Sender:
             return self._fail("decode worker is silent")
         if self._progress.expired(now):
             return self._fail("no progress")
+        if guards.out_of_time(self._deadline, now):
+            return self._give_up(Failure(kind=DeadlineExceeded, message="the prefill took too long"))
         return ()
 
     def _move(self, state: HandoffState) -> None:
@@ -287,7 +291,13 @@ class Sender:
         self._writes_under_way.discard((event.seq, event.rewrite))
         chunk = self._chunks[event.seq]
         chunk.announced = True
-        done = Chunk(seq=event.seq, rewrite=event.rewrite, cells=chunk.cells, checksum=event.checksum)
+        done = Chunk(
+            seq=event.seq,
+            rewrite=event.rewrite,
+            cells=chunk.cells,
+            checksum=event.checksum,
+            write_s=event.seconds,
+        )
         return (Send(body=done), *self._fill_window())
 
     def _on_nack(self, nack: Nack) -> Actions:
@@ -312,11 +322,11 @@ class Sender:
 
     # Towards the end of a failed attempt
 
-    def _on_prefill_failed(self, failure: Failure) -> Actions:
-        # The engine has already ended the request: there is nothing left to abort there.
+    def _give_up(self, failure: Failure, *, stop_engine: bool = True) -> Actions:
+        # A REJECT promises that nothing was written.
         if self._reserve is not None:
-            return self._fail(failure.message, stop_engine=False)
-        return (Send(body=Reject(failure=failure)), *self._fail(None, stop_engine=False))
+            return self._fail(failure.message, stop_engine=stop_engine)
+        return (Send(body=Reject(failure=failure)), *self._fail(None, stop_engine=stop_engine))
 
     def _fail(self, tell: str | None, *, stop_engine: bool = True) -> Actions:
         """Stop everything; `tell` is what the peer should hear, None when it knows or cannot."""

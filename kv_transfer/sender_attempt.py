@@ -1,7 +1,6 @@
 """The shell around one pure sender: executes its actions in order and feeds the answers back."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -10,20 +9,19 @@ from typing import Any, Protocol
 from kv_transfer.actions import (
     AbortPrefill,
     Action,
-    Actions,
     CancelWrites,
     ReleaseSources,
     Send,
     StartWrite,
     SubmitPrefill,
 )
+from kv_transfer.attempt import Attempt
 from kv_transfer.events import SenderEvent, SubmitRefused, Submitted, WriteFailed, WritesQuiet, Written
-from kv_transfer.messages import Body, Envelope, Failure, PrefillJob, TransferKey
+from kv_transfer.messages import Body, Failure, PrefillJob, TransferKey
 from kv_transfer.sender import Sender
-from kv_transfer.states import HandoffState
 from kv_transfer.stats import TransferStats
 from kv_transfer.transport import PeerWriter, WriteOrder, WriteResult
-from tandem.errors import ServingError, TransferError
+from tandem.errors import ServingError, TransferError, Unavailable
 from tandem.ids import TransferId
 
 
@@ -69,51 +67,32 @@ class SenderContext:
     owner: SenderOwner
     stats: TransferStats
     now: Callable[[], float]
-    spawn: Callable[[Coroutine[Any, Any, None]], object]
+    spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
     closed: Callable[["SenderAttempt"], None]
 
 
-class SenderAttempt:
+class SenderAttempt(Attempt[Sender, SenderEvent]):
     """One attempt on one link."""
 
     def __init__(self, machine: Sender, peer: SenderPeer, context: SenderContext) -> None:
-        self.machine = machine
+        super().__init__(machine, now=context.now)
         self.peer = peer
         self._context = context
         self._loop = asyncio.get_running_loop()
-        self._closed = False
+        self._submission: asyncio.Task[None] | None = None
 
     @property
     def key(self) -> TransferKey:
         """Its name."""
         return self.machine.plan.key
 
-    def start(self) -> None:
-        """Hand the job to the engine."""
-        self._run(self.machine.start())
+    def abandon(self) -> None:
+        """Wait for the engine's answer no longer: the process ends."""
+        if self._submission is not None:
+            self._submission.cancel()
 
-    def on_message(self, envelope: Envelope) -> None:
-        """A message for this hand-off."""
-        self._run(self.machine.on_message(envelope, self._context.now()))
-
-    def on_event(self, event: SenderEvent) -> None:
-        """Something happened here."""
-        if not self._closed:
-            self._run(self.machine.on_event(event, self._context.now()))
-
-    def on_timer(self, now: float) -> None:
-        """The reaper's visit."""
-        self._run(self.machine.on_timer(now))
-
-    def _run(self, actions: Actions) -> None:
-        queue = deque(actions)
-        while queue:
-            event = self._execute(queue.popleft())
-            if event is not None:
-                queue.extend(self.machine.on_event(event, self._context.now()))
-        if self.machine.state is HandoffState.CLOSED and not self._closed:
-            self._closed = True
-            self._context.closed(self)
+    def _on_closed(self) -> None:
+        self._context.closed(self)
 
     def _execute(self, action: Action) -> SenderEvent | None:
         owner, transfer_id = self._context.owner, self.key.transfer_id
@@ -121,7 +100,8 @@ class SenderAttempt:
             case Send():
                 self.peer.send(self.key, action.body)
             case SubmitPrefill():
-                self._context.spawn(self._submit(action.job))
+                self._submission = self._context.spawn(self._submit(action.job))
+                self._submission.add_done_callback(self._submission_ended)
             case StartWrite():
                 return self._start_write(action)
             case AbortPrefill():
@@ -140,6 +120,11 @@ class SenderAttempt:
         else:
             self.on_event(Submitted())
 
+    def _submission_ended(self, task: "asyncio.Task[None]") -> None:
+        # Not in the coroutine: a cancel may come before its first step.
+        if task.cancelled():
+            self.on_event(SubmitRefused(failure=Failure(kind=Unavailable, message="prefill worker stops")))
+
     def _start_write(self, action: StartWrite) -> SenderEvent | None:
         reserve = self.machine.reserve
         if reserve is None or reserve.transport != self.peer.transport:
@@ -157,10 +142,9 @@ class SenderAttempt:
         error = future.exception()
         if error is None:
             result = future.result()
-            self._context.stats.num_bytes += result.num_bytes
-            self._context.stats.seconds += result.seconds
-            self._context.stats.chunks += 1
-            self.on_event(Written(seq=seq, rewrite=rewrite, checksum=result.checksum))
+            self._context.stats.count_chunk(result.num_bytes, result.seconds)
+            written = Written(seq=seq, rewrite=rewrite, checksum=result.checksum, seconds=result.seconds)
+            self.on_event(written)
         elif isinstance(error, TransferError):
             self.on_event(WriteFailed(seq=seq, rewrite=rewrite, reason=error.message))
             if self.peer.writer.closed:

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -73,6 +74,8 @@ class SenderHub:
         self._settings = settings
         self._reaper = Reaper(self._sweep, period_s=settings.sweep_s, clock=clock)
         self._group = asyncio.TaskGroup()
+        self._stack = AsyncExitStack()
+        self._closing_writers: set[asyncio.Future[None]] = set()
         self._links: dict[SenderLink, asyncio.Task[Any] | None] = {}
         self._exited = False
         self._attempts: dict[TransferId, SenderAttempt] = {}
@@ -90,25 +93,48 @@ class SenderHub:
         add_HandoffServicer_to_server(_Servicer(self), server)  # type: ignore[no-untyped-call]
 
     async def __aenter__(self) -> Self:
-        await self._group.__aenter__()
+        self._stack.push_async_callback(self._close_writers)
+        await self._stack.enter_async_context(self._group)
+        self._stack.push_async_exit(self._leave)
         self._spawn(self._reaper.run())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Abort what is left and close every link."""
+        """Abort what is left and close every link; takes a few leases at most."""
+        await self._stack.__aexit__(kind, error, trace)
+
+    async def _leave(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
         self._draining = True
-        for attempt in list(self._attempts.values()):
-            attempt.on_event(Cancelled(reason="prefill worker stops"))
-        for link in list(self._links):
-            link.close()
-        await self._empty.wait()
+        try:
+            for attempt in list(self._attempts.values()):
+                attempt.on_event(Cancelled(reason="prefill worker stops"))
+            for link in list(self._links):
+                link.close()
+            # After an error nobody may be left to answer: the group cancels whatever still waits.
+            if error is None:
+                await self._settle()
+        finally:
+            self._exited = True
+            self._reaper.stop()
+
+    async def _settle(self) -> None:
+        """Wait for what answers within a lease; abandon the rest."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.lease_s):
+                await self._empty.wait()
         self._exited = True
+        for attempt in list(self._attempts.values()):
+            attempt.abandon()
         if serving := [task for task in self._links.values() if task is not None]:
-            await asyncio.wait(serving)
-        self._reaper.stop()
-        await self._group.__aexit__(kind, error, trace)
+            await asyncio.wait(serving, timeout=self._settings.lease_s)
+
+    async def _close_writers(self) -> None:
+        if self._closing_writers:
+            await asyncio.wait(self._closing_writers)
 
     async def drain(self) -> None:
         """Take no new work and wait until every outstanding hand-off has ended."""
@@ -182,7 +208,10 @@ class SenderHub:
                 if attempt.peer is link:
                     attempt.on_event(LinkLost(reason="link lost"))
             if link.connected:
-                self._spawn(asyncio.to_thread(link.writer.close))
+                # Not in the group: that takes no more tasks once something has failed.
+                closing = asyncio.get_running_loop().run_in_executor(None, link.writer.close)
+                self._closing_writers.add(closing)
+                closing.add_done_callback(self._closing_writers.discard)
 
     def _deliver(self, link: SenderLink, envelope: Envelope) -> None:
         body, key = envelope.body, envelope.key

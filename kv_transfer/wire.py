@@ -42,6 +42,7 @@ MAX_TRANSPORTS = 8
 MAX_RENEWALS = 4096
 MAX_TEXT_CHARS = 4096
 MAX_LEASE_S = 3600.0
+MAX_WRITE_S = 3600.0
 MAX_LAYERS = 4096
 MAX_HEADS = 4096
 MAX_BLOCK_SIZE = 4096
@@ -126,6 +127,7 @@ def _encode_chunk(body: Chunk) -> pb.Chunk:
         num_heads=cells.num_heads,
         checksum=body.checksum,
         rewrite=body.rewrite,
+        write_s=body.write_s,
     )
 
 
@@ -224,6 +226,7 @@ def _decode_chunk(message: pb.Chunk, _key: TransferKey | None) -> Chunk:
     _check("num_blocks", message.num_blocks, 1, MAX_BLOCKS)
     _check("num_layers", message.num_layers, 1, MAX_LAYERS)
     _check("num_heads", message.num_heads, 1, MAX_HEADS)
+    _check("write_s", message.write_s, 0.0, MAX_WRITE_S)
     cells = CellRange(
         first_layer=message.first_layer,
         num_layers=message.num_layers,
@@ -232,7 +235,13 @@ def _decode_chunk(message: pb.Chunk, _key: TransferKey | None) -> Chunk:
         first_head=message.first_head,
         num_heads=message.num_heads,
     )
-    return Chunk(seq=message.seq, rewrite=message.rewrite, cells=cells, checksum=message.checksum)
+    return Chunk(
+        seq=message.seq,
+        rewrite=message.rewrite,
+        cells=cells,
+        checksum=message.checksum,
+        write_s=message.write_s,
+    )
 
 
 def _decode_nack(message: pb.Nack, _key: TransferKey | None) -> Nack:

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from random import SystemRandom
 
 from router.admission import Admission
+from router.canary import CANARY_SALT, Canary
 from router.choice_run import DispatchSettings
 from router.dispatch import Dispatcher
 from router.fleet import WorkerFleet
@@ -25,6 +26,7 @@ from router.tokenizer import Tokenizer
 from router.workers import WorkerRegistry
 from tandem.block_hash import BlockHasher
 from tandem.config import ClusterConfig
+from tandem.hosts import join, reachable
 from tandem.model_path import model_directory
 from tandem.process import Lifetime, announce, router_main
 from tandem.registry import StaticDirectory
@@ -55,7 +57,8 @@ async def serve(config: ClusterConfig, ready_fd: int | None, lifetime: Lifetime)
         metrics = RouterMetrics(model.name)
         dispatcher = make_dispatcher(config, registry, metrics, secret)
         frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret)
-        readiness = Readiness(registry, metrics)
+        canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
+        readiness = Readiness(registry, metrics, canary.answering)
         app = create_app(frontend, dispatcher, readiness, config.router, metrics)
         server = build_server(frontend, dispatcher, config.router, metrics)
         where, drain_s = config.router.host, config.decode.drain_s
@@ -63,11 +66,14 @@ async def serve(config: ClusterConfig, ready_fd: int | None, lifetime: Lifetime)
         door = GrpcDoor(server, host=where, port=config.router.grpc_port, grace_s=drain_s)
         rpc = await stack.enter_async_context(door)
         await rpc.set_serving(True)
-        announce(ready_fd, {"http": f"http://{_shown(where)}:{http.port}", "grpc": f"{_shown(where)}:{rpc.port}"})
+        await stack.enter_async_context(canary)
+        shown = reachable(where)
+        announce(ready_fd, {"http": f"http://{join(shown, http.port)}", "grpc": join(shown, rpc.port)})
         _log.info("router serves HTTP on %s:%d and gRPC on %s:%d", where, http.port, where, rpc.port)
         await lifetime.wait()
         readiness.drain()
-        await rpc.set_serving(False)
+        await canary.stop()
+        await drain(dispatcher, http, rpc, drain_s=drain_s)
 
 
 def make_dispatcher(
@@ -86,6 +92,7 @@ def make_dispatcher(
         admission=Admission(max_inflight=settings.max_inflight_requests, clock=time.monotonic),
         hasher=BlockHasher(secret),
         clock=time.monotonic,
+        rng=SystemRandom(),
         observer=metrics,
         settings=DispatchSettings(
             max_attempts=settings.max_attempts, stream_buffer_tokens=settings.stream_buffer_tokens
@@ -106,9 +113,18 @@ def _model_info(registry: WorkerRegistry) -> ModelInfo:
     )
 
 
-def _shown(host: str) -> str:
-    """An address that a client on this machine can use."""
-    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104 - compared, not bound
+async def drain(dispatcher: Dispatcher, http: HttpDoor, rpc: GrpcDoor, *, drain_s: float) -> None:
+    """Refuse what is new at both doors, let what was accepted end, close both: all within one bound.
+
+    The doors listen until then, so that a client is told to go elsewhere rather than find nobody.
+    """
+    ends_s = time.monotonic() + drain_s
+    await rpc.set_serving(False)
+    await dispatcher.drain(most_s=drain_s)
+    left_s = max(0.0, ends_s - time.monotonic())
+    async with asyncio.TaskGroup() as closing:
+        closing.create_task(http.stop(left_s))
+        closing.create_task(rpc.stop(left_s))
 
 
 if __name__ == "__main__":

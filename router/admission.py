@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tandem.errors import Overloaded
+from tandem.errors import Overloaded, Unavailable
 
 _SMOOTHING = 0.2
+_SUCCESSOR_S = 1.0
 
 
 class Admission:
@@ -23,11 +24,17 @@ class Admission:
         self._clock = clock
         self._mean_duration_s = prior_s
         self._num_turned_away = 0
+        self._closed = False
         self.num_inflight = 0
 
     @contextmanager
     def admit(self, priority: int) -> Iterator[None]:
-        """Hold one place while inside. Raises Overloaded with the predicted time until a place is free."""
+        """Hold one place while inside. Raises Overloaded with the predicted time until a place is free.
+
+        Raises Unavailable once closed: another router, or this one's successor, will answer.
+        """
+        if self._closed:
+            raise Unavailable("the router is draining", retry_after_s=_SUCCESSOR_S)
         bound = self._max_background if priority > 0 else self._max_inflight
         if self.num_inflight >= bound:
             self._num_turned_away += 1
@@ -40,6 +47,10 @@ class Admission:
             self.num_inflight -= 1
             self._num_turned_away = max(0, self._num_turned_away - 1)
             self._mean_duration_s += _SMOOTHING * (self._clock() - started_s - self._mean_duration_s)
+
+    def close(self) -> None:
+        """Accept nothing any more."""
+        self._closed = True
 
     def retry_after_s(self) -> float:
         """Time in which as many places come free as were turned away since, between 0.1 s and a minute."""

@@ -2,13 +2,15 @@
 
 The ladder: a refusal or a lost worker is answered by another worker, which continues after the tokens that the
 client already has (sampling noise depends on seed, choice and position only, so the text is the one of an
-undisturbed run); a failed hand-off by another prefill worker, then by computing on the decode worker. Bounds:
-`max_attempts` in a row without progress, the router's retry budget, and the request's deadline.
+undisturbed run); a failed hand-off by another prefill worker, then by computing on the decode worker. When every
+worker is full, the choice waits for room. Bounds: `max_attempts` in a row without progress, the router's retry
+budget, and the request's deadline.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from random import Random
 
 from router.requests import ChoiceFinish
 from router.session_events import AttemptFinished, AttemptStarted, TokensArrived
@@ -18,6 +20,8 @@ from tandem.outputs import FinishReason, PhaseTimes, SampledToken
 
 MAX_REROUTES = 2
 """Prefill workers tried after the first one, before the decode worker computes the prompt itself."""
+LEAST_WAIT_S = 0.1
+MAX_WAIT_DOUBLINGS = 3
 
 
 class RetryReason(Enum):
@@ -58,6 +62,11 @@ class RetryBudget:
         return True
 
 
+def is_full(error: ServingError) -> bool:
+    """Whether the worker is well and only has no room now: it says when to come back."""
+    return error.retryable and error.retry_after_s is not None
+
+
 def is_final(error: ServingError) -> bool:
     """Whether no other worker would answer differently: the request is wrong, or late."""
     return isinstance(error, (InvalidRequest, DeadlineExceeded)) and not isinstance(error, RequestTooLarge)
@@ -77,6 +86,10 @@ class ChoiceProgress:
     """Of this attempt."""
     excluded: set[WorkerKey] = field(default_factory=set)
     """Workers tried in vain since the last progress."""
+    full: set[WorkerKey] = field(default_factory=set)
+    """Those of the excluded that said when to come back."""
+    num_waits: int = 0
+    """Waits for room since the last progress."""
     pool_tokens_above: int = 0
     last_error: ServingError | None = None
     _num_failures: int = 0
@@ -97,8 +110,9 @@ class ChoiceProgress:
             self._first_start = arrived.started
         if new:
             self.token_ids.extend(token.token_id for token in new)
-            self._num_failures = 0
+            self._num_failures = self.num_waits = 0
             self.excluded.clear()
+            self.full.clear()
         return new
 
     def may_retry(self, reason: RetryReason, error: ServingError, budget: RetryBudget) -> bool:
@@ -108,6 +122,23 @@ class ChoiceProgress:
         if is_final(error) or self._num_failures >= self.max_attempts:
             return False
         return reason is RetryReason.WORKER_LOST or budget.spend()
+
+    def was_full(self, worker: WorkerKey, error: ServingError) -> None:
+        """The worker has no room now: no fault of anybody, so it costs no attempt."""
+        self.last_error = error
+        self.full.add(worker)
+
+    def wait_for_room_s(self, rng: Random) -> float:
+        """How long to stay away when all are full: as asked, twice as long each time, and not in step with others."""
+        asked_s = None if self.last_error is None else self.last_error.retry_after_s
+        self.num_waits += 1
+        growth = 2.0 ** min(self.num_waits - 1, MAX_WAIT_DOUBLINGS)
+        return max(LEAST_WAIT_S, asked_s or 0.0) * growth * rng.uniform(1.0, 1.5)
+
+    def try_full_again(self) -> None:
+        """The wait is over."""
+        self.excluded -= self.full
+        self.full.clear()
 
     def may_reroute(self) -> bool:
         """Whether a failed hand-off is answered by another prefill worker (else: compute locally)."""

@@ -3,9 +3,11 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
+from random import Random
 
-from router.attempts import ChoiceProgress, RetryBudget, RetryReason, TokenGap, final_error
+from router.attempts import ChoiceProgress, RetryBudget, RetryReason, TokenGap, final_error, is_final, is_full
 from router.observer import DispatchObserver
 from router.placement import NoDecodeWorker
 from router.placer import Assignment, Placer
@@ -19,6 +21,7 @@ from router.session_events import (
     TransferFailed,
     WorkerLost,
 )
+from router.waiting_room import WaitingRoom
 from router.workers import FAILURE_PENALTY_S
 from tandem.block_hash import BlockHasher
 from tandem.errors import InternalError, RequestTooLarge, ServingError, Unavailable
@@ -51,7 +54,18 @@ class Surroundings:
     budget: RetryBudget
     observer: DispatchObserver
     clock: Callable[[], float]
+    rng: Random
+    room: WaitingRoom
     settings: DispatchSettings
+
+
+class Waiting(Enum):
+    """What a choice that runs nowhere waits for."""
+
+    FOR_WORKER = "for_worker"
+    """Its worker left and none is left: it continues when one joins, if that is soon."""
+    FOR_ROOM = "for_room"
+    """Every worker is full: it tries again until its deadline."""
 
 
 Post = Callable[[int, int, AttemptEvent], None]
@@ -65,8 +79,9 @@ class ChoiceRun:
         self, index: int, request: RoutedRequest, prompt_names: list[BlockHash], around: Surroundings, post: Post
     ) -> None:
         self.done = False
-        self.waiting = False
-        """Its worker died and none is left: it continues when one joins."""
+        self.waiting: Waiting | None = None
+        self.failure: ServingError | None = None
+        """What ends the request, once the deltas that came before it are with the client."""
         self._index = index
         self._request = request
         self._request_id = RequestId(f"{request.request_id}-{index}")
@@ -86,14 +101,15 @@ class ChoiceRun:
     def submit(self) -> None:
         """Start the next attempt on the best worker whose session takes it.
 
-        When there is none, a choice that is `waiting` goes on waiting. Raises the error that the client is told.
+        When there is none, the choice is `waiting` afterwards. Raises the error that the client is told.
         """
         progress = self._progress
         while self._assignment is None:
             try:
                 assignment = self._assign()
             except NoDecodeWorker as none:
-                if self.waiting:
+                self.waiting = self._what_to_wait_for()
+                if self.waiting is not None:
                     return
                 raise self.final_error() from none
             number = progress.begin_attempt()
@@ -106,7 +122,7 @@ class ChoiceRun:
                     raise self.final_error() from error
                 self._around.observer.retried(RetryReason.REFUSED.value)
                 continue
-            self._assignment, self.waiting = assignment, False
+            self._assignment, self.waiting = assignment, None
             self._around.observer.placed(assignment.placement.reason.value)
 
     def take(self, attempt: int, event: AttemptEvent) -> list[ChoiceDelta]:
@@ -118,7 +134,7 @@ class ChoiceRun:
             case TokensArrived():
                 return self._take_tokens(assignment, event)
             case AttemptRefused():
-                return self._retry(assignment, RetryReason.REFUSED, event.error)
+                return self._take_refusal(assignment, event.error)
             case WorkerLost():
                 logger.warning("request %s: its worker was lost: %s", self._request_id, event.reason)
                 return self._retry(assignment, RetryReason.WORKER_LOST, Unavailable("the worker was lost"))
@@ -128,7 +144,7 @@ class ChoiceRun:
 
     def abandon(self) -> None:
         """Cancel whatever runs for this choice."""
-        self.waiting = False
+        self.waiting = None
         if (assignment := self._assignment) is not None:
             self._assignment = None
             assignment.port.cancel(self._request_id, self._progress.attempt)
@@ -152,15 +168,21 @@ class ChoiceRun:
             assignment.port.cancel(self._request_id, self._progress.attempt)
             return self._retry(assignment, RetryReason.WORKER_FAULT, InternalError("tokens were lost"))
         self._placer.prompt_computed(assignment)
-        if tokens and self._first_token_s is None:
-            self._first_token_s = self._around.clock()
+        if tokens:
+            self._placer.registry.answered(assignment.decode)
+            self._first_token_s = self._first_token_s or self._around.clock()
         deltas = [ChoiceDelta(choice_index=self._index, tokens=tokens)] if tokens else []
         finished = arrived.finished
         if finished is None:
             return deltas
         if finished.failure is not None or finished.reason in {FinishReason.ABORT, FinishReason.ERROR}:
             error = finished.failure or Unavailable("the worker gave the request up")
-            return deltas + self._retry(assignment, RetryReason.WORKER_FAULT, error)
+            try:
+                return deltas + self._retry(assignment, RetryReason.WORKER_FAULT, error)
+            except ServingError as told:
+                # These tokens count as the client's, so it must have them before the error.
+                self.failure = told
+                return deltas
         return [replace(self._finish(self._progress.finish(finished)), tokens=tokens)]
 
     def _retry(self, assignment: Assignment, reason: RetryReason, error: ServingError) -> list[ChoiceDelta]:
@@ -171,9 +193,45 @@ class ChoiceRun:
         if not self._progress.may_retry(reason, error, self._around.budget):
             raise self.final_error()
         self._around.observer.retried(reason.value)
-        self.waiting = reason is RetryReason.WORKER_LOST
+        self.waiting = Waiting.FOR_WORKER if reason is RetryReason.WORKER_LOST else None
         self.submit()
         return []
+
+    def _take_refusal(self, assignment: Assignment, error: ServingError) -> list[ChoiceDelta]:
+        """A full worker costs no attempt: another is asked if retries are not too many, else the choice waits."""
+        if not is_full(error):
+            return self._retry(assignment, RetryReason.REFUSED, error)
+        self._note_failure(assignment, error)
+        self._progress.was_full(assignment.decode, error)
+        self._around.observer.retried(RetryReason.REFUSED.value)
+        if self._around.budget.spend():
+            self.submit()
+        else:
+            self.waiting = Waiting.FOR_ROOM
+        return []
+
+    def wait_for_room_s(self) -> float:
+        """How long to wait before `come_back`, unless room shows earlier."""
+        return self._progress.wait_for_room_s(self._around.rng)
+
+    def come_back(self) -> None:
+        """Ask the workers again that were full. Raises as `submit`."""
+        if self.waiting is Waiting.FOR_ROOM:
+            self._progress.try_full_again()
+            self.submit()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV a worker must have room for, at least."""
+        return self._progress.prompt_length + len(self._progress.token_ids) + 1
+
+    def _what_to_wait_for(self) -> Waiting | None:
+        """No worker can be asked at the moment: what changes that, or None when nothing is expected to."""
+        live = {w.info.key for w in self._placer.registry.snapshots() if not w.draining}
+        if live & self._progress.full:
+            return Waiting.FOR_ROOM
+        # Those it waited for have left: that is a loss like any other.
+        return None if self.waiting is None else Waiting.FOR_WORKER
 
     def _note_failure(self, assignment: Assignment, error: ServingError) -> None:
         self._assignment = None
@@ -187,11 +245,14 @@ class ChoiceRun:
 
     def _assign(self) -> Assignment:
         progress = self._progress
+        excluded = set(progress.excluded)
+        if (only := self._request.only_worker) is not None:
+            excluded |= {w.info.key for w in self._placer.registry.snapshots()} - {only}
         try:
             return self._placer.assign(
                 num_tokens=progress.prompt_length + len(progress.token_ids),
                 names=self._names(),
-                excluded=frozenset(progress.excluded),
+                excluded=frozenset(excluded),
                 pool_tokens_above=progress.pool_tokens_above,
             )
         except RequestTooLarge as computed:
@@ -241,8 +302,13 @@ class ChoiceRun:
         logger.warning(
             "request %s: hand-off from %s failed: %s", self._request_id, route.worker.worker_id, failed.reason
         )
+        error = failed.error
+        if error is not None and is_final(error):
+            raise error
         progress.excluded.add(route.worker)
-        self._placer.registry.penalise(route.worker, FAILURE_PENALTY_S)
+        if not isinstance(error, RequestTooLarge):
+            asked_s = None if error is None else error.retry_after_s
+            self._placer.registry.penalise(route.worker, FAILURE_PENALTY_S if asked_s is None else asked_s)
         prefill = None
         if progress.may_reroute() and self._around.budget.spend():
             prefill = self._placer.reassign_prefill(assignment, frozenset(progress.excluded))
@@ -259,7 +325,7 @@ class ChoiceRun:
         assignment.port.reroute(self._request_id, progress.attempt, self._route)
 
     def _finish(self, finish: ChoiceFinish) -> ChoiceDelta:
-        self.done, self.waiting = True, False
+        self.done, self.waiting = True, None
         if self._assignment is not None:
             self._placer.release(self._assignment)
             self._assignment = None

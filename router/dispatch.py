@@ -3,7 +3,11 @@
 `Dispatcher` is the `Generator` of the doors. It admits and counts; a `RequestRun` does the rest.
 """
 
+import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+from random import Random
 
 from router.admission import Admission
 from router.attempts import RetryBudget
@@ -12,6 +16,7 @@ from router.observer import DispatchObserver, SilentObserver
 from router.placer import Placer
 from router.request_run import RequestRun
 from router.requests import ChoiceDelta, RoutedRequest
+from router.waiting_room import WaitingRoom
 from tandem.block_hash import BlockHasher
 from tandem.errors import InvariantError
 from tandem.ids import RequestId
@@ -28,23 +33,40 @@ class Dispatcher:
         hasher: BlockHasher,
         settings: DispatchSettings,
         clock: Callable[[], float],
+        rng: Random,
         observer: DispatchObserver | None = None,
     ) -> None:
         self._admission = admission
+        room = WaitingRoom()
+        placer.registry.on_load = room.look
         self._around = Surroundings(
             placer=placer,
             hasher=hasher,
             budget=RetryBudget(),
             observer=observer or SilentObserver(),
             clock=clock,
+            rng=rng,
+            room=room,
             settings=settings,
         )
+        # Canaries are no requests of clients, so nothing of them is counted.
+        self._unseen = replace(self._around, observer=SilentObserver())
         self._runs: dict[RequestId, RequestRun] = {}
+        self._ended = asyncio.Event()
 
     @property
     def num_inflight(self) -> int:
         """Requests accepted and not yet ended: zero when a drain is complete."""
         return self._admission.num_inflight
+
+    async def drain(self, *, most_s: float) -> None:
+        """Refuse new requests from now on, at both doors; wait until those accepted have ended, or for `most_s`."""
+        self._admission.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                while self.num_inflight:
+                    self._ended.clear()
+                    await self._ended.wait()
 
     async def generate(self, request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
         """Stream all choices, interleaved. Closing the iterator early cancels the request on every worker.
@@ -54,9 +76,13 @@ class Dispatcher:
         """
         if request.request_id in self._runs:
             raise InvariantError(f"request id {request.request_id} is in use")
-        with self._admission.admit(request.priority):
-            self._around.budget.earn()
-            run = self._runs[request.request_id] = RequestRun(request, self._around)
+        with contextlib.ExitStack() as leaving:
+            # Last, when its place is free again.
+            leaving.callback(self._ended.set)
+            leaving.enter_context(self._admission.admit(request.priority))
+            around = self._around if request.only_worker is None else self._unseen
+            around.budget.earn()
+            run = self._runs[request.request_id] = RequestRun(request, around)
             try:
                 run.start()
                 while not run.done:

@@ -233,7 +233,8 @@ class Frontend:
             request_id=RequestId(secrets.token_hex(16)),
             prompt_token_ids=tuple(ids),
             sampling=sampling,
-            hash_root=self._hash_root(fields),
+            # The tenant's length first: no salt of one tenant can spell another tenant's.
+            hash_root=self.hash_root(f"{len(fields.tenant)}:{fields.tenant}{fields.cache_salt or ''}"),
             num_choices=fields.num_choices,
             priority=fields.priority,
             deadline_s=self.clock() + time_left_s,
@@ -247,9 +248,8 @@ class Frontend:
             skip_special_tokens=fields.skip_special_tokens,
         )
 
-    def _hash_root(self, fields: ClientFields) -> BlockHash:
-        # The tenant's length first: no salt of one tenant can spell another tenant's.
-        salt = f"{len(fields.tenant)}:{fields.tenant}{fields.cache_salt or ''}"
+    def hash_root(self, salt: str) -> BlockHash:
+        """Root of the block names of everything under one salt. Clients' salts begin with a number."""
         return root_hash(secret=self._secret, model_fingerprint=self.model.fingerprint, salt=salt)
 
     def _check_size(self, chars: int, param: str) -> None:

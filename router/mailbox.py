@@ -42,12 +42,19 @@ class RejoinOver:
     """The time is up in which a lost worker may be replaced."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomMayBe:
+    """A choice that waits for room may ask again."""
+
+    choice_index: int
+
+
 @dataclass(frozen=True, slots=True)
 class Overflowed:
     """More tokens were waiting than the mailbox holds."""
 
 
-Mail = FromWorker | StopChoice | DeadlinePassed | WorkersChanged | RejoinOver | Overflowed
+Mail = FromWorker | StopChoice | DeadlinePassed | WorkersChanged | RejoinOver | RoomMayBe | Overflowed
 
 
 class Mailbox:

@@ -1,18 +1,24 @@
 """Whether this router can answer, and how it waits for its first worker."""
 
 import asyncio
+from collections.abc import Callable
 
 from router.metrics import RouterMetrics
+from router.worker_view import WorkerSnapshot
 from router.workers import WorkerRegistry
 from tandem.process import Lifetime
 from tandem.roles import WorkerRole
 
 
 class Readiness:
-    """Ready while a decode worker takes requests and no drain has begun."""
+    """Ready while a decode worker takes requests and gives tokens, and no drain has begun."""
 
-    def __init__(self, registry: WorkerRegistry, metrics: RouterMetrics) -> None:
+    def __init__(
+        self, registry: WorkerRegistry, metrics: RouterMetrics, answering: Callable[[WorkerSnapshot], bool]
+    ) -> None:
+        """`answering`: whether a worker's engine is thought to live (`Canary.answering`)."""
         self._registry = registry
+        self._answering = answering
         self._metrics = metrics
         self._draining = False
         metrics.on_render(self._show)
@@ -25,7 +31,11 @@ class Readiness:
         """Why not, or None."""
         if self._draining:
             return "the router is draining"
-        return None if self._registry.status().ready else "no decode worker takes requests"
+        workers = self._registry.snapshots()
+        decoders = [w for w in workers if w.info.role is WorkerRole.DECODE and not w.draining]
+        if not decoders:
+            return "no decode worker takes requests"
+        return None if any(map(self._answering, decoders)) else "no decode worker gives tokens"
 
     def _show(self) -> None:
         workers = self._registry.status().workers

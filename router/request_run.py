@@ -5,8 +5,9 @@ decided by `ChoiceProgress` and `Placer`. Orders to workers never wait, so the w
 """
 
 import asyncio
+from functools import partial
 
-from router.choice_run import ChoiceRun, Surroundings
+from router.choice_run import ChoiceRun, Surroundings, Waiting
 from router.mailbox import (
     DeadlinePassed,
     FromWorker,
@@ -14,11 +15,13 @@ from router.mailbox import (
     Mailbox,
     Overflowed,
     RejoinOver,
+    RoomMayBe,
     StopChoice,
     WorkersChanged,
 )
 from router.requests import ChoiceDelta, RoutedRequest
 from router.session_events import AttemptEvent
+from router.waiting_room import Place
 from tandem.errors import DeadlineExceeded, Overloaded
 from tandem.ids import BlockHash
 from tandem.outputs import FinishReason
@@ -33,6 +36,8 @@ class RequestRun:
         self._mailbox = Mailbox(max_tokens=around.settings.stream_buffer_tokens * request.num_choices)
         self._deadline: asyncio.TimerHandle | None = None
         self._rejoin: asyncio.TimerHandle | None = None
+        self._queued: dict[int, Place] = {}
+        self._patience: dict[int, asyncio.TimerHandle] = {}
         names: list[BlockHash] = []
         around.hasher.extend(request.hash_root, names, request.prompt_token_ids)
         self._choices = [ChoiceRun(i, request, names, around, self._post) for i in range(request.num_choices)]
@@ -52,8 +57,12 @@ class RequestRun:
 
     async def step(self) -> list[ChoiceDelta]:
         """Wait for the next thing to happen; what the client gets of it. Raises the errors of Generator."""
+        for choice in self._choices:
+            if choice.failure is not None:
+                raise choice.failure
         deltas = self._handle(await self._mailbox.get())
         self._watch_for_workers()
+        self._queue_for_room()
         return deltas
 
     def stop_choice(self, index: int) -> None:
@@ -65,6 +74,8 @@ class RequestRun:
 
     def close(self) -> None:
         """Cancel whatever still runs on any worker, and forget the request."""
+        for index in range(len(self._choices)):
+            self._leave_queue(index)
         for timer in (self._deadline, self._rejoin):
             if timer is not None:
                 timer.cancel()
@@ -82,8 +93,11 @@ class RequestRun:
                 for waiting in self._waiting():
                     waiting.submit()
             case RejoinOver():
-                for waiting in self._waiting():
+                for waiting in self._waiting(Waiting.FOR_WORKER):
                     raise waiting.final_error()
+            case RoomMayBe():
+                self._leave_queue(mail.choice_index)
+                self._choices[mail.choice_index].come_back()
             case DeadlinePassed():
                 raise DeadlineExceeded("the request's time ran out")
             case Overflowed():
@@ -91,19 +105,38 @@ class RequestRun:
                 raise Overloaded("the client reads too slowly", retry_after_s=retry_after_s)
         return []
 
-    def _waiting(self) -> list[ChoiceRun]:
-        return [choice for choice in self._choices if choice.waiting]
+    def _waiting(self, what: Waiting | None = None) -> list[ChoiceRun]:
+        return [choice for choice in self._choices if choice.waiting is not None and what in (None, choice.waiting)]
+
+    def _queue_for_room(self) -> None:
+        """Be woken when a worker shows room, or when the time is up for which it asked to be left alone."""
+        for index, choice in enumerate(self._choices):
+            if choice.waiting is not Waiting.FOR_ROOM:
+                self._leave_queue(index)
+            elif index not in self._patience:
+                wake = RoomMayBe(choice_index=index)
+                # A choice that is refused again keeps its place in the queue.
+                place = self._queued.setdefault(index, self._around.room.new_place(self._request.priority))
+                self._around.room.enter(place, choice.num_tokens, partial(self._mailbox.put, wake))
+                self._patience[index] = self._mail_later(choice.wait_for_room_s(), wake)
+
+    def _leave_queue(self, index: int) -> None:
+        if (timer := self._patience.pop(index, None)) is not None:
+            timer.cancel()
+            self._around.room.leave(self._queued[index])
 
     def _watch_for_workers(self) -> None:
-        """Be told of new workers, for a bounded time, exactly while a choice waits for one."""
+        """Be told who joins or leaves while a choice waits, and for a bounded time only while no worker is left."""
         registry = self._around.placer.registry
-        if not self._waiting():
+        if self._waiting():
+            registry.watch(self._workers_changed)
+        else:
+            registry.unwatch(self._workers_changed)
+        if not self._waiting(Waiting.FOR_WORKER):
             if self._rejoin is not None:
-                registry.unwatch(self._workers_changed)
                 self._rejoin.cancel()
                 self._rejoin = None
         elif self._rejoin is None:
-            registry.watch(self._workers_changed)
             self._rejoin = self._mail_later(self._around.settings.rejoin_s, RejoinOver())
 
     def _post(self, choice_index: int, attempt: int, event: AttemptEvent) -> None:

@@ -4,10 +4,11 @@ A door (HTTP or gRPC) validates and tokenizes a client's request into a `RoutedR
 a stream of `ChoiceDelta`s, or raises one of `tandem.errors`. Doors know nothing of workers, dispatch nothing of text.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
+from router.worker_view import WorkerKey
 from tandem.ids import BlockHash, RequestId
 from tandem.outputs import FinishReason, PhaseTimes, SampledToken
 from tandem.sampling import SamplingParams
@@ -27,7 +28,9 @@ class RoutedRequest:
     num_choices: int = 1
     priority: int = 0
     deadline_s: float | None = None
-    """On the router's monotonic clock."""
+    """On the router's monotonic clock; None: as long as its reader stays."""
+    only_worker: WorkerKey | None = None
+    """The one decode worker that may run it, of a canary; clients cannot ask for that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,7 @@ class ChoiceDelta:
 class Generator(Protocol):
     """What the doors need of dispatch."""
 
-    def generate(self, request: RoutedRequest) -> AsyncIterator[ChoiceDelta]:
+    def generate(self, request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
         """Stream all choices, interleaved. Closing the iterator early cancels the request on every worker.
 
         Raises Overloaded, Unavailable, RequestTooLarge, DeadlineExceeded or InternalError.

@@ -84,6 +84,8 @@ class TransferFailed:
     transfer_id: TransferId
     landed_tokens: int
     reason: str
+    error: ServingError | None = None
+    """What the prefill worker said, when it refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
 from tandem.kv_layout import DTYPE_BYTES
 from tandem.outputs import FinishReason
 from tandem.roles import WorkerRole
+from tandem.session_port import PROTOCOL_VERSION
 from tandem.v1 import session_pb2 as pb
 from tandem.wire import (
     failure_from_pb,
@@ -24,7 +25,6 @@ from tandem.wire import (
     token_from_pb,
 )
 
-PROTOCOL_VERSION = 1
 _ROLES: dict[int, WorkerRole] = {
     pb.WORKER_ROLE_PREFILL: WorkerRole.PREFILL,
     pb.WORKER_ROLE_DECODE: WorkerRole.DECODE,
@@ -141,7 +141,10 @@ def refused_from_pb(refused: pb.Refused) -> AttemptRefused:
 def transfer_failed_from_pb(failed: pb.TransferFailed) -> TransferFailed:
     """A hand-off that ended without a commit."""
     return TransferFailed(
-        transfer_id=TransferId(failed.transfer_id), landed_tokens=failed.landed_tokens, reason=failed.reason
+        transfer_id=TransferId(failed.transfer_id),
+        landed_tokens=failed.landed_tokens,
+        reason=failed.reason,
+        error=failure_from_pb(failed.failure) if failed.HasField("failure") else None,
     )
 
 

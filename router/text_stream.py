@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import cast
 
 from router.frontend import Prepared
 from router.metrics import RequestMeter
@@ -103,9 +102,7 @@ async def stream_text(
     request = prepared.request
     choices = [ChoiceText(first_index + i, prepared, tokenizer) for i in range(request.num_choices)]
     with meter:
-        # An async generator by contract: closing it is what cancels the request.
-        source = cast("AsyncGenerator[ChoiceDelta, None]", generator.generate(request))
-        async with aclosing(source) as deltas:
+        async with aclosing(generator.generate(request)) as deltas:
             async for delta in deltas:
                 choice = choices[delta.choice_index]
                 was_stopped = choice.stopped

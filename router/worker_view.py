@@ -77,6 +77,8 @@ class WorkerSnapshot:
     draining: bool = False
     penalty_ms: float = 0.0
     """After a refusal or failure: how long the worker is better left alone."""
+    answered_s: float = 0.0
+    """When its last token came, or else when it joined; on the router's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

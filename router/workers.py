@@ -41,6 +41,7 @@ class _Worker:
     """One live worker's mutable record."""
 
     __slots__ = (
+        "answered_s",
         "backlog_since_load",
         "draining",
         "info",
@@ -52,8 +53,9 @@ class _Worker:
         "port",
     )
 
-    def __init__(self, info: WorkerInfo, port: WorkerPort) -> None:
+    def __init__(self, info: WorkerInfo, port: WorkerPort, now_s: float) -> None:
         self.info = info
+        self.answered_s = now_s
         self.port = port
         self.load = WorkerLoad(num_free_blocks=info.num_blocks)
         self.draining = False
@@ -74,6 +76,7 @@ class _Worker:
             num_active=max(self.num_assigned, told + self.num_since_load),
             draining=self.draining,
             penalty_ms=max(0.0, self.penalised_until_s - now_s) * 1e3,
+            answered_s=self.answered_s,
         )
 
 
@@ -85,6 +88,8 @@ class WorkerRegistry:
         self._clock = clock
         self._workers: dict[WorkerId, _Worker] = {}
         self._watchers: set[Callable[[], None]] = set()
+        self.on_load: Callable[[WorkerSnapshot], None] = _nobody
+        """Called with every load report."""
 
     def joined(self, info: WorkerInfo, port: WorkerPort) -> None:
         """A session is up. Raises WorkerRejected for a worker of another model, or an id that is taken."""
@@ -98,7 +103,7 @@ class WorkerRegistry:
             ):
                 if theirs != ours:
                     raise WorkerRejected(f"{field} is {theirs!r}; the cluster serves {ours!r}")
-        self._workers[key.worker_id] = _Worker(info, port)
+        self._workers[key.worker_id] = _Worker(info, port, self._clock())
         self.prefix_map.add_worker(key.worker_id, capacity=max(1, info.pool_tokens // HASH_BLOCK_TOKENS))
         logger.info("%s worker %s joined with %d blocks", info.role.value, key.worker_id, info.num_blocks)
         self._tell_watchers()
@@ -119,6 +124,7 @@ class WorkerRegistry:
         if (worker := self._find(key)) is not None:
             worker.load = load
             worker.backlog_since_load = worker.num_since_load = 0
+            self.on_load(worker.snapshot(self._clock()))
 
     def prefix_changed(self, key: WorkerKey, change: PrefixChange) -> None:
         """Cache events came."""
@@ -159,6 +165,11 @@ class WorkerRegistry:
         if (worker := self._find(key)) is not None:
             worker.num_assigned -= 1
 
+    def answered(self, key: WorkerKey) -> None:
+        """A new token came from there: its engine lives."""
+        if (worker := self._find(key)) is not None:
+            worker.answered_s = self._clock()
+
     def penalise(self, key: WorkerKey, duration_s: float) -> None:
         """After a refusal or failure: placement counts the time that is left of it as cost."""
         if (worker := self._find(key)) is not None:
@@ -191,3 +202,7 @@ class WorkerRegistry:
     def _tell_watchers(self) -> None:
         for callback in tuple(self._watchers):
             callback()
+
+
+def _nobody(_: WorkerSnapshot) -> None:
+    """Until somebody wants to know."""

@@ -14,7 +14,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    PositiveFloat,
     PositiveInt,
     SecretStr,
     ValidationError,
@@ -24,6 +23,9 @@ from pydantic import (
 from tandem.errors import ConfigError
 
 Port = Annotated[int, Field(ge=0, le=65535)]
+Seconds = Annotated[float, Field(gt=0, le=86400)]
+MAX_REPLICAS = 256
+"""Workers of one pool that one machine is asked to start."""
 MAX_CONFIG_BYTES = 1 << 20
 ENV_PREFIX = "TANDEM_"
 
@@ -73,7 +75,7 @@ class TransferConfig(Section):
 
     transport: Literal["auto", "shm", "tcp"] = "auto"
     """`auto` takes shm between processes of one host, else tcp."""
-    lease_s: PositiveFloat = 2.0
+    lease_s: Seconds = 2.0
     """A hand-off whose peer is silent this long is given up."""
     chunk_bytes: PositiveInt = 8 << 20
     """Most bytes under one checksum."""
@@ -94,7 +96,7 @@ class RouterConfig(Section):
     """Prompts in one completions request."""
     max_inflight_requests: PositiveInt = 1024
     """Requests accepted and not yet answered; beyond it 429."""
-    request_timeout_s: PositiveFloat = 600.0
+    request_timeout_s: Seconds = 600.0
     local_prefill_tokens: int = Field(default=64, ge=0)
     """Uncached prompt tokens up to which the decode worker prefills itself."""
     max_attempts: PositiveInt = 4
@@ -106,12 +108,12 @@ class RouterConfig(Section):
 class PoolConfig(Section):
     """One pool of workers."""
 
-    replicas: int = Field(default=1, ge=0)
+    replicas: int = Field(default=1, ge=0, le=MAX_REPLICAS)
     host: str = "127.0.0.1"
     """Where a worker of this pool listens."""
     addresses: tuple[str, ...] = ()
     """host:port of each worker; `tandem up` fills it in, a hand-made cluster states it."""
-    drain_s: PositiveFloat = 30.0
+    drain_s: Seconds = 30.0
     """Most time to finish outstanding work after SIGTERM."""
 
 
@@ -165,7 +167,7 @@ def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Clust
     data = _read(path) if path is not None else {}
     for name, value in sorted(os.environ.items()):
         if name.startswith(ENV_PREFIX):
-            _put(data, name.removeprefix(ENV_PREFIX).lower().split("__"), yaml.safe_load(value))
+            _put(data, name.removeprefix(ENV_PREFIX).lower().split("__"), _variable(name, value))
     for dotted, value in (overrides or {}).items():
         if value is not None:
             _put(data, dotted.split("."), value)
@@ -189,11 +191,20 @@ def _read(path: Path) -> dict[str, Any]:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=_PlainLoader)  # noqa: S506
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
     if data is None:
         return {}
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, found {type(data).__name__}")
     return data
+
+
+def _variable(name: str, value: str) -> Any:
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"environment variable {name}: not YAML") from None
 
 
 def _put(data: dict[str, Any], keys: list[str], value: Any) -> None:

@@ -87,13 +87,14 @@ class Submission:
         refused = pb.Refused(request_id=self.submit.request_id, attempt=self.submit.attempt, failure=failure)
         self._send(pb.WorkerMessage(refused=refused))
 
-    def fail_transfer(self, transfer_id: str | None = None) -> None:
-        """Report that the hand-off ended without a commit."""
+    def fail_transfer(self, transfer_id: str | None = None, code: str | None = None) -> None:
+        """Report that the hand-off ended without a commit; `code`: what the prefill worker refused it with."""
         failed = pb.TransferFailed(
             request_id=self.submit.request_id,
             attempt=self.submit.attempt,
             transfer_id=self.submit.prefill.transfer_id if transfer_id is None else transfer_id,
             reason="the peer was lost",
+            failure=None if code is None else common.Failure(code=code, message="no"),
         )
         self._send(pb.WorkerMessage(transfer_failed=failed))
 

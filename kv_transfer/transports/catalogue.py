@@ -9,6 +9,7 @@ from kv_transfer.transports.shm_receiver import ShmReceiver
 from kv_transfer.transports.shm_sender import ShmSender
 from kv_transfer.transports.tcp_receiver import TcpReceiver
 from kv_transfer.transports.tcp_sender import TcpSender
+from tandem.errors import ConfigError
 
 AUTO = "auto"
 NAMES = ("memory", "shm", "tcp")
@@ -20,8 +21,11 @@ def open_receivers(
 ) -> tuple[KVReceiver, ...]:
     """Receiving ends of a decode worker: all that can work here, or the one that is forced.
 
-    Raises ValueError when the forced one cannot work here, OSError when `host` cannot be listened on.
+    Raises ConfigError when the forced one cannot work here, OSError when `host` cannot be listened on.
     """
+    _check(choice, fabric)
+    if choice == "shm" and region.fd is None:
+        raise ConfigError("KV transport 'shm' needs a KV pool in shared memory")
     receivers: list[KVReceiver] = []
     if fabric is not None and choice in (AUTO, "memory"):
         receivers.append(MemoryReceiver(region, fabric))
@@ -29,13 +33,12 @@ def open_receivers(
         receivers.append(ShmReceiver(region))
     if choice in (AUTO, "tcp"):
         receivers.append(TcpReceiver(region, host=host))
-    if not receivers:
-        raise ValueError(f"KV transport {choice!r} cannot work here")
     return tuple(receivers)
 
 
 def open_senders(region: KVRegion, *, choice: str = AUTO, fabric: MemoryFabric | None = None) -> tuple[KVSender, ...]:
-    """Sending ends of a prefill worker, best first. Raises ValueError when the forced one cannot work here."""
+    """Sending ends of a prefill worker, best first. Raises ConfigError when the forced one cannot work here."""
+    _check(choice, fabric)
     senders: list[KVSender] = []
     if fabric is not None and choice in (AUTO, "memory"):
         senders.append(MemorySender(region, fabric))
@@ -43,9 +46,14 @@ def open_senders(region: KVRegion, *, choice: str = AUTO, fabric: MemoryFabric |
         senders.append(ShmSender(region))
     if choice in (AUTO, "tcp"):
         senders.append(TcpSender(region))
-    if not senders:
-        raise ValueError(f"KV transport {choice!r} cannot work here")
     return tuple(senders)
+
+
+def _check(choice: str, fabric: MemoryFabric | None) -> None:
+    if choice not in (AUTO, *NAMES):
+        raise ConfigError(f"KV transport {choice!r:.40} is none of {', '.join((AUTO, *NAMES))}")
+    if choice == "memory" and fabric is None:
+        raise ConfigError("KV transport 'memory' joins the workers of one process; between processes use shm or tcp")
 
 
 def candidates(offers: Sequence[TransportOffer], senders: Sequence[KVSender]) -> list[tuple[KVSender, TransportOffer]]:

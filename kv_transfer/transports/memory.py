@@ -2,14 +2,13 @@
 
 import secrets
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 
 from kv_transfer.messages import TransferKey, TransportOffer
-from kv_transfer.transport import KVRegion, QuietListener, WriteOrder, WriteResult
+from kv_transfer.transport import KVRegion, QuietListener
 from kv_transfer.transports.copying import RegionCopier
 from kv_transfer.transports.grants import Grant, GrantTable
-from kv_transfer.transports.write_queue import WriteJob, WriteQueue
+from kv_transfer.transports.write_queue import QueuedWriter, WriteJob
 from tandem.errors import TransferError
 from tandem.ids import BlockId
 
@@ -59,31 +58,13 @@ class MemoryReceiver:
         self.grants.revoke_all()
 
 
-class MemoryWriter:
+class MemoryWriter(QueuedWriter):
     """PeerWriter of the `memory` transport."""
 
     def __init__(self, source: KVRegion, receiver: MemoryReceiver) -> None:
+        super().__init__("kv-memory-write")
         self._receiver = receiver
         self._copier = RegionCopier(source, receiver.region)
-        self._queue = WriteQueue("kv-memory-write", self._perform)
-
-    @property
-    def closed(self) -> bool:
-        """See PeerWriter."""
-        return self._queue.failed
-
-    def write(self, order: WriteOrder) -> "Future[WriteResult]":
-        """See PeerWriter."""
-        return self._queue.submit(order)
-
-    def cancel(self, key: TransferKey) -> bool:
-        """See PeerWriter."""
-        self._queue.cancel(key)
-        return True
-
-    def close(self) -> None:
-        """See PeerWriter."""
-        self._queue.close()
 
     def _perform(self, job: WriteJob) -> None:
         grant = self._receiver.grants.find(job.order.grant)

@@ -27,6 +27,9 @@ from tandem.ids import BlockId
 NAME = "shm"
 HELLO_S = 5.0
 MAX_WRITERS = 256
+_CREDENTIALS = struct.Struct("iII")
+ACCEPT_PAUSE_S = 0.1
+"""Between two tries to accept when the process has no room for one more connection."""
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +59,7 @@ class ShmReceiver:
         self._writers: set[_Writer] = set()
         self._listener: QuietListener = lambda _key: None
         self._secret = secrets.token_bytes(TOKEN_BYTES)
-        self._closing = False
+        self._closing = threading.Event()
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._address = shm_wire.random_name()
         self._server.bind(self._address)
@@ -93,7 +96,7 @@ class ShmReceiver:
     def close(self) -> None:
         """Stop serving. Writers see the end of their sockets and stop; the memory itself stays mapped with them."""
         with self._lock:
-            self._closing = True
+            self._closing.set()
             writers = list(self._writers)
         _hang_up(self._server)
         self._thread.join()
@@ -107,11 +110,19 @@ class ShmReceiver:
         while True:
             try:
                 sock, _address = self._server.accept()
-            except OSError:
-                return
+            except OSError as error:
+                # Out of descriptors or memory: that passes, and a receiver that stopped listening would not come back.
+                if self._closing.wait(ACCEPT_PAUSE_S):
+                    return
+                log.warning("no shm writer can be accepted now: %s", error)
+                continue
+            if (uid := _peer_uid(sock)) != os.getuid():
+                log.info("shm writer of uid %d refused", uid)
+                sock.close()
+                continue
             writer = _Writer(sock=sock)
             with self._lock:
-                if self._closing or len(self._writers) >= MAX_WRITERS:
+                if self._closing.is_set() or len(self._writers) >= MAX_WRITERS:
                     sock.close()
                     continue
                 self._writers.add(writer)
@@ -132,10 +143,9 @@ class ShmReceiver:
 
     def _greet(self, sock: socket.socket) -> None:
         sock.settimeout(HELLO_S)
-        _pid, uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         hello = shm_wire.receive(sock)
-        if uid != os.getuid() or hello is None:
-            raise TransferError(f"peer of uid {uid} refused")
+        if hello is None:
+            raise TransferError("no HELLO")
         kind, secret = hello
         if kind is not Kind.HELLO or not hmac.compare_digest(secret, self._secret):
             raise TransferError("wrong secret")
@@ -167,10 +177,16 @@ class ShmReceiver:
             self._writers.discard(writer)
             keys = list(writer.claims.values())
             writer.claims.clear()
-            if self._closing:
+            if self._closing.is_set():
                 return  # the end of the socket was our doing and proves nothing
         for key in keys:
             self._listener(key)
+
+
+def _peer_uid(sock: socket.socket) -> int:
+    """Of whoever connected, by the kernel's word; see unix(7), SO_PEERCRED."""
+    _pid, uid, _gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(uid)
 
 
 def _await_end(sock: socket.socket) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from kv_transfer.messages import TransferKey, TransportOffer
-from kv_transfer.transport import KVRegion, WriteOrder, WriteResult
+from kv_transfer.transport import KVRegion
 from kv_transfer.transports import shm_wire
 from kv_transfer.transports.copying import RegionCopier
 from kv_transfer.transports.grants import TOKEN_BYTES
@@ -17,7 +17,7 @@ from kv_transfer.transports.host import host_id
 from kv_transfer.transports.shared_pool import map_shared
 from kv_transfer.transports.shm_receiver import NAME
 from kv_transfer.transports.shm_wire import Kind
-from kv_transfer.transports.write_queue import WriteJob, WriteQueue
+from kv_transfer.transports.write_queue import QueuedWriter, WriteJob
 from tandem.errors import TransferError
 from tandem.ids import BlockId
 
@@ -35,30 +35,21 @@ class _Claim:
             self.granted.set_result(granted)
 
 
-class ShmWriter:
+class ShmWriter(QueuedWriter):
     """PeerWriter of the `shm` transport."""
 
     def __init__(self, source: KVRegion, sock: socket.socket, target: KVRegion) -> None:
+        super().__init__("kv-shm-write")
         self._sock = sock
         self._copier = RegionCopier(source, target)
         self._claims: dict[bytes, _Claim] = {}
         self._tokens: dict[TransferKey, bytes] = {}
-        self._queue = WriteQueue("kv-shm-write", self._perform)
         self._reader = threading.Thread(target=self._read, name="kv-shm-read", daemon=True)
         self._reader.start()
 
-    @property
-    def closed(self) -> bool:
-        """See PeerWriter."""
-        return self._queue.failed
-
-    def write(self, order: WriteOrder) -> "Future[WriteResult]":
-        """See PeerWriter."""
-        return self._queue.submit(order)
-
     def cancel(self, key: TransferKey) -> bool:
         """Stop; the receiver learns by QUIET that this attempt is over here."""
-        self._queue.cancel(key)
+        super().cancel(key)
         with self._queue.lock:
             token = self._tokens.get(key)
             said = token is None or self._give_up(token)
@@ -69,7 +60,7 @@ class ShmWriter:
     def close(self) -> None:
         """Stop copying first: the end of the socket tells the receiver that nothing is copied any more."""
         self._break("connection closed")
-        self._queue.close()
+        super().close()
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._reader.join()

@@ -24,9 +24,14 @@ from tandem.ids import BlockId
 
 NAME = "tcp"
 MAX_CONNECTIONS = 256
+"""Senders that have proven to know the secret."""
+MAX_GREETING = 32
+"""Strangers that have not; a newer one takes the place of the oldest."""
 STALL_S = 5.0
-"""Most silence in the middle of a frame, or before a HELLO."""
+"""Most time for a whole HELLO or header, and most silence in the middle of a payload."""
 _SCRATCH_BYTES = 256 << 10
+ACCEPT_PAUSE_S = 0.1
+"""Between two tries to accept when the process has no room for one more connection."""
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +48,9 @@ class TcpReceiver:
         self._grants = GrantTable()
         self._secret = secrets.token_bytes(TOKEN_BYTES)
         self._lock = threading.Lock()
-        self._closing = False
+        self._closing = threading.Event()
         self._connections: dict[socket.socket, threading.Thread] = {}
+        self._greeting: dict[socket.socket, None] = {}
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._server = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
         self._address = self._server.getsockname()[:2]
@@ -73,7 +79,7 @@ class TcpReceiver:
         """See KVReceiver."""
         self._grants.revoke_all()
         with self._lock:
-            self._closing = True
+            self._closing.set()
             connections = dict(self._connections)
         _hang_up(self._server)
         self._thread.join()
@@ -86,39 +92,59 @@ class TcpReceiver:
         while True:
             try:
                 sock, _address = self._server.accept()
-            except OSError:
-                return
+            except OSError as error:
+                # Out of descriptors or memory: that passes, and a receiver that stopped listening would not come back.
+                if self._closing.wait(ACCEPT_PAUSE_S):
+                    return
+                log.warning("no tcp sender can be accepted now: %s", error)
+                continue
             with self._lock:
-                if self._closing or len(self._connections) >= MAX_CONNECTIONS:
+                if self._closing.is_set():
                     sock.close()
                     continue
+                if len(self._greeting) >= MAX_GREETING:
+                    oldest = next(iter(self._greeting))
+                    del self._greeting[oldest]
+                    _hang_up(oldest)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 thread = threading.Thread(target=self._serve, args=(sock,), name="kv-tcp-peer", daemon=True)
                 self._connections[sock] = thread
+                self._greeting[sock] = None
                 thread.start()
 
     def _serve(self, sock: socket.socket) -> None:
         try:
             self._greet(sock)
             scratch = memoryview(bytearray(_SCRATCH_BYTES))
-            while (header := self._next_header(sock, first_s=None)) is not None:
+            while True:
+                tcp_wire.wait_readable(sock, None)
+                header = self._next_header(sock)
+                if header is None:
+                    break
                 self._answer(sock, self._take(sock, header, scratch), header.write_id)
         except (OSError, TransferError) as error:
             log.info("tcp sender dropped: %s", error)
         finally:
             with self._lock:
                 del self._connections[sock]
+                self._greeting.pop(sock, None)
             _hang_up(sock)
             sock.close()
 
     def _greet(self, sock: socket.socket) -> None:
-        header = self._next_header(sock, first_s=self._stall_s)
+        header = self._next_header(sock)
         if header is None or header.kind is not Kind.HELLO or not hmac.compare_digest(header.token, self._secret):
             raise TransferError("no HELLO, or a wrong secret")
+        with self._lock:
+            if sock not in self._greeting:
+                raise TransferError("crowded out before its HELLO")
+            if len(self._connections) - len(self._greeting) >= MAX_CONNECTIONS:
+                raise TransferError(f"{MAX_CONNECTIONS} senders are connected")
+            del self._greeting[sock]
         self._answer(sock, Kind.DONE, header.write_id)
 
-    def _next_header(self, sock: socket.socket, *, first_s: float | None) -> Header | None:
-        data = tcp_wire.receive_exactly(sock, tcp_wire.HEADER_BYTES, first_s=first_s, stall_s=self._stall_s)
+    def _next_header(self, sock: socket.socket) -> Header | None:
+        data = tcp_wire.receive_exactly(sock, tcp_wire.HEADER_BYTES, within_s=self._stall_s)
         if data is None:
             return None
         header = tcp_wire.unpack_header(data)

@@ -8,54 +8,39 @@ import itertools
 import json
 import socket
 import threading
-from concurrent.futures import Future
 from contextlib import suppress
 from zlib import crc32
 
-from kv_transfer.messages import TransferKey, TransportOffer
-from kv_transfer.transport import KVRegion, WriteOrder, WriteResult
+from kv_transfer.messages import TransportOffer
+from kv_transfer.transport import KVRegion
 from kv_transfer.transports import tcp_wire
 from kv_transfer.transports.grants import TOKEN_BYTES
 from kv_transfer.transports.tcp_receiver import NAME, STALL_S
 from kv_transfer.transports.tcp_wire import Cursor, Header, Kind
-from kv_transfer.transports.write_queue import WriteJob, WriteQueue
+from kv_transfer.transports.write_queue import QueuedWriter, WriteJob
 from tandem.errors import TransferError
 
 CONNECT_S = 5.0
 _ZEROS = bytes(256 << 10)
 
 
-class TcpWriter:
+class TcpWriter(QueuedWriter):
     """PeerWriter of the `tcp` transport."""
 
     def __init__(self, source: KVRegion, sock: socket.socket, *, stall_s: float = STALL_S) -> None:
+        super().__init__("kv-tcp-write")
         self._source = source
         self._sock = sock
         self._stall_s = stall_s
         self._ids = itertools.count(1)
         self._unanswered: dict[int, tuple[WriteJob, int, int]] = {}
-        self._queue = WriteQueue("kv-tcp-write", self._perform)
         self._reader = threading.Thread(target=self._read, name="kv-tcp-read", daemon=True)
         self._reader.start()
-
-    @property
-    def closed(self) -> bool:
-        """See PeerWriter."""
-        return self._queue.failed
-
-    def write(self, order: WriteOrder) -> "Future[WriteResult]":
-        """See PeerWriter."""
-        return self._queue.submit(order)
-
-    def cancel(self, key: TransferKey) -> bool:
-        """See PeerWriter."""
-        self._queue.cancel(key)
-        return True
 
     def close(self) -> None:
         """See PeerWriter."""
         self._break("connection closed")
-        self._queue.close()
+        super().close()
         self._reader.join()
         self._sock.close()
 
@@ -103,9 +88,11 @@ class TcpWriter:
 
     def _read(self) -> None:
         try:
-            while data := tcp_wire.receive_exactly(
-                self._sock, tcp_wire.ANSWER_BYTES, first_s=None, stall_s=self._stall_s
-            ):
+            while True:
+                tcp_wire.wait_readable(self._sock, None)
+                data = tcp_wire.receive_exactly(self._sock, tcp_wire.ANSWER_BYTES, within_s=self._stall_s)
+                if data is None:
+                    break
                 self._on_answer(*tcp_wire.unpack_answer(data))
             reason = "the receiver has gone"
         except (OSError, TransferError) as error:
@@ -151,7 +138,7 @@ class TcpSender:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             hello = Header(kind=Kind.HELLO, write_id=0, token=secret, cells=tcp_wire.NO_CELLS, payload_bytes=0)
             sock.sendall(tcp_wire.pack_header(hello))
-            answer = tcp_wire.receive_exactly(sock, tcp_wire.ANSWER_BYTES, first_s=CONNECT_S, stall_s=CONNECT_S)
+            answer = tcp_wire.receive_exactly(sock, tcp_wire.ANSWER_BYTES, within_s=CONNECT_S)
             if answer is None or tcp_wire.unpack_answer(answer) != (Kind.DONE, 0):
                 raise TransferError("the receiver refused the connection")
             sock.settimeout(None)

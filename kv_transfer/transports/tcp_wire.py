@@ -10,6 +10,7 @@ token and blocks by index in that grant.
 
 import socket
 import struct
+import time
 from dataclasses import dataclass
 from enum import IntEnum
 from select import POLLIN, POLLOUT, poll
@@ -126,20 +127,20 @@ def _wait(sock: socket.socket, mask: int, timeout_s: float | None) -> None:
     poller = poll()
     poller.register(sock, mask)
     if not poller.poll(None if timeout_s is None else timeout_s * 1000):
-        raise TransferError(f"the peer stalled for {timeout_s} s in the middle of a frame")
+        raise TransferError("the peer stalled in the middle of a frame")
 
 
-def receive_exactly(sock: socket.socket, size: int, *, first_s: float | None, stall_s: float) -> bytes | None:
-    """`size` bytes (a header), or None when the peer ended before the first.
+def receive_exactly(sock: socket.socket, size: int, *, within_s: float) -> bytes | None:
+    """`size` bytes (a header), all of them within `within_s` from now, or None when the peer ended before the first.
 
-    Waits `first_s` for the first byte (None: as long as it takes) and `stall_s` for each further piece. Raises OSError,
-    or TransferError for a stall or an end in the middle.
+    Raises OSError, or TransferError for a peer that is too slow or ends in the middle.
     """
+    deadline_s = time.monotonic() + within_s
     data = bytearray(size)
     view = memoryview(data)
     received = 0
     while received < size:
-        wait_readable(sock, stall_s if received else first_s)
+        wait_readable(sock, max(0.0, deadline_s - time.monotonic()))
         count = sock.recv_into(view[received:])
         if count == 0:
             if received:

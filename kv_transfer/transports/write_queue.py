@@ -1,8 +1,10 @@
 """A sending end's writes to one peer: queued, bounded, performed in order on one thread, and stoppable by attempt."""
 
+import logging
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -13,6 +15,8 @@ from kv_transfer.transport import WriteOrder, WriteResult
 from tandem.errors import TransferError
 
 MAX_QUEUED = 4096
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -43,7 +47,10 @@ class WriteJob:
 
 
 class WriteQueue:
-    """Runs `perform(job)` for each job on its own thread. `perform` may raise TransferError to fail that job."""
+    """Runs `perform(job)` for each job on its own thread.
+
+    `perform` may raise TransferError to fail that job; whatever else it raises fails the whole queue for good.
+    """
 
     def __init__(self, name: str, perform: Callable[[WriteJob], None]) -> None:
         self.lock = threading.Lock()
@@ -110,6 +117,11 @@ class WriteQueue:
                 self._perform(job)
             except TransferError as error:
                 job.fail(error.message)
+            except Exception as error:
+                # The thread's outermost frame: nobody else would be told. The write may have stopped anywhere, so the
+                # connection is not to be trusted; the thread lives on to take what is queued, which is stopped.
+                log.exception("a KV write ended in a bug: %s", type(error).__name__)
+                self.fail_all(f"internal error: {type(error).__name__}")
 
     def _forget(self, job: WriteJob) -> None:
         with self.lock:
@@ -118,3 +130,32 @@ class WriteQueue:
                 jobs.discard(job)
                 if not jobs:
                     del self._jobs[job.order.key]
+
+
+class QueuedWriter(ABC):
+    """What every PeerWriter does with its queue."""
+
+    def __init__(self, thread_name: str) -> None:
+        self._queue = WriteQueue(thread_name, self._perform)
+
+    @property
+    def closed(self) -> bool:
+        """See PeerWriter."""
+        return self._queue.failed
+
+    def write(self, order: WriteOrder) -> "Future[WriteResult]":
+        """See PeerWriter."""
+        return self._queue.submit(order)
+
+    def cancel(self, key: TransferKey) -> bool:
+        """See PeerWriter."""
+        self._queue.cancel(key)
+        return True
+
+    def close(self) -> None:
+        """See PeerWriter."""
+        self._queue.close()
+
+    @abstractmethod
+    def _perform(self, job: WriteJob) -> None:
+        """One write, on the queue's thread: see WriteQueue."""

@@ -65,5 +65,9 @@ class GrpcDoor:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        await self.stop(self._grace_s)
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more calls; running ones may end within `grace_s`."""
         await self._health.enter_graceful_shutdown()
-        await self._server.stop(self._grace_s)
+        await self._server.stop(grace_s)

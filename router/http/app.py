@@ -11,7 +11,7 @@ from router.auth import ApiKeys
 from router.frontend import Frontend
 from router.http import errors
 from router.http.generation import GenerationRoutes
-from router.http.json_body import read_object
+from router.http.json_body import BodyBounds, read_object
 from router.http.middleware import Envelope
 from router.http.schemas import DetokenizeBody, TokenizeBody, validate
 from router.metrics import RouterMetrics
@@ -61,7 +61,7 @@ class _TextRoutes:
 
     def __init__(self, frontend: Frontend, *, max_body_bytes: int) -> None:
         self._frontend = frontend
-        self._max_body_bytes = max_body_bytes
+        self._bounds = BodyBounds.of(max_body_bytes, frontend.model.max_model_len)
 
     async def models(self) -> dict[str, Any]:
         """The one model."""
@@ -74,7 +74,7 @@ class _TextRoutes:
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
         """Token ids of a prompt or a conversation."""
-        body = validate(TokenizeBody, await read_object(request, max_bytes=self._max_body_bytes))
+        body = validate(TokenizeBody, await self._read(request))
         self._frontend.check_model(body.model)
         if body.messages is not None:
             messages = [turn.message() for turn in body.messages]
@@ -94,10 +94,13 @@ class _TextRoutes:
 
     async def detokenize(self, request: Request) -> dict[str, Any]:
         """Text of token ids, special tokens included."""
-        body = validate(DetokenizeBody, await read_object(request, max_bytes=self._max_body_bytes))
+        body = validate(DetokenizeBody, await self._read(request))
         self._frontend.check_model(body.model)
         ids = self._frontend.parse_ids(body.tokens, "tokens") if body.tokens else ()
         return {"prompt": self._frontend.tokenizer.decode(ids, skip_special_tokens=False)}
+
+    async def _read(self, request: Request) -> dict[str, Any]:
+        return await read_object(request, self._bounds)
 
     def _card(self) -> dict[str, Any]:
         model = self._frontend.model

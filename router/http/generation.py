@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from router.frontend import Frontend, Prepared
 from router.http.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer
-from router.http.json_body import read_object
+from router.http.json_body import BodyBounds, read_object
 from router.http.middleware import check_request_id
 from router.http.schemas import ChatBody, CompletionBody, GenerationBody, validate
 from router.http.sse import SseResponse, event, unless_disconnected
@@ -46,11 +46,11 @@ class GenerationRoutes:
         self._frontend = frontend
         self._generator = generator
         self._metrics = metrics
-        self._max_body_bytes = max_body_bytes
+        self._bounds = BodyBounds.of(max_body_bytes, frontend.model.max_model_len)
 
     async def chat(self, request: Request) -> Response:
         """A conversation."""
-        body = validate(ChatBody, await read_object(request, max_bytes=self._max_body_bytes))
+        body = validate(ChatBody, await self._read(request))
         fields = body.chat_fields(request.state.tenant)
         messages = [turn.message() for turn in body.messages]
         head = self._head(body, "chatcmpl")
@@ -65,7 +65,7 @@ class GenerationRoutes:
 
     async def completions(self, request: Request) -> Response:
         """Plain prompts."""
-        body = validate(CompletionBody, await read_object(request, max_bytes=self._max_body_bytes))
+        body = validate(CompletionBody, await self._read(request))
         fields = body.completion_fields(request.state.tenant)
         prompts = self._frontend.parse_prompts(body.prompt)
         head = self._head(body, "cmpl", echo=bool(body.echo))
@@ -77,6 +77,9 @@ class GenerationRoutes:
             return CompletionAnswer(head, prepared, self._frontend.tokenizer)
 
         return await self._respond(request, body, prepare, show)
+
+    async def _read(self, request: Request) -> dict[str, Any]:
+        return await read_object(request, self._bounds)
 
     def _head(self, body: GenerationBody, prefix: str, *, echo: bool = False) -> AnswerHead:
         if body.request_id is not None:

@@ -19,7 +19,7 @@ from tandem.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, S
 _MAX_KEYS = 128
 _MAX_PARTS = 256  # of one message's content
 _MAX_NOTES = 16  # OpenAI's bound of `metadata`
-_TOKEN_KEY = re.compile(r"[0-9]{1,10}")
+_TOKEN_KEY = re.compile(r"0|[1-9][0-9]{0,9}")  # one spelling of each, so that no id comes twice
 _SAMPLING = (
     "min_tokens",
     "temperature",

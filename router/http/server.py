@@ -57,6 +57,7 @@ class HttpDoor:
 
     def __init__(self, app: FastAPI, *, host: str, port: int, grace_s: float = 30.0) -> None:
         self._host = host
+        self._grace_s = grace_s
         self.port = port
         """The real port once entered; port 0 takes a free one."""
         self._server = _Server(
@@ -70,7 +71,6 @@ class HttpDoor:
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=max(1, round(grace_s)),
             )
         )
         self._socket: socket.socket | None = None
@@ -87,8 +87,14 @@ class HttpDoor:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        await self.stop(self._grace_s)
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more connections; running requests may end within `grace_s`. Once is enough."""
+        if self._task is None or self._socket is None:
+            return
+        self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
         self._server.should_exit = True
-        if self._task is not None:
-            await self._task
-        if self._socket is not None:
-            self._socket.close()
+        await self._task
+        self._socket.close()
+        self._task = self._socket = None

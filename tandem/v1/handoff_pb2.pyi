@@ -116,7 +116,7 @@ class Reject(_message.Message):
     def __init__(self, failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("seq", "first_layer", "num_layers", "first_block", "num_blocks", "first_head", "num_heads", "checksum", "rewrite")
+    __slots__ = ("seq", "first_layer", "num_layers", "first_block", "num_blocks", "first_head", "num_heads", "checksum", "rewrite", "write_s")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +126,7 @@ class Chunk(_message.Message):
     NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     REWRITE_FIELD_NUMBER: _ClassVar[int]
+    WRITE_S_FIELD_NUMBER: _ClassVar[int]
     seq: int
     first_layer: int
     num_layers: int
@@ -135,7 +136,8 @@ class Chunk(_message.Message):
     num_heads: int
     checksum: int
     rewrite: int
-    def __init__(self, seq: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., first_head: _Optional[int] = ..., num_heads: _Optional[int] = ..., checksum: _Optional[int] = ..., rewrite: _Optional[int] = ...) -> None: ...
+    write_s: float
+    def __init__(self, seq: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., first_head: _Optional[int] = ..., num_heads: _Optional[int] = ..., checksum: _Optional[int] = ..., rewrite: _Optional[int] = ..., write_s: _Optional[float] = ...) -> None: ...
 
 class Nack(_message.Message):
     __slots__ = ("seq", "rewrite")

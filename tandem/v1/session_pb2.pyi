@@ -194,18 +194,20 @@ class Refused(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ...) -> None: ...
 
 class TransferFailed(_message.Message):
-    __slots__ = ("request_id", "attempt", "transfer_id", "landed_tokens", "reason")
+    __slots__ = ("request_id", "attempt", "transfer_id", "landed_tokens", "reason", "failure")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     LANDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     transfer_id: str
     landed_tokens: int
     reason: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., transfer_id: _Optional[str] = ..., landed_tokens: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    failure: _common_pb2.Failure
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., transfer_id: _Optional[str] = ..., landed_tokens: _Optional[int] = ..., reason: _Optional[str] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ...) -> None: ...
 
 class KVEvents(_message.Message):
     __slots__ = ("first_sequence", "cleared", "events")

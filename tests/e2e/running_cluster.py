@@ -110,7 +110,7 @@ class RunningCluster:
     async def until(self, reached: Callable[[], Any]) -> None:
         """Ask until it is so."""
         async with asyncio.timeout(WAIT_S):
-            while not await reached():
+            while not await reached():  # noqa: ASYNC110 - another process cannot wake us
                 await asyncio.sleep(0.05)
 
     async def until_workers(self, count: int) -> None:

@@ -11,13 +11,16 @@ from tests.e2e.running_cluster import running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 STREAMS = 8
-ANSWER = 600
+ANSWER = 400
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def cluster():
+@pytest_asyncio.fixture(
+    loop_scope="module", scope="module", params=["shm", pytest.param("tcp", marks=pytest.mark.slow)]
+)
+async def cluster(request):
     """Two decode workers; one prefill worker, slow enough to be caught at work."""
-    async with running(decode__replicas=2, engine__prefill_chunk_tokens=16, engine__max_batched_tokens=64) as made:
+    slow = {"engine__prefill_chunk_tokens": 16, "engine__max_batched_tokens": 64}
+    async with running(decode__replicas=2, transfer__transport=request.param, **slow) as made:
         yield made
 
 

@@ -72,6 +72,9 @@ async def test_a_prompt_crosses(cluster: Cluster, num_tokens: int, held_tokens: 
     assert record.committed.times.prefill_s == 0.5
     await cluster.settled()
     assert cluster.hub.stats.committed == 1
+    assert cluster.hub.stats.seconds == pytest.approx(cluster.prefill.hub.stats.seconds)
+    assert cluster.hub.stats.bytes_per_s == pytest.approx(cluster.prefill.hub.stats.bytes_per_s)
+    assert cluster.hub.stats.bytes_per_s > 0.0
     assert cluster.hub.stats.num_bytes == len(record.bound) * LAYOUT.block_bytes == cluster.prefill.hub.stats.num_bytes
 
 

@@ -43,7 +43,7 @@ def box(
 
 
 def chunk(seq: int, cells: CellRange | None = None, rewrite: int = 0) -> Chunk:
-    return Chunk(seq=seq, rewrite=rewrite, cells=cells or box(seq, 1), checksum=seq)
+    return Chunk(seq=seq, rewrite=rewrite, cells=cells or box(seq, 1), checksum=seq, write_s=0.5)
 
 
 def seal(num_chunks: int = 3, tail_hash: bytes | None = None) -> Seal:
@@ -262,3 +262,11 @@ def test_never_everything_is_held() -> None:
     job = replace(JOB, token_ids=tuple(range(8)), num_prompt_tokens=8)
     assert job.num_blocks(4) == 2
     assert job.num_keepable_blocks(4) == 1
+
+
+def test_a_later_attempt_has_less_time() -> None:
+    ladder = Ladder(replace(JOB, timeout_s=10.0), layout=LAYOUT, settings=SETTINGS)
+    for attempt, now, left_s in ((1, 5.0, 10.0), (2, 9.0, 6.0), (3, 50.0, 0.0)):
+        [ask] = ladder.begin(attempt, PEER, now).start()
+        assert ask.body.job.timeout_s == left_s
+        ladder.failed(0, now)

@@ -17,7 +17,7 @@ from kv_transfer.messages import (
 )
 from kv_transfer.sender import Sender, SenderPlan
 from kv_transfer.states import HandoffState
-from tandem.errors import TransferError
+from tandem.errors import DeadlineExceeded, TransferError
 from tandem.ids import BlockId
 from tandem.outputs import PhaseTimes
 from tests.unit.kv_transfer.halves import BLOCKS, JOB, KEY, LAYOUT, PEER, TOKEN, Half, kinds
@@ -57,7 +57,7 @@ RESERVE = Reserve(num_blocks=3, transport="x", grant=b"g")
 
 
 def written(half: Half, seq: int, rewrite: int = 0) -> act.Actions:
-    return half.see(ev.Written(seq=seq, rewrite=rewrite, checksum=1))
+    return half.see(ev.Written(seq=seq, rewrite=rewrite, checksum=1, seconds=0.5))
 
 
 def test_blocks_are_written_as_they_become_whole_and_the_last_one_in_part() -> None:
@@ -154,3 +154,24 @@ def test_an_engine_that_gives_up_is_reported_with_its_own_error() -> None:
     half = offered()
     failed = ev.PrefillFailed(failure=ev.Failure(kind=TransferError, message="no"))
     assert kinds(half.see(failed)) == ["Reject", "Drained", "ReleaseSources"]
+
+
+def test_a_prompt_that_takes_too_long_is_given_up() -> None:
+    half = offered(job=replace(JOB, timeout_s=1.0))
+    half.machine.renew(0.9)
+    assert half.machine.on_timer(0.9) == ()
+    [reject, *rest] = half.machine.on_timer(1.0)
+    assert reject.body.failure.kind is DeadlineExceeded
+    assert kinds(tuple(rest)) == ["AbortPrefill", "Drained", "ReleaseSources"]
+    half = offered(job=replace(JOB, timeout_s=1.0))
+    half.hear(RESERVE)
+    assert kinds(half.machine.on_timer(1.0)) == ["Abort", "AbortPrefill", "CancelWrites"], "a grant must be drained"
+    assert offered().machine.on_timer(1.0) == ()
+
+
+def test_a_chunk_says_how_long_its_write_took() -> None:
+    half = offered()
+    half.see(progress(4))
+    half.hear(RESERVE)
+    [sent] = written(half, 0)
+    assert sent.body.write_s == 0.5

@@ -1,19 +1,22 @@
 """What strangers and broken peers can do at the sockets of `tcp` and `shm`: nothing."""
 
+import errno
 import os
 import random
+import select
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 
 from kv_transfer.messages import TransferKey
-from kv_transfer.transport import KVRegion
-from kv_transfer.transports import tcp_wire
+from kv_transfer.transport import KVReceiver, KVRegion
+from kv_transfer.transports import shm_receiver, tcp_wire
 from kv_transfer.transports.catalogue import candidates, open_receivers, open_senders
-from kv_transfer.transports.tcp_receiver import TcpReceiver
+from kv_transfer.transports.tcp_receiver import MAX_CONNECTIONS, TcpReceiver
 from tandem.errors import TransferError
 from tandem.ids import BlockId, TransferId
 from tests.unit.kv_transfer.transport_peer import LAYOUT, NUM_BLOCKS, box, make_region, order
@@ -55,6 +58,40 @@ def dial(receiver: TcpReceiver, *, greet: bool) -> socket.socket:
         )
         assert len(sock.recv(tcp_wire.ANSWER_BYTES, socket.MSG_WAITALL)) == tcp_wire.ANSWER_BYTES
     return sock
+
+
+def test_a_hello_in_drops_does_not_hold_a_connection(tcp) -> None:
+    _target, receiver = tcp
+    hello = tcp_wire.Header(
+        kind=tcp_wire.Kind.HELLO, write_id=0, token=receiver._secret, cells=tcp_wire.NO_CELLS, payload_bytes=0
+    )
+    with dial(receiver, greet=False) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in tcp_wire.pack_header(hello):
+            with suppress(ConnectionError):
+                sock.send(bytes([byte]))
+            if select.select([sock], [], [], 0.05)[0]:
+                break
+        with suppress(ConnectionResetError):
+            assert sock.recv(1) == b"", "each drop came in time, the whole did not"
+
+
+def test_a_crowd_of_strangers_does_not_close_the_door() -> None:
+    target, source = make_region(seed=0), make_region(seed=3)
+    receiver = TcpReceiver(target, stall_s=WAIT_S)
+    strangers = [dial(receiver, greet=False) for _ in range(MAX_CONNECTIONS)]
+    [(sender, offer)] = candidates([receiver.offer()], open_senders(source, choice="tcp"))
+    writer = sender.connect(offer)
+    grant = receiver.open_grant(KEY, slots(1))
+    writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
+    strangers[0].settimeout(WAIT_S / 2)
+    assert strangers[0].recv(1) == b"", "the oldest made room"
+    for stranger in strangers:
+        stranger.close()
+    writer.close()
+    receiver.close()
+    os.close(target.fd)
+    os.close(source.fd)
 
 
 def frame(token: bytes, payload_bytes: int, num_blocks: int = 1, num_layers: int = 1) -> bytes:
@@ -144,5 +181,58 @@ def test_the_shm_receiver_drops_strangers() -> None:
             sock.shutdown(socket.SHUT_WR)
             with suppress(ConnectionResetError):
                 assert sock.recv(64) == b""
+    receiver.close()
+    os.close(target.fd)
+
+
+def test_another_user_gets_no_slot_at_the_shm_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_region(seed=0)
+    [receiver] = open_receivers(target, choice="shm")
+    address = receiver.offer().advert[16:].decode()
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    monkeypatch.setattr(shm_receiver, "HELLO_S", 10 * WAIT_S)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(WAIT_S / 2)
+        sock.connect(address)
+        assert sock.recv(64) == b"", "hung up on before it says anything"
+    receiver.close()
+    os.close(target.fd)
+
+
+def knock(receiver: KVReceiver) -> socket.socket:
+    """A connection of somebody who has said nothing yet."""
+    if isinstance(receiver, TcpReceiver):
+        return dial(receiver, greet=False)
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(WAIT_S)
+    sock.connect(receiver.offer().advert[16:].decode())
+    return sock
+
+
+@pytest.mark.parametrize("choice", ["tcp", "shm"])
+def test_a_receiver_listens_again_after_its_process_ran_out_of_descriptors(
+    choice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = make_region(seed=0)
+    refused = threading.Event()
+    accept = socket.socket.accept
+
+    def crowded(self: socket.socket) -> tuple[socket.socket, object]:
+        connection = accept(self)
+        if refused.is_set():
+            return connection
+        refused.set()
+        connection[0].close()
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket.socket, "accept", crowded)
+    [receiver] = open_receivers(target, choice=choice)
+    for _ in range(2):  # the first one is lost, the second one is heard
+        with knock(receiver) as sock, suppress(ConnectionResetError, BrokenPipeError):
+            sock.sendall(bytes(200))
+            assert sock.recv(64) == b"", "hung up on for what it said"
+    assert refused.is_set()
+    assert "Too many open files" in caplog.text
     receiver.close()
     os.close(target.fd)

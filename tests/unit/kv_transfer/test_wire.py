@@ -43,7 +43,7 @@ BODIES = [
     Offer(num_blocks=3, queue_s=0.5),
     Reserve(num_blocks=3, transport="tcp", grant=b"g"),
     Reject(failure=Failure(kind=RequestTooLarge, message="no", retry_after_s=None)),
-    Chunk(seq=2, rewrite=1, cells=CELLS, checksum=2**63 + 5),
+    Chunk(seq=2, rewrite=1, cells=CELLS, checksum=2**63 + 5, write_s=0.25),
     Nack(seq=2, rewrite=0),
     FirstToken(token=TOKEN, cached_tokens=16),
     FirstToken(token=SampledToken(token_id=0), cached_tokens=0),
@@ -74,6 +74,9 @@ def test_every_message_survives_the_wire(body: Body) -> None:
         pb.HandoffMessage(transfer_id="t" * 200, drained=pb.Drained()),
         pb.HandoffMessage(transfer_id="t", chunk=pb.Chunk(seq=2**31, num_blocks=1, num_layers=1, num_heads=1)),
         pb.HandoffMessage(transfer_id="t", chunk=pb.Chunk(num_blocks=0, num_layers=1, num_heads=1)),
+        pb.HandoffMessage(
+            transfer_id="t", chunk=pb.Chunk(num_blocks=1, num_layers=1, num_heads=1, write_s=float("inf"))
+        ),
         pb.HandoffMessage(transfer_id="t", offer=pb.Offer(num_blocks=2**31)),
         pb.HandoffMessage(transfer_id="t", offer=pb.Offer(num_blocks=1, queue_s=float("nan"))),
         pb.HandoffMessage(transfer_id="t", seal=pb.Seal(num_chunks=0)),

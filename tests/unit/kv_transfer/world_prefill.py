@@ -139,7 +139,7 @@ class Process:
     def written(self, write: Write) -> None:
         if write in self.writes:
             self.writes.remove(write)
-            event = ev.Written(seq=write.order.seq, rewrite=write.order.rewrite, checksum=0)
+            event = ev.Written(seq=write.order.seq, rewrite=write.order.rewrite, checksum=0, seconds=0.1)
             self.sender_event(write.key, event)
 
     def stop_writes(self, key: TransferKey) -> None:

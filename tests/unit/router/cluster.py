@@ -144,6 +144,7 @@ async def cluster(
             hasher=BlockHasher(SECRET),
             settings=settings or DispatchSettings(),
             clock=time.monotonic,
+            rng=Random(3),
             observer=observed,
         )
         yield Cluster(registry, dispatcher, observed)

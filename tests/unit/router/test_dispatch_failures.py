@@ -7,7 +7,7 @@ import pytest
 
 from router.choice_run import DispatchSettings
 from router.requests import ChoiceDelta, ChoiceFinish
-from tandem.errors import ContextLengthExceeded, InternalError, Overloaded, RequestTooLarge, Unavailable
+from tandem.errors import ContextLengthExceeded, InternalError, RequestTooLarge, Unavailable
 from tandem.outputs import FinishReason
 from tandem.roles import WorkerRole
 from tandem.v1 import session_pb2 as pb
@@ -29,17 +29,6 @@ async def test_refusal_goes_to_another_worker() -> None:
         # Once refused, the worker is left alone for the time that it asked for.
         assert busy.submissions.qsize() <= 1
         assert router.observed.retries == ["refused"] * busy.submissions.qsize()
-        router.assert_idle()
-
-
-async def test_all_refuse_gives_the_workers_own_words() -> None:
-    one = FakeWorker("d0", script=_overloaded)
-    two = FakeWorker("d1", script=_overloaded)
-    async with cluster(one, two) as router:
-        with pytest.raises(Overloaded) as caught:
-            await collect(router.generate(routed()))
-        assert caught.value.retry_after_s == 2.5
-        assert (one.submissions.qsize(), two.submissions.qsize()) == (1, 1)
         router.assert_idle()
 
 
@@ -214,6 +203,40 @@ async def test_stale_attempts_are_not_delivered() -> None:
     async with cluster(worker) as router:
         assert (await collect(router.generate(routed())))[0] == expected_tokens(PROMPT, count=8, seed=3)
         assert router.observed.retries == []
+
+
+async def test_prefill_workers_final_refusal_ends_the_request() -> None:
+    async def refused(submission: Submission) -> None:
+        submission.fail_transfer(code="ContextLengthExceeded")
+
+    prefillers = [FakeWorker(f"p{i}", role=WorkerRole.PREFILL) for i in range(2)]
+    decode = FakeWorker("d0", script=refused)
+    async with cluster(decode, *prefillers) as router:
+        with pytest.raises(ContextLengthExceeded):
+            await collect(router.generate(routed(LONG_PROMPT)))
+        submission = await decode.submissions.get()
+        await submission.cancelled.wait()
+        assert submission.reroutes.empty()
+        assert all(w.penalty_ms == 0.0 for w in router.registry.snapshots())
+        assert router.observed.retries == []
+        router.assert_idle()
+
+
+async def test_tokens_come_before_the_error_that_came_with_them() -> None:
+    async def gives_up(submission: Submission) -> None:
+        submission.give(submission.tokens[:3], finish=FinishReason.ERROR)
+
+    async with cluster(FakeWorker("d0", script=gives_up)) as router:
+        tokens: list[int] = []
+
+        async def client() -> None:
+            async for delta in router.generate(routed()):
+                tokens.extend(t.token_id for t in delta.tokens)
+
+        with pytest.raises(InternalError):
+            await client()
+        assert tokens == expected_tokens(PROMPT, count=8, seed=3)[:3]
+        router.assert_idle()
 
 
 async def test_failed_transfer_is_rerouted_then_computed_locally() -> None:

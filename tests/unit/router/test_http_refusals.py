@@ -64,6 +64,7 @@ async def client(parts: doors.Doors) -> AsyncIterator[httpx.AsyncClient]:
         ({"stop": ["x" * (1 << 19)]}, "stop"),
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"7": 1, "07": 2}}, "logit_bias"),
         ({"logit_bias": {str(i): 1 for i in range(5000)}}, "logit_bias"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options"),

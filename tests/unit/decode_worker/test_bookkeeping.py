@@ -1,0 +1,150 @@
+import pytest
+
+from decode_worker.destinations import Destinations
+from decode_worker.orders import request_from_pb, route_from_pb
+from decode_worker.task import DecodeTask, TaskPhase
+from decode_worker.taskbook import TaskBook
+from tandem.errors import InvalidRequest, InvariantError
+from tandem.ids import BlockId, Incarnation, RequestId, TransferId
+from tandem.session_port import SessionPort
+from tandem.v1 import common_pb2 as common
+from tandem.v1 import session_pb2 as pb
+from tests.unit.engine import ledger
+from tests.unit.engine.ledger_host import parts
+
+A, B = TransferId("a"), TransferId("b")
+
+
+def blocks(*ids: int) -> tuple[BlockId, ...]:
+    return tuple(BlockId(i) for i in ids)
+
+
+def test_a_reservation_is_settled_when_its_last_destination_is_back() -> None:
+    out = Destinations()
+    out.bind(A, blocks(1, 2, 3))
+    out.bind(B, blocks(4))
+    assert len(out) == 4
+    assert out.settle(blocks(1, 2)) == []
+    assert out.settle(blocks(4, 3)) == [B, A]
+    assert len(out) == 0
+    out.bind(B, blocks(1))
+    assert out.settle(blocks(1)) == [B]
+
+
+def test_a_destination_is_never_out_twice_nor_back_twice() -> None:
+    out = Destinations()
+    out.bind(A, blocks(1))
+    with pytest.raises(InvariantError):
+        out.bind(B, blocks(1))
+    out.settle(blocks(1))
+    with pytest.raises(InvariantError):
+        out.settle(blocks(1))
+
+
+def task(port: SessionPort, name: str, *, attempt: int = 1, transfer: TransferId | None = None) -> DecodeTask:
+    return DecodeTask(
+        port=port,
+        request_id=RequestId(name),
+        attempt=attempt,
+        request=ledger.request([1, 2, 3]),
+        route=None,
+        transfer_id=transfer,
+        arrived_s=0.0,
+    )
+
+
+def test_a_task_is_found_by_every_name_until_it_is_removed() -> None:
+    emptied = []
+    book = TaskBook(lambda: emptied.append(True))
+    port, other = SessionPort(Incarnation(1)), SessionPort(Incarnation(2))
+    one = task(port, "r", transfer=A)
+    same_name_elsewhere = task(other, "r")
+    ended = []
+    one.when_done = lambda: ended.append(True)
+    book.add(one)
+    book.add(same_name_elsewhere)
+    assert len(book) == 2
+    assert book.of_order(port, "r", 1) is book.of_transfer(A) is book.of_engine(one.engine_id) is one
+    assert book.of_order(port, "r", 2) is None
+    assert book.of_port(other) == [same_name_elsewhere]
+    book.remove(one)
+    assert one.phase is TaskPhase.DONE
+    assert one.is_over
+    assert ended == [True]
+    assert emptied == []
+    assert book.of_order(port, "r", 1) is book.of_transfer(A) is book.of_engine(one.engine_id) is None
+    book.remove(same_name_elsewhere)
+    assert emptied == [True]
+
+
+def test_the_same_attempt_or_transfer_twice_is_refused() -> None:
+    book = TaskBook(lambda: None)
+    port = SessionPort(Incarnation(1))
+    book.add(task(port, "r", transfer=A))
+    with pytest.raises(InvalidRequest):
+        book.add(task(port, "r"))
+    with pytest.raises(InvalidRequest):
+        book.add(task(port, "s", transfer=A))
+    book.add(task(port, "r", attempt=2))
+    book.add(task(port, "t"))
+    assert len(book) == 3
+
+
+def test_every_reservation_has_its_own_key() -> None:
+    one = task(SessionPort(Incarnation(1)), "r")
+    first, second = one.next_reservation(), one.next_reservation()
+    assert first != second
+    assert one.reservation == second
+
+
+def submit(**changes: object) -> pb.Submit:
+    fields: dict[str, object] = {
+        "request_id": "r",
+        "attempt": 1,
+        "prompt_token_ids": [1, 2, 3],
+        "hash_root": ledger.ROOT,
+        "sampling": common.SamplingParams(max_tokens=4, temperature=0.0),
+    }
+    return pb.Submit(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_an_order_becomes_a_request() -> None:
+    order = submit(generated_token_ids=[4, 5], choice_index=2, priority=-3)
+    request = request_from_pb(order, RequestId("7:r"), parts(), 12.0)
+    assert request.request_id == "7:r"
+    assert list(request.token_ids) == [1, 2, 3, 4, 5]
+    assert (request.num_prompt_tokens, request.num_output_tokens) == (3, 2)
+    assert (request.choice_index, request.priority, request.arrival_s) == (2, -3, 12.0)
+    assert request.params.max_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"prompt_token_ids": [ledger.VOCAB]}, "prompt_token_ids"),
+        ({"prompt_token_ids": [2**32 - 1]}, "prompt_token_ids"),
+        ({"generated_token_ids": [ledger.VOCAB]}, "generated_token_ids"),
+        ({"hash_root": b"short"}, "hash_root"),
+        ({"request_id": ""}, "request_id"),
+        ({"request_id": "x" * 257}, "request_id"),
+        ({"sampling": common.SamplingParams(temperature=-1.0)}, "temperature"),
+        ({"sampling": common.SamplingParams(logit_bias={ledger.VOCAB: 1.0})}, "logit_bias"),
+    ],
+)
+def test_a_bad_order_is_refused_by_the_name_of_its_field(changes: dict[str, object], param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        request_from_pb(submit(**changes), RequestId("1:r"), parts(), 0.0)
+    assert refused.value.param == param
+
+
+def test_a_route_names_a_worker_a_place_and_a_transfer() -> None:
+    whole = pb.PrefillRoute(worker_id="p", incarnation=9, address="127.0.0.1:1", transfer_id="t", attempt=2)
+    transfer_id, route = route_from_pb(whole)
+    assert transfer_id == "t"
+    assert (route.worker_id, route.incarnation, route.address, route.attempt) == ("p", 9, "127.0.0.1:1", 2)
+    for name in ("worker_id", "address", "transfer_id"):
+        lacking = pb.PrefillRoute()
+        lacking.CopyFrom(whole)
+        lacking.ClearField(name)
+        with pytest.raises(InvalidRequest):
+            route_from_pb(lacking)

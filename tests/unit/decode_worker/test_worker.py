@@ -1,0 +1,338 @@
+"""The decode worker over a real engine thread and scheduler, with a hub that does what a test says."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from decode_worker.worker import DecodeWorker
+from engine.host import EngineHost
+from kv_transfer.actions import CommitInfo
+from kv_transfer.messages import FirstToken, PrefillJob
+from kv_transfer.peer import Route
+from kv_transfer.stats import TransferStats
+from tandem.errors import TransferError
+from tandem.ids import BlockId, Incarnation, TransferId, WorkerId
+from tandem.outputs import PhaseTimes, SampledToken
+from tandem.roles import WorkerRole
+from tandem.sampling import SamplingParams
+from tandem.session_port import SessionPort
+from tandem.v1 import common_pb2 as common
+from tandem.v1 import session_pb2 as pb
+from tandem.worker_identity import WorkerIdentity
+from tests.unit.engine import ledger
+from tests.unit.engine.ledger_host import parts, settled
+
+WAIT_S = 20.0
+PROMPT = [(7 * i) % 90 for i in range(60)]
+TRANSFER = TransferId("t")
+LENGTH = 6
+IDENTITY = WorkerIdentity(
+    worker_id=WorkerId("decode-0"),
+    incarnation=Incarnation(1),
+    role=WorkerRole.DECODE,
+    model_name="ledger",
+    address="127.0.0.1:1",
+)
+
+
+class FakeHub:
+    """What the worker asks of its hub."""
+
+    def __init__(self) -> None:
+        self.stats = TransferStats()
+        self.jobs: asyncio.Queue[tuple[PrefillJob, Route]] = asyncio.Queue()
+        self.reroutes: list[Route] = []
+        self.cancelled: list[TransferId] = []
+        self.refusal: TransferError | None = None
+
+    def start(self, job: PrefillJob, route: Route) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.jobs.put_nowait((job, route))
+
+    def reroute(self, _transfer_id: TransferId, route: Route) -> None:
+        self.reroutes.append(route)
+
+    def cancel(self, transfer_id: TransferId, _reason: str = "") -> None:
+        self.cancelled.append(transfer_id)
+
+    async def drain(self) -> None:
+        """Nothing is left."""
+
+
+class Bench:
+    """One worker, one router's port, one hub."""
+
+    def __init__(self, host: EngineHost, worker: DecodeWorker) -> None:
+        self.host = host
+        self.worker = worker
+        self.owner = worker.handoffs
+        self.hub = FakeHub()
+        self.port = SessionPort(Incarnation(2))
+        hub: Any = self.hub
+        worker.use(hub, ("shm",))
+
+    def order(self, **fields: Any) -> None:
+        self.worker.order(self.port, pb.RouterMessage(**fields))
+
+    def submit(self, name: str = "r", *, prefill: bool = True, max_tokens: int = LENGTH, **more: Any) -> None:
+        sampling = common.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        order = pb.Submit(request_id=name, attempt=1, hash_root=ledger.ROOT, sampling=sampling)
+        order.prompt_token_ids.extend(more.pop("prompt", PROMPT))
+        for key, value in more.items():
+            setattr(order, key, value)
+        if prefill:
+            order.prefill.CopyFrom(route_pb())
+        self.order(submit=order)
+
+    async def heard(self, kind: str) -> Any:
+        """The next message of a kind."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                message = await self.port.next()
+                assert message is not None
+                if message.HasField(kind):
+                    return getattr(message, kind)
+
+    async def answer(self) -> tuple[list[int], pb.Finish]:
+        """Tokens until an end, each at its place."""
+        tokens: list[int] = []
+        while True:
+            for delta in (await self.heard("tokens")).deltas:
+                assert delta.first_index == len(tokens)
+                tokens += delta.token_ids
+                if delta.HasField("finish"):
+                    return tokens, delta.finish
+
+    async def started(self) -> PrefillJob:
+        async with asyncio.timeout(WAIT_S):
+            return (await self.hub.jobs.get())[0]
+
+    async def bound(self, job: PrefillJob) -> tuple[BlockId, ...]:
+        return await self.owner.bind(TRANSFER, job.num_blocks(ledger.BLOCK))
+
+    def write(self, blocks: tuple[BlockId, ...], first: int, count: int) -> None:
+        """What a peer does: KV of the prompt's blocks `first` to `first + count` into `blocks`."""
+        runner: Any = self.host.parts.runner
+        entries = ledger.kv_of(PROMPT)[first * ledger.BLOCK : (first + count) * ledger.BLOCK]
+        for position, entry in enumerate(entries):
+            runner.write(blocks, position, entry)
+
+    async def commit(self, blocks: tuple[BlockId, ...], first_token: int | None) -> None:
+        token = None if first_token is None else told(first_token)
+        times = PhaseTimes(prefill_s=1.0)
+        await self.owner.commit(TRANSFER, CommitInfo(blocks=blocks, first_token=token, cached_tokens=16, times=times))
+
+    async def assert_empty(self) -> None:
+        assert self.owner.num_destinations == 0
+        scheduler = await settled(self.host)
+        ledger.assert_empty(scheduler)
+
+
+def route_pb(attempt: int = 1) -> pb.PrefillRoute:
+    return pb.PrefillRoute(worker_id="p", incarnation=5, address="127.0.0.1:2", transfer_id=TRANSFER, attempt=attempt)
+
+
+def told(token_id: int) -> FirstToken:
+    return FirstToken(token=SampledToken(token_id=token_id), cached_tokens=16)
+
+
+def expected(length: int = LENGTH) -> list[int]:
+    return ledger.continuation(PROMPT, SamplingParams(max_tokens=length, ignore_eos=True))
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    faults: list[BaseException] = []
+    host = EngineHost(parts(), on_fatal=faults.append)
+    async with asyncio.TaskGroup() as group:
+        worker = DecodeWorker(IDENTITY, host, group)
+        host.start(on_output=worker.on_output, ports=tuple)
+        made = Bench(host, worker)
+        yield made
+        await host.stop()
+    assert not faults
+
+
+async def test_a_prompt_computed_here(bench: Bench) -> None:
+    bench.submit(prefill=False)
+    tokens, finish = await bench.answer()
+    assert tokens == expected()
+    assert finish.reason == common.FINISH_REASON_LENGTH
+    await bench.worker.drain()
+    await bench.assert_empty()
+
+
+async def test_a_hand_off_from_reservation_to_last_token(bench: Bench) -> None:
+    bench.submit()
+    job = await bench.started()
+    assert (job.token_ids, job.held_tokens, job.resume) == (tuple(PROMPT), 0, False)
+    blocks = await bench.bound(job)
+    bench.owner.first_token(TRANSFER, told(expected()[0]))
+    assert (await bench.heard("tokens")).deltas[0].token_ids == expected()[:1], "before its KV is here"
+    bench.write(blocks, 0, len(blocks))
+    await bench.commit(blocks, expected()[0])
+    tokens = expected()[:1]
+    while len(tokens) < LENGTH:
+        tokens += [t for delta in (await bench.heard("tokens")).deltas for t in delta.token_ids]
+    assert tokens == expected()
+    await bench.assert_empty()
+
+
+async def test_what_landed_is_kept_although_the_rest_is_released_in_the_same_breath(bench: Bench) -> None:
+    """tcp proves at once that a lost writer is quiet: the hub says `released` before `failed` has had its turn."""
+    bench.submit()
+    blocks = await bench.bound(await bench.started())
+    bench.write(blocks, 0, 2)
+    bench.owner.failed(TRANSFER, blocks[:2], TransferError("the link was lost"))
+    bench.owner.released(TRANSFER, blocks[2:])
+    failed = await bench.heard("transfer_failed")
+    assert failed.landed_tokens == 2 * ledger.BLOCK
+    bench.order(reroute=pb.Reroute(request_id="r", attempt=1))
+    tokens, _ = await bench.answer()
+    assert tokens == expected()
+    runner: Any = bench.host.parts.runner
+    assert runner.num_computed == len(PROMPT) - 2 * ledger.BLOCK + LENGTH - 1
+    await bench.assert_empty()
+
+
+async def test_a_quarantine_lasts_until_the_writer_is_quiet(bench: Bench) -> None:
+    bench.submit()
+    blocks = await bench.bound(await bench.started())
+    bench.owner.first_token(TRANSFER, told(expected()[0]))
+    bench.owner.failed(TRANSFER, (), TransferError("silent"))
+    bench.owner.quarantine(TRANSFER, blocks)
+    await bench.heard("transfer_failed")
+    bench.order(reroute=pb.Reroute(request_id="r", attempt=1))
+    bench.port.send_snapshot(0, ())
+    tokens = expected()[:1]
+    while len(tokens) < LENGTH:
+        tokens += [t for delta in (await bench.heard("tokens")).deltas for t in delta.token_ids]
+    assert tokens == expected(), "the first token was told already and is never sampled again"
+    load = (await settled(bench.host)).load()
+    assert load.num_quarantined_blocks == load.num_used_blocks == len(blocks)
+    bench.owner.released(TRANSFER, blocks)
+    await bench.assert_empty()
+
+
+async def test_a_second_prefill_worker_gets_only_what_is_missing(bench: Bench) -> None:
+    bench.submit()
+    blocks = await bench.bound(await bench.started())
+    bench.write(blocks, 0, 1)
+    bench.owner.failed(TRANSFER, blocks[:1], TransferError("the link was lost"))
+    bench.owner.released(TRANSFER, blocks[1:])
+    await bench.heard("transfer_failed")
+    bench.order(reroute=pb.Reroute(request_id="r", attempt=1, prefill=route_pb(2)))
+    assert [route.attempt for route in bench.hub.reroutes] == [2]
+    rest = await bench.owner.bind(TRANSFER, len(blocks) - 1)
+    bench.write(rest, 1, len(rest))
+    await bench.commit(rest, expected()[0])
+    tokens = expected()[:1]
+    while len(tokens) < LENGTH:
+        tokens += [t for delta in (await bench.heard("tokens")).deltas for t in delta.token_ids]
+    assert tokens == expected()
+    await bench.assert_empty()
+
+
+async def test_cancelled_in_the_breath_in_which_the_hand_off_failed(bench: Bench) -> None:
+    bench.submit()
+    blocks = await bench.bound(await bench.started())
+    bench.owner.failed(TRANSFER, (), TransferError("the link was lost"))
+    bench.order(cancel=pb.Cancel(request_id="r", attempt=1))
+    bench.owner.released(TRANSFER, blocks)
+    await bench.worker.drain()
+    await bench.assert_empty()
+    assert bench.hub.cancelled == [TRANSFER]
+
+
+@pytest.mark.parametrize("phase", ["submitted", "reserved", "bound", "first token", "rerouting", "running"])
+async def test_cancelled_at_every_stage(bench: Bench, phase: str) -> None:
+    bench.submit(max_tokens=100)
+    blocks: tuple[BlockId, ...] = ()
+    if phase != "submitted":
+        job = await bench.started()
+        if phase != "reserved":
+            blocks = await bench.bound(job)
+    if phase == "first token":
+        bench.owner.first_token(TRANSFER, told(expected()[0]))
+    if phase == "rerouting":
+        bench.owner.failed(TRANSFER, (), TransferError("the link was lost"))
+        await bench.heard("transfer_failed")
+    if phase == "running":
+        bench.write(blocks, 0, len(blocks))
+        await bench.commit(blocks, expected()[0])
+        blocks = ()
+    bench.order(cancel=pb.Cancel(request_id="r", attempt=1))
+    await asyncio.sleep(0)
+    if blocks:
+        assert bench.owner.num_destinations == len(blocks)
+        bench.owner.released(TRANSFER, blocks)
+    await bench.worker.drain()
+    await bench.assert_empty()
+
+
+async def test_a_request_of_one_token_ends_with_the_first(bench: Bench) -> None:
+    bench.submit(max_tokens=1)
+    blocks = await bench.bound(await bench.started())
+    bench.owner.first_token(TRANSFER, told(expected()[0]))
+    tokens, finish = await bench.answer()
+    assert tokens == expected()[:1]
+    assert finish.reason == common.FINISH_REASON_LENGTH
+    # The commit was on its way already.
+    await bench.commit(blocks, expected()[0])
+    await bench.assert_empty()
+    assert bench.hub.cancelled == [TRANSFER]
+
+
+async def test_a_full_pool_queues_the_request_here(bench: Bench) -> None:
+    """24 blocks: three requests of 8 blocks leave no room for a fourth, which waits and is computed here."""
+    for i in range(3):
+        bench.submit(f"{i}", prefill=False, max_tokens=40, prompt=[i, *PROMPT, *PROMPT])
+    last = [4, *PROMPT, *PROMPT]
+    ended: dict[str, list[int]] = {"0": list((await bench.heard("tokens")).deltas[0].token_ids)}
+    bench.submit("r", prompt=last)
+    done = 0
+    while done < 4:
+        for delta in (await bench.heard("tokens")).deltas:
+            ended.setdefault(delta.request_id, []).extend(delta.token_ids)
+            done += delta.HasField("finish")
+    params = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
+    assert ended["r"] == ledger.continuation(last, params)
+    assert bench.hub.jobs.empty()
+    await bench.assert_empty()
+
+
+async def test_a_hub_that_refuses_gives_the_reservation_back(bench: Bench) -> None:
+    bench.hub.refusal = TransferError("too many")
+    bench.submit()
+    assert (await bench.heard("refused")).failure.code == "TransferError"
+    await bench.assert_empty()
+
+
+async def test_a_router_that_leaves_takes_its_requests_along(bench: Bench) -> None:
+    bench.submit("a", prefill=False, max_tokens=100)
+    bench.submit("b")
+    await bench.started()
+    bench.worker.closed(bench.port)
+    await bench.worker.drain()
+    await bench.assert_empty()
+
+
+async def test_time_that_runs_out(bench: Bench) -> None:
+    bench.submit(timeout_s=0.0)
+    tokens, finish = await bench.answer()
+    assert tokens == []
+    assert finish.failure.code == "DeadlineExceeded"
+    await bench.worker.drain()
+    await bench.assert_empty()
+
+
+async def test_a_draining_worker_refuses_and_stale_orders_do_nothing(bench: Bench) -> None:
+    await bench.worker.drain()
+    bench.submit()
+    assert (await bench.heard("refused")).failure.code == "Unavailable"
+    bench.order(cancel=pb.Cancel(request_id="r", attempt=1))
+    bench.order(reroute=pb.Reroute(request_id="r", attempt=1))
+    await bench.assert_empty()

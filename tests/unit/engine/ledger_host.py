@@ -1,0 +1,41 @@
+"""A whole engine on its thread over the ledger instead of a model, for tests of what stands on it."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from engine.assembly import EngineParts
+from engine.host import EngineHost
+from engine.scheduler import Scheduler
+from tandem.block_hash import BlockHasher
+from tests.unit.engine import ledger
+from tests.unit.engine.ledger import LedgerRunner
+
+
+def parts(**changes: int) -> EngineParts:
+    """The parts that workers touch; the others are absent."""
+    made: Any = {
+        "scheduler": ledger.scheduler(**changes),
+        "runner": LedgerRunner(),
+        "config": ledger.config(**changes),
+        "model": SimpleNamespace(vocab_size=ledger.VOCAB),
+        "layout": SimpleNamespace(block_size=ledger.BLOCK),
+        "budget": None,
+        "hasher": BlockHasher(ledger.SECRET),
+    }
+    return EngineParts(**made)
+
+
+@asynccontextmanager
+async def stopping(host: EngineHost) -> AsyncIterator[None]:
+    """Stop the engine in the end, whatever happened."""
+    try:
+        yield
+    finally:
+        await host.stop()
+
+
+async def settled(host: EngineHost) -> Scheduler:
+    """The scheduler, once everything that was posted before has happened."""
+    return await host.call(lambda scheduler: scheduler)

@@ -1,0 +1,222 @@
+"""The prefill worker over a real engine thread and scheduler, with a hub that only takes notes."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.host import EngineHost
+from kv_transfer.messages import PrefillJob
+from prefill_worker.worker import PrefillWorker
+from tandem.errors import ContextLengthExceeded, InvalidRequest, RequestTooLarge, ServingError
+from tandem.ids import BlockHash, BlockId, Incarnation, RequestId, TransferId, WorkerId
+from tandem.outputs import PhaseTimes, SampledToken
+from tandem.roles import WorkerRole
+from tandem.sampling import SamplingParams
+from tandem.session_port import SessionPort
+from tandem.v1 import session_pb2 as pb
+from tandem.worker_identity import WorkerIdentity
+from tests.unit.engine import ledger
+from tests.unit.engine.ledger_host import parts, settled
+
+WAIT_S = 20.0
+PROMPT = tuple((7 * i) % 90 for i in range(75))
+PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
+IDENTITY = WorkerIdentity(
+    worker_id=WorkerId("prefill-0"),
+    incarnation=Incarnation(1),
+    role=WorkerRole.PREFILL,
+    model_name="ledger",
+    address="127.0.0.1:1",
+)
+
+
+class FakeHub:
+    """Takes notes of what the engine's news became."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, TransferId]] = []
+        self.sent: dict[TransferId, list[BlockId]] = {}
+        self.computed: list[int] = []
+        self.tokens: list[SampledToken] = []
+        self.cached: list[int] = []
+        self.tail: BlockHash | None = None
+        self.done = asyncio.Event()
+
+    def scheduled(self, transfer_id: TransferId, _queue_s: float) -> None:
+        self.said.append(("scheduled", transfer_id))
+
+    def progress(self, transfer_id: TransferId, num_computed_tokens: int, blocks: list[BlockId]) -> None:
+        self.said.append(("progress", transfer_id))
+        self.sent[transfer_id] = list(blocks)
+        self.computed.append(num_computed_tokens)
+
+    def first_token(self, transfer_id: TransferId, token: SampledToken, _cached: int) -> None:
+        self.said.append(("first_token", transfer_id))
+        self.tokens.append(token)
+
+    def finished(
+        self,
+        transfer_id: TransferId,
+        blocks: list[BlockId],
+        *,
+        cached_tokens: int,
+        times: PhaseTimes,
+        tail_hash: BlockHash | None,
+    ) -> None:
+        self.said.append(("finished", transfer_id))
+        assert times.prefill_s >= 0.0
+        self.sent[transfer_id] = list(blocks)
+        self.cached.append(cached_tokens)
+        self.tail = tail_hash
+        self.done.set()
+
+    def failed(self, transfer_id: TransferId, _error: ServingError) -> None:
+        self.said.append(("failed", transfer_id))
+
+
+class Bench:
+    def __init__(self, host: EngineHost, worker: PrefillWorker) -> None:
+        self.host = host
+        self.worker = worker
+        self.hub = FakeHub()
+        hub: Any = self.hub
+        worker.hub = hub
+
+    async def finished(self) -> None:
+        async with asyncio.timeout(WAIT_S):
+            await self.hub.done.wait()
+        self.hub.done.clear()
+
+    async def assert_empty(self) -> None:
+        ledger.assert_empty(await settled(self.host))
+
+
+def job(name: str = "t", **changes: Any) -> PrefillJob:
+    made = PrefillJob(
+        transfer_id=TransferId(name),
+        request_id=RequestId(name),
+        token_ids=PROMPT,
+        num_prompt_tokens=len(PROMPT),
+        held_tokens=0,
+        sampling=PARAMS,
+        hash_root=ledger.ROOT,
+    )
+    return replace(made, **changes)
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    faults: list[BaseException] = []
+    host = EngineHost(parts(), on_fatal=faults.append)
+    worker = PrefillWorker(IDENTITY, host, ("shm",))
+    host.start(on_output=worker.on_output, ports=tuple)
+    yield Bench(host, worker)
+    await host.stop()
+    assert not faults
+
+
+async def test_a_prompt_is_told_piece_by_piece_and_held_until_its_release(bench: Bench) -> None:
+    one = job()
+    await bench.worker.submit(one)
+    await bench.finished()
+    kinds = [kind for kind, _ in bench.hub.said]
+    assert kinds == ["scheduled", *["progress"] * (len(kinds) - 3), "first_token", "finished"]
+    assert len(kinds) > 4, "several chunks"
+    assert bench.hub.computed == sorted(bench.hub.computed)
+    assert [token.token_id for token in bench.hub.tokens] == ledger.continuation(PROMPT, PARAMS)[:1]
+    blocks = bench.hub.sent[one.transfer_id]
+    runner: Any = bench.host.parts.runner
+    assert runner.read(blocks, len(PROMPT)) == ledger.kv_of(PROMPT)
+    chain: list[BlockHash] = []
+    bench.host.parts.hasher.extend(ledger.ROOT, chain, PROMPT)
+    assert bench.hub.tail == chain[-1]
+    assert (await settled(bench.host)).load().num_used_blocks == len(blocks)
+    bench.worker.release(one.transfer_id)
+    await bench.assert_empty()
+
+    await bench.worker.submit(job("again"))
+    await bench.finished()
+    assert bench.hub.cached == [0, 64]
+    bench.worker.release(TransferId("again"))
+    await bench.assert_empty()
+
+
+async def test_a_resumed_prompt_samples_nothing_that_is_told(bench: Bench) -> None:
+    await bench.worker.submit(job(resume=True))
+    await bench.finished()
+    assert bench.hub.tokens == []
+    bench.worker.release(TransferId("t"))
+    await bench.assert_empty()
+
+
+async def test_an_aborted_prompt_keeps_its_blocks_until_the_release(bench: Bench) -> None:
+    one = job()
+    await bench.worker.submit(one)
+    await bench.finished()
+    bench.worker.abort(one.transfer_id)
+    assert (await settled(bench.host)).load().num_used_blocks == len(bench.hub.sent[one.transfer_id])
+    bench.worker.release(one.transfer_id)
+    await bench.assert_empty()
+
+
+async def test_released_before_it_was_computed(bench: Bench) -> None:
+    busy = threading.Event()
+    bench.host.post(lambda _: busy.wait(WAIT_S))
+    submitted = asyncio.ensure_future(bench.worker.submit(job()))
+    await asyncio.sleep(0)
+    bench.worker.abort(TransferId("t"))
+    bench.worker.release(TransferId("t"))
+    busy.set()
+    await submitted
+    await bench.assert_empty()
+    assert ("finished", TransferId("t")) not in bench.hub.said
+    await bench.worker.submit(job())
+    await bench.finished()
+    bench.worker.release(TransferId("t"))
+    await bench.assert_empty()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"token_ids": (ledger.VOCAB,), "num_prompt_tokens": 1}, InvalidRequest),
+        ({"sampling": SamplingParams(max_tokens=8, logit_bias={ledger.VOCAB: 1.0})}, InvalidRequest),
+        ({"token_ids": (1,) * 201, "num_prompt_tokens": 201}, ContextLengthExceeded),
+        ({"num_prompt_tokens": 0}, InvalidRequest),
+    ],
+)
+async def test_what_can_never_run_is_refused_and_leaves_nothing(
+    bench: Bench, changes: dict[str, Any], error: type[ServingError]
+) -> None:
+    with pytest.raises(error):
+        await bench.worker.submit(job(**changes))
+    assert bench.hub.said == []
+    await bench.assert_empty()
+    await bench.worker.submit(job())
+    await bench.finished()
+    bench.worker.release(TransferId("t"))
+
+
+async def test_a_prompt_larger_than_the_pool_is_refused() -> None:
+    host = EngineHost(parts(num_blocks=4), on_fatal=lambda _: None)
+    worker = PrefillWorker(IDENTITY, host, ("shm",))
+    host.start(on_output=worker.on_output, ports=tuple)
+    try:
+        with pytest.raises(RequestTooLarge):
+            await worker.submit(job())
+    finally:
+        await host.stop()
+
+
+async def test_a_router_that_submits_here_is_told_where_to_go(bench: Bench) -> None:
+    port = SessionPort(Incarnation(3))
+    bench.worker.order(port, pb.RouterMessage(submit=pb.Submit(request_id="r", attempt=4)))
+    message = await port.next()
+    assert message is not None
+    assert (message.refused.request_id, message.refused.attempt) == ("r", 4)
+    assert message.refused.failure.code == "InvalidRequest"
+    bench.worker.order(port, pb.RouterMessage(cancel=pb.Cancel(request_id="r", attempt=4)))

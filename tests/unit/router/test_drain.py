@@ -1,0 +1,93 @@
+"""The end of a router: new requests are refused at both doors while accepted ones end, within one bound."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc.aio
+import httpx
+import pytest
+
+from router.__main__ import drain
+from router.grpc.server import GrpcDoor, build_server
+from router.http.app import create_app
+from router.http.server import HttpDoor
+from tandem.v1 import inference_pb2 as pb
+from tandem.v1.inference_pb2_grpc import InferenceStub
+from tests.fake_worker import FakeWorker, hold
+from tests.unit.router import doors
+from tests.unit.router.cluster import Cluster, cluster
+
+BODY = {"prompt": "a", "max_tokens": 4}
+
+
+@dataclass
+class _Router:
+    """Both doors over a real dispatcher."""
+
+    core: Cluster
+    http: HttpDoor
+    rpc: GrpcDoor
+    client: httpx.AsyncClient
+    stub: InferenceStub
+
+    async def ask(self) -> httpx.Response:
+        return await self.client.post(f"http://127.0.0.1:{self.http.port}/v1/completions", json=BODY)
+
+    async def drain(self, drain_s: float) -> None:
+        await drain(self.core.dispatcher, self.http, self.rpc, drain_s=drain_s)
+
+
+@asynccontextmanager
+async def _router(worker: FakeWorker) -> AsyncIterator[_Router]:
+    parts = doors.make_doors(doors.make_tokenizer())
+    # Deadlines are on dispatch's clock.
+    parts.frontend.clock = asyncio.get_running_loop().time
+    async with cluster(worker) as core:
+        app = create_app(parts.frontend, core.dispatcher, parts.ready, parts.config, parts.metrics)
+        server = build_server(parts.frontend, core.dispatcher, parts.config, parts.metrics)
+        async with (
+            HttpDoor(app, host="127.0.0.1", port=0, grace_s=60.0) as http,
+            GrpcDoor(server, host="127.0.0.1", port=0, grace_s=60.0) as rpc,
+            httpx.AsyncClient(trust_env=False, timeout=60.0) as client,
+            grpc.aio.insecure_channel(f"127.0.0.1:{rpc.port}") as channel,
+        ):
+            yield _Router(core, http, rpc, client, InferenceStub(channel))
+
+
+async def test_draining_doors_refuse_at_once_and_finish_what_runs() -> None:
+    worker = FakeWorker("d0", script=hold)
+    async with _router(worker) as router:
+        call = router.stub.Generate(pb.GenerateRequest(prompt="a"))
+        reading = asyncio.create_task(call.read())
+        running = await worker.submissions.get()
+        draining = asyncio.create_task(router.drain(60.0))
+        await asyncio.sleep(0)
+        refused = await router.ask()
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router.stub.Generate(pb.GenerateRequest(prompt="a")).read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert not draining.done()
+        running.give_all()
+        assert (await reading).token_ids
+        while await call.read() is not grpc.aio.EOF:
+            pass
+        await draining
+        with pytest.raises(httpx.ConnectError):
+            await router.ask()
+
+
+async def test_both_doors_share_one_bound() -> None:
+    worker = FakeWorker("d0", script=hold)
+    async with _router(worker) as router:
+        reading = asyncio.create_task(router.stub.Generate(pb.GenerateRequest(prompt="a")).read())
+        asking = asyncio.create_task(router.ask())
+        for _ in range(2):
+            await worker.submissions.get()
+        # Either door alone would wait for a minute.
+        await router.drain(0.1)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await reading
+        await asyncio.gather(asking, return_exceptions=True)

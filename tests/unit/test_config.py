@@ -1,0 +1,44 @@
+"""Configurations that no cluster can run: each is refused with the field's name, none is tried."""
+
+from pathlib import Path
+
+import pytest
+
+from tandem.config import MAX_REPLICAS, load
+from tandem.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("routr: {}", "routr"),
+        ("router: {port: -1}", "router.port"),
+        ("router: {port: 8299, grpc_port: 8299}", "8299"),
+        ("router: {port: 1}\nrouter: {port: 2}", "stands twice"),
+        ("a: &a [x]\nrouter: *a", "aliases"),
+        ("a: " + "[" * 5000 + "]" * 5000, "nested too deeply"),
+        ("a: !!python/object/apply:os.getcwd []", "python/object"),
+        ("- router", "list"),
+        ("secret: ''", "secret"),
+        ("decode: {replicas: 0}", "decode.replicas"),
+        (f"prefill: {{replicas: {MAX_REPLICAS + 1}}}", "prefill.replicas"),
+        ("transfer: {lease_s: .inf}", "transfer.lease_s"),
+        ("transfer: {lease_s: .nan}", "transfer.lease_s"),
+        ("prefill: {drain_s: .inf}", "prefill.drain_s"),
+        ("router: {request_timeout_s: 1.0e+300}", "router.request_timeout_s"),
+    ],
+)
+def test_a_configuration_that_cannot_run_is_refused_by_name(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as refusal:
+        load(path)
+    assert told in str(refusal.value)
+
+
+def test_a_variable_that_is_no_yaml_is_named_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_SECRET", "[hush")
+    with pytest.raises(ConfigError) as refusal:
+        load(None)
+    assert "TANDEM_SECRET" in str(refusal.value)
+    assert "hush" not in str(refusal.value)
