@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ _START_S = 120.0
 _STOP_S = 60.0
 _PERIOD_S = 0.02
 _LAST_WORDS = 2000
+_PREFILL_IS_LIVE = 'tandem_workers{role="prefill",state="live"} 1.0'
 _PORTS = range(20_000, 32_000)
 
 
@@ -106,11 +107,15 @@ async def running(setup: Setup) -> AsyncIterator[RunningCluster]:
             processes.append(process)
         url = f"http://127.0.0.1:{ports[0]}"
         try:
-            await _until_ready(url, processes)
+            await _until(url, _is_ready, processes)
+            ready_s = time.monotonic() - started_s
+            if not setup.is_colocated:
+                # A router is ready once it has a decode worker; its session with the prefill worker may come later.
+                await _until(url, _has_prefill_worker, processes)
         except ClusterFailed as error:
             log.seek(0)
             raise ClusterFailed(f"{error}\n{log.read()[-_LAST_WORDS:]}") from None
-        yield RunningCluster(url=url, started_s=started_s, ready_s=time.monotonic() - started_s)
+        yield RunningCluster(url=url, started_s=started_s, ready_s=ready_s)
 
 
 def free_ports(count: int) -> list[int]:
@@ -156,10 +161,12 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-async def _until_ready(url: str, processes: Sequence[asyncio.subprocess.Process]) -> None:
+async def _until(
+    url: str, holds: Callable[[httpx.AsyncClient], Awaitable[bool]], processes: Sequence[asyncio.subprocess.Process]
+) -> None:
     deadline_s = time.monotonic() + _START_S
     async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
-        while not await _is_ready(http):
+        while not await _asked(holds, http):
             dead = [process for process in processes if process.returncode is not None]
             if dead or time.monotonic() > deadline_s:
                 raise ClusterFailed(f"exit code {dead[0].returncode}" if dead else "not ready")
@@ -167,8 +174,16 @@ async def _until_ready(url: str, processes: Sequence[asyncio.subprocess.Process]
             await asyncio.sleep(_PERIOD_S)
 
 
-async def _is_ready(http: httpx.AsyncClient) -> bool:
+async def _asked(holds: Callable[[httpx.AsyncClient], Awaitable[bool]], http: httpx.AsyncClient) -> bool:
     try:
-        return (await http.get("/readyz")).status_code == httpx.codes.OK
+        return await holds(http)
     except httpx.TransportError:
         return False
+
+
+async def _is_ready(http: httpx.AsyncClient) -> bool:
+    return (await http.get("/readyz")).status_code == httpx.codes.OK
+
+
+async def _has_prefill_worker(http: httpx.AsyncClient) -> bool:
+    return _PREFILL_IS_LIVE in (await http.get("/metrics")).text

@@ -16,10 +16,8 @@ from decode_worker.orders import request_from_pb, route_from_pb
 from decode_worker.reports import StepReports, refuse, refuse_order
 from decode_worker.task import DecodeTask, TaskPhase
 from decode_worker.taskbook import TaskBook
-from engine.blocks import PoolExhausted
 from engine.host import EngineHost
 from engine.request import SampledToken, TokenEvent
-from engine.reservations import Grant
 from engine.scheduler import Scheduler
 from engine.step import StepOutput
 from engine.wire import hello_to_pb
@@ -140,23 +138,12 @@ class DecodeWorker:
                 refuse(task, error)
 
     async def _hand_off(self, task: DecodeTask, route: Route) -> None:
-        """Reserve room, then ask the prefill worker; without room now, queue here like any other request."""
+        """Reserve room, then ask the prefill worker. Without room it is refused: another worker may have some."""
         key, hub = task.next_reservation(), self.handoffs.hub
         task.phase = TaskPhase.HANDOFF
-
-        def enter(scheduler: Scheduler) -> Grant | None:
-            try:
-                return scheduler.reservations.reserve(key, task.request)
-            except PoolExhausted:
-                scheduler.add(task.request)
-                return None
-
-        grant = await self._host.call(enter)
+        grant = await self._host.call(lambda scheduler: scheduler.reservations.reserve(key, task.request))
         if task.is_over or hub is None or task.transfer_id is None:
             return  # cancelled meanwhile: `abandon` was posted after the reservation
-        if grant is None:
-            task.phase, task.reservation = TaskPhase.ENGINE, None
-            return
         task.held_tokens = task.found_tokens = grant.num_held_tokens
         token_ids = tuple(task.request.token_ids)
         task.times = PhaseTimes(decode_queue_s=time.monotonic() - task.arrived_s)

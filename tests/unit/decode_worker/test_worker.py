@@ -78,6 +78,7 @@ class Bench:
         self.worker.order(self.port, pb.RouterMessage(**fields))
 
     def submit(self, name: str = "r", *, prefill: bool = True, max_tokens: int = LENGTH, **more: Any) -> None:
+        transfer_id = more.pop("transfer_id", None)
         sampling = common.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         order = pb.Submit(request_id=name, attempt=1, hash_root=ledger.ROOT, sampling=sampling)
         order.prompt_token_ids.extend(more.pop("prompt", PROMPT))
@@ -85,6 +86,7 @@ class Bench:
             setattr(order, key, value)
         if prefill:
             order.prefill.CopyFrom(route_pb())
+            order.prefill.transfer_id = transfer_id or order.prefill.transfer_id
         self.order(submit=order)
 
     async def heard(self, kind: str) -> Any:
@@ -286,21 +288,16 @@ async def test_a_request_of_one_token_ends_with_the_first(bench: Bench) -> None:
     assert bench.hub.cancelled == [TRANSFER]
 
 
-async def test_a_full_pool_queues_the_request_here(bench: Bench) -> None:
-    """24 blocks: three requests of 8 blocks leave no room for a fourth, which waits and is computed here."""
+async def test_a_full_pool_refuses_a_hand_off_with_a_time_to_come_back(bench: Bench) -> None:
+    """24 blocks: hand-offs of 8 blocks each, of which none has ended, leave no room for a fourth."""
     for i in range(3):
-        bench.submit(f"{i}", prefill=False, max_tokens=40, prompt=[i, *PROMPT, *PROMPT])
-    last = [4, *PROMPT, *PROMPT]
-    ended: dict[str, list[int]] = {"0": list((await bench.heard("tokens")).deltas[0].token_ids)}
-    bench.submit("r", prompt=last)
-    done = 0
-    while done < 4:
-        for delta in (await bench.heard("tokens")).deltas:
-            ended.setdefault(delta.request_id, []).extend(delta.token_ids)
-            done += delta.HasField("finish")
-    params = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
-    assert ended["r"] == ledger.continuation(last, params)
-    assert bench.hub.jobs.empty()
+        bench.submit(f"{i}", prompt=[i, *PROMPT, *PROMPT], transfer_id=f"t{i}")
+    bench.submit("r", prompt=[4, *PROMPT, *PROMPT], transfer_id="t3")
+    refused = await bench.heard("refused")
+    assert (refused.request_id, refused.failure.code) == ("r", "Unavailable")
+    assert refused.failure.retry_after_s > 0
+    bench.worker.closed(bench.port)
+    await bench.worker.drain()
     await bench.assert_empty()
 
 
