@@ -50,7 +50,7 @@ class Scale:
             modes=("shm",),
             concurrencies=(1,),
             requests_each=4,
-            gate_samples=20,
+            gate_samples=60,
             gate_lengths=(512,),
         )
 

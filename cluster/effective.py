@@ -170,6 +170,9 @@ def resolve_model(config: ClusterConfig) -> ClusterConfig:
         return config
     if Path(path).is_dir():
         directory = Path(path).absolute()
+        # Workers check everything; this much is said before any process is started.
+        if lacking := [name for name in ("config.json", "tokenizer.json") if not (directory / name).is_file()]:
+            raise ConfigError(f"model.path: {directory} has no {' and no '.join(lacking)}")
         return _with_model(config, str(directory), config.model.name or directory.name)
     if not _HUB_ID.fullmatch(path):
         raise ConfigError(f"model.path: {path} is neither a directory nor a hub id such as Qwen/Qwen3-0.6B")

@@ -102,6 +102,10 @@ def assemble(spec: EngineSpec, *, buffer: Buffer | None = None, progress: Progre
         max_context=min(context, (spec.num_blocks or context) * spec.block_size),
         max_blocks=max_blocks,
     )
+    if spec.num_blocks is not None and budget.num_blocks < spec.num_blocks:
+        raise ConfigError(
+            f"engine.num_blocks is {spec.num_blocks}; memory holds {budget.num_blocks} ({budget.lines()[0]})"
+        )
     memory = buffer(budget.kv_bytes) if buffer is not None and device.type == "cpu" else None
     cache = PagedKVCache(layout, num_blocks=budget.num_blocks, device=device, buffer=memory)
     hasher = BlockHasher(spec.secret)

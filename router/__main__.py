@@ -26,6 +26,7 @@ from router.tokenizer import Tokenizer
 from router.workers import WorkerRegistry
 from tandem.block_hash import BlockHasher
 from tandem.config import ClusterConfig
+from tandem.errors import ConfigError
 from tandem.hosts import join, reachable
 from tandem.model_path import model_directory
 from tandem.process import Lifetime, announce, router_main
@@ -54,6 +55,8 @@ async def serve(config: ClusterConfig, ready_fd: int | None, lifetime: Lifetime)
         if not await first_worker(registry, lifetime):
             return
         model = _model_info(registry)
+        if tokenizer.size > model.vocab_size:
+            raise ConfigError(f"the tokenizer has {tokenizer.size} tokens, the model embeds {model.vocab_size}")
         metrics = RouterMetrics(model.name)
         dispatcher = make_dispatcher(config, registry, metrics, secret)
         frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret)

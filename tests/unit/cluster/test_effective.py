@@ -97,6 +97,10 @@ def test_models(tmp_path, monkeypatch):
     assert resolve_model(builtin) is builtin
     (tmp_path / "my-model").mkdir()
     monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"no config\.json and no tokenizer\.json"):
+        resolve_model(ClusterConfig(model=ModelConfig(path="my-model")))
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "my-model" / name).write_text("{}")
     resolved = resolve_model(ClusterConfig(model=ModelConfig(path="my-model")))
     assert resolved.model.path == str(tmp_path / "my-model")
     assert resolved.model.name == "my-model"
