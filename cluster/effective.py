@@ -28,6 +28,17 @@ ROUTER_NAME = "router"
 STOP_MARGIN_S = 5.0
 """A process that drains to its own bound needs a little more to close what it opened."""
 
+_FIRST_PORT = 10_240
+_MAX_DRAWS = 64
+_EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        return int(_EPHEMERAL_RANGE.read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        return 32_768  # Linux's default
+
 
 class PortDrawer:
     """Draws free ports; holds each one until `release`, so that none is drawn twice."""
@@ -42,14 +53,21 @@ class PortDrawer:
         for held in self._held:
             held.close()
 
-    def draw(self, host: str) -> int:
-        """A port that nobody listens on. Raises ConfigError when the host is not of this machine."""
-        held = self._bind(host, 0, "host")
-        return int(held.getsockname()[1])
+    def draw(self, host: str, what: str = "host") -> int:
+        """A port that nobody listens on. Raises ConfigError when the host is not of this machine.
+
+        From below the range that the kernel takes outgoing connections' ports from: between this moment and the
+        process's own bind, one of those could otherwise take it.
+        """
+        for _ in range(_MAX_DRAWS):
+            port = _FIRST_PORT + secrets.randbelow(max(1, _first_ephemeral_port() - _FIRST_PORT))
+            with contextlib.suppress(ConfigError):
+                return self.claim(host, port, what)
+        return int(self._bind(host, 0, what).getsockname()[1])
 
     def claim(self, host: str, port: int, what: str) -> int:
         """This very port (0: any). Raises ConfigError when it is taken, naming the setting."""
-        return int(self._bind(host, port, what).getsockname()[1])
+        return int(self._bind(host, port, what).getsockname()[1]) if port else self.draw(host, what)
 
     def _bind(self, host: str, port: int, what: str) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
