@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from decode_worker.worker import DecodeWorker
+from engine.blocks import PoolExhausted
 from engine.host import EngineHost
 from kv_transfer.actions import CommitInfo
 from kv_transfer.messages import FirstToken, PrefillJob
@@ -333,3 +334,63 @@ async def test_a_draining_worker_refuses_and_stale_orders_do_nothing(bench: Benc
     bench.order(cancel=pb.Cancel(request_id="r", attempt=1))
     bench.order(reroute=pb.Reroute(request_id="r", attempt=1))
     await bench.assert_empty()
+
+
+async def test_what_a_failed_hand_off_brought_is_no_cache_hit(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even when the pool has no room for another reservation, and the landed blocks are found as a prefix."""
+    bench.submit()
+    blocks = await bench.bound(await bench.started())
+    bench.write(blocks, 0, 2)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PoolExhausted("no room")
+
+    monkeypatch.setattr((await settled(bench.host)).reservations, "reserve", refuse)
+    bench.owner.failed(TRANSFER, blocks[:2], TransferError("the link was lost"))
+    bench.owner.released(TRANSFER, blocks[2:])
+    await bench.heard("transfer_failed")
+    bench.order(reroute=pb.Reroute(request_id="r", attempt=1))
+    tokens, finish = await bench.answer()
+    assert (tokens, finish.cached_tokens) == (expected(), 0)
+    runner: Any = bench.host.parts.runner
+    assert runner.num_computed == len(PROMPT) - 2 * ledger.BLOCK + LENGTH - 1
+    await bench.assert_empty()
+
+
+async def test_the_time_line_keeps_both_workers_shares(bench: Bench) -> None:
+    bench.submit()
+    blocks = await bench.bound(await bench.started())
+    bench.owner.first_token(TRANSFER, told(expected()[0]))
+    started = (await bench.heard("tokens")).deltas[0].started
+    assert started.times.prefill_s > 0, "a choice that ends with its first token has a prefill too"
+    bench.write(blocks, 0, len(blocks))
+    await bench.commit(blocks, expected()[0])
+    finish = pb.Finish()
+    while not finish.reason:
+        finish = (await bench.heard("tokens")).deltas[0].finish
+    assert finish.times.prefill_s == 1.0, "the prefill worker's own figure replaces the estimate"
+    assert finish.times.decode_queue_s == started.times.decode_queue_s > 0
+
+
+async def test_the_deadline_travels_to_the_prefill_worker(bench: Bench) -> None:
+    bench.submit(timeout_s=60.0)
+    timeout_s = (await bench.started()).timeout_s
+    assert timeout_s is not None
+    assert 0 < timeout_s <= 60.0
+    bench.worker.closed(bench.port)
+    await bench.worker.drain()
+
+
+async def test_a_step_whose_news_cannot_be_told_ends_the_process() -> None:
+    def fails(_output: object) -> None:
+        raise ValueError("a bug")
+
+    fault: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+    host = EngineHost(parts(), on_fatal=lambda error: fault.done() or fault.set_result(error))
+    async with asyncio.TaskGroup() as group:
+        worker = DecodeWorker(IDENTITY, host, group)
+        host.start(on_output=fails, ports=tuple)
+        Bench(host, worker).submit(prefill=False)
+        async with asyncio.timeout(WAIT_S):
+            assert isinstance(await fault, ValueError)
+        await host.stop()

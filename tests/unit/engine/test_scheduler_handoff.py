@@ -243,3 +243,25 @@ def test_a_held_prefill_that_ended_tells_no_second_end() -> None:
     assert sched.abort(request.request_id)
     assert not sched.has_notices
     assert_empty(sched)
+
+
+def test_what_an_earlier_attempt_brought_is_no_cache_hit_for_the_next() -> None:
+    sched, runner = ledger.scheduler(), LedgerRunner()
+    request = ledger.request(PROMPT)
+    sched.reservations.reserve(T1, request)
+    land(sched, runner, T1, PROMPT, 32)
+    again = sched.reservations.salvage(T1, 32, writer_is_quiet=True)
+    grant = sched.reservations.reserve(T2, again, max_held_tokens=32)
+    assert (grant.num_held_tokens, request.num_cached_tokens) == (32, 0)
+    sched.reservations.cancel(T2)
+    assert_empty(sched)
+
+
+def test_a_second_attempt_takes_no_more_than_its_peer_was_told() -> None:
+    sched, runner = ledger.scheduler(), LedgerRunner()
+    sched.add(ledger.request(PROMPT))  # all of it is cached here by now
+    run(sched, runner)
+    grant = sched.reservations.reserve(T1, ledger.request(PROMPT), max_held_tokens=16)
+    assert (grant.num_held_tokens, grant.num_blocks) == (16, 3)
+    sched.reservations.cancel(T1)
+    assert_empty(sched)

@@ -1,0 +1,41 @@
+"""An engine is put together, or refused with the figures."""
+
+from dataclasses import replace
+
+import pytest
+
+from engine.assembly import EngineSpec, assemble
+from tandem.errors import ConfigError
+from tandem.model_path import BUILTIN, model_directory
+
+SPEC = EngineSpec(
+    model_path=model_directory(BUILTIN),
+    dtype="float32",
+    max_model_len=None,
+    device="cpu",
+    block_size=16,
+    num_blocks=8,
+    memory_bytes=256 << 20,
+    max_batched_tokens=64,
+    prefill_chunk_tokens=64,
+    max_running_requests=4,
+    max_waiting_requests=4,
+    num_threads=1,
+    num_workers_here=1,
+    secret=b"0123456789abcdef",
+)
+
+
+def test_a_pool_that_was_sized_by_hand_has_that_size() -> None:
+    parts = assemble(SPEC)
+    assert parts.facts()["num_blocks"] == parts.runner.kv_cache.num_blocks == 8
+
+
+def test_a_pool_beyond_the_memory_is_refused_before_it_is_made() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.num_blocks is 100000000; memory holds"):
+        assemble(replace(SPEC, num_blocks=100_000_000))
+
+
+def test_a_context_beyond_the_models_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_model_len is 4096; the model's own context is 2048"):
+        assemble(replace(SPEC, max_model_len=4096))

@@ -1,0 +1,35 @@
+"""What a worker reads of its own place in the cluster."""
+
+import pytest
+from pydantic import SecretStr
+
+from tandem.config import ClusterConfig, PoolConfig
+from tandem.errors import ConfigError
+from tandem.worker_config import cluster_secret, listen_address
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "*"])
+def test_peers_cannot_reach_everywhere(host: str) -> None:
+    pool = PoolConfig(addresses=(f"{host}:4001",))
+    with pytest.raises(ConfigError, match="not where a peer can reach this worker"):
+        listen_address(pool, "decode", 0)
+
+
+@pytest.mark.parametrize("address", ["nowhere", "host:", "host:x", "host:70000", ":1"])
+def test_an_address_is_host_and_port(address: str) -> None:
+    with pytest.raises(ConfigError, match="not host:port"):
+        listen_address(PoolConfig(addresses=(address,)), "decode", 0)
+
+
+def test_a_worker_knows_its_place() -> None:
+    pool = PoolConfig(addresses=("10.0.0.2:4001", "10.0.0.3:4002"))
+    assert listen_address(pool, "decode", 1) == ("10.0.0.3", 4002)
+    for index in (2, -1):
+        with pytest.raises(ConfigError, match="names 2 workers"):
+            listen_address(pool, "decode", index)
+
+
+def test_no_cluster_without_a_secret() -> None:
+    with pytest.raises(ConfigError, match="secret is not set"):
+        cluster_secret(ClusterConfig())
+    assert cluster_secret(ClusterConfig(secret=SecretStr("0123456789abcdef"))) == b"0123456789abcdef"
