@@ -34,7 +34,7 @@ class ModelRunner:
             torch.set_num_threads(num_threads)
         self.model = model
         self.kv_cache = kv_cache
-        self._attention = attention or TorchAttention(model.config, kv_cache)
+        self._attention = attention or TorchAttention(model.attention_spec, kv_cache)
         self._sampler = Sampler(eos_token_ids=model.config.eos_token_ids, device=model.device)
 
     def execute(self, batch: Batch) -> list[SampledToken]:
@@ -55,5 +55,4 @@ class ModelRunner:
         """Last hidden states, `[num_rows, hidden_size]`, in the rows' order; fills the cache on the way."""
         device = self.model.device
         token_ids = torch.from_numpy(inputs.token_ids).to(device, non_blocking=True)
-        positions = torch.from_numpy(inputs.positions).to(device, non_blocking=True)
-        return self.model.forward(token_ids, positions, self._attention.plan(inputs))
+        return self.model.forward(token_ids, self._attention.plan(inputs))

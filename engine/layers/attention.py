@@ -1,20 +1,35 @@
 """What the decoder asks of an attention backend: one plan per step, then one call per layer."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from engine.layers.norm import HeadNorm
+from engine.layers.rope import RotaryEmbedding
+from engine.model_config import ModelConfig
 from engine.step_inputs import StepInputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionSpec:
+    """What attention is, apart from the cache: geometry, rotation, norms of queries and keys."""
+
+    config: ModelConfig
+    """Head counts are those of this rank."""
+    rope: RotaryEmbedding
+    head_norms: tuple[HeadNorm, ...] | None
+    """One per layer, or none at all."""
 
 
 class AttentionPlan(Protocol):
     """A step's metadata, on the device, shared by all layers."""
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
-        """Store the step's keys and values in the paged cache, then attend over everything cached.
+        """Normalise and rotate queries and keys, store keys and values, attend over everything cached.
 
-        `qkv`: `[num_rows, num_heads + 2 * num_kv_heads, head_dim]`, rotated, queries first; rows in the order of
-        StepInputs; the backend may change it. Returns `[num_rows, num_heads * head_dim]`.
+        `qkv`: `[num_rows, (num_heads + 2 * num_kv_heads) * head_dim]` as projected, queries first; rows in the order
+        of StepInputs; the backend may change it. Returns `[num_rows, num_heads * head_dim]`.
         """
         ...
 

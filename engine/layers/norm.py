@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 
 class RMSNorm:
-    """Scale the last dimension to unit root mean square, times a weight."""
+    """Scale the last dimension to unit root mean square, times a weight; adds a layer's output on the way."""
 
     __slots__ = ("_eps", "_shape", "weight")
 
@@ -14,22 +14,35 @@ class RMSNorm:
         self._eps = eps
         self._shape = tuple(weight.shape)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """`[..., size]` to the same."""
-        return F.rms_norm(x, self._shape, self.weight, self._eps)
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weight."""
+        return self.weight.nbytes
+
+    def __call__(self, residual: Tensor, delta: Tensor | None = None) -> Tensor:
+        """`residual += delta` in place, `[..., size]`; the normalised sum as a new tensor."""
+        if delta is not None:
+            residual += delta
+        return F.rms_norm(residual, self._shape, self.weight, self._eps)
 
 
 class HeadNorm:
     """RMSNorm over each head, with one weight for queries and one for keys (Qwen3)."""
 
-    __slots__ = ("_eps", "_head_dim", "weight")
+    __slots__ = ("eps", "key", "query")
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight = weight  # [num_heads + num_kv_heads, head_dim]
-        self._eps = eps
-        self._head_dim = weight.shape[-1]
+    def __init__(self, query: Tensor, key: Tensor, eps: float) -> None:
+        self.query = query  # [head_dim]
+        self.key = key  # [head_dim]
+        self.eps = eps
 
-    def apply_(self, heads: Tensor) -> None:
-        """Normalise `[num_rows, num_heads + num_kv_heads, head_dim]` in place."""
-        heads.copy_(F.rms_norm(heads, (self._head_dim,), None, self._eps))
-        heads.mul_(self.weight)
+    @property
+    def nbytes(self) -> int:
+        """Memory of both weights."""
+        return self.query.nbytes + self.key.nbytes
+
+    def apply_(self, queries: Tensor, keys: Tensor) -> None:
+        """Normalise `[num_rows, num_heads, head_dim]` and `[num_rows, num_kv_heads, head_dim]` in place."""
+        for heads, weight in ((queries, self.query), (keys, self.key)):
+            heads.copy_(F.rms_norm(heads, tuple(weight.shape), None, self.eps))
+            heads.mul_(weight)

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.kv_cache import PagedKVCache
+from engine.layers.attention import AttentionSpec
+from engine.layers.rope import rotate_
 from engine.memory import MAX_GATHER_BYTES, MAX_MASK_ELEMENTS
-from engine.model_config import ModelConfig
 from engine.step_inputs import IntArray, StepInputs
 
 _MIN_SPLIT_BLOCKS = 64
@@ -61,7 +62,9 @@ class _Chunk:
 class TorchAttention:
     """Backend for any device that torch runs on."""
 
-    def __init__(self, config: ModelConfig, cache: PagedKVCache, *, max_gather_bytes: int = MAX_GATHER_BYTES) -> None:
+    def __init__(self, spec: AttentionSpec, cache: PagedKVCache, *, max_gather_bytes: int = MAX_GATHER_BYTES) -> None:
+        config = spec.config
+        self.spec = spec
         self.config = config
         self.cache = cache
         self.device = cache.tensor.device
@@ -116,13 +119,19 @@ class TorchAttentionPlan:
         self._backend = backend
         self._inputs = inputs
         self._write_index = backend.slot_index(inputs.slots)
+        self._cos, self._sin = backend.spec.rope.angles(backend.to_device(inputs.positions), backend.dtype)
         self.singles = {w: tuple(self._single_groups(w)) for w in backend.windows}
         self.chunks = {w: tuple(self._chunks_of(w)) for w in backend.windows}
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         """See AttentionPlan."""
         backend, config = self._backend, self._backend.config
+        num_rotated = config.num_heads + config.num_kv_heads
+        qkv = qkv.view(qkv.shape[0], -1, config.head_dim)
         queries = qkv[:, : config.num_heads]
+        if backend.spec.head_norms is not None:
+            backend.spec.head_norms[layer].apply_(queries, qkv[:, config.num_heads : num_rotated])
+        rotate_(qkv[:, :num_rotated], self._cos, self._sin)
         fresh = qkv[:, config.num_heads :].view(qkv.shape[0], 2, config.num_kv_heads, -1)
         # A slot is also read, with weight zero, by sequences that do not own it: see PagedKVCache.
         fresh.nan_to_num_(0.0, 0.0, 0.0)

@@ -1,6 +1,8 @@
 """The Llama-family decoder: embeddings, pre-normalised attention and gated MLP blocks, final norm, output head.
 
-Plain objects holding tensors, not `nn.Module`: inference needs no parameter registry, and per-step overhead counts.
+Plain objects, not `nn.Module`: inference needs no parameter registry, and per-step overhead counts. How each piece is
+computed is the backend's business; a layer's output is added to the residual by the norm that follows it, so that a
+backend can do both in one pass.
 """
 
 from collections.abc import Sequence
@@ -8,12 +10,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from engine.layers.attention import AttentionPlan
-from engine.layers.linear import Linear
-from engine.layers.norm import HeadNorm, RMSNorm
-from engine.layers.rope import RotaryEmbedding, rotate_
+from engine.backends.backend import Embedding, Norm, Projection
+from engine.layers.attention import AttentionPlan, AttentionSpec
+from engine.layers.norm import HeadNorm
+from engine.layers.rope import RotaryEmbedding
 from engine.model_config import ModelConfig
 
 
@@ -21,21 +22,29 @@ from engine.model_config import ModelConfig
 class DecoderLayer:
     """One block's weights; projections that read the same input are one matrix."""
 
-    attention_norm: RMSNorm
-    qkv: Linear  # rows: queries, keys, values
+    attention_norm: Norm
+    qkv: Projection  # rows: queries, keys, values
     head_norm: HeadNorm | None
-    output: Linear
-    mlp_norm: RMSNorm
-    gate_up: Linear  # rows: gate, up
-    down: Linear
+    output: Projection
+    mlp_norm: Norm
+    gate_up: Projection  # silu(gate) * up
+    down: Projection
 
-    def parameters(self) -> list[Tensor]:
-        """Every tensor of the block."""
-        linears = (self.qkv, self.output, self.gate_up, self.down)
-        biases = [linear.bias for linear in linears if linear.bias is not None]
-        norms = [self.attention_norm.weight, self.mlp_norm.weight]
-        heads = [] if self.head_norm is None else [self.head_norm.weight]
-        return [linear.weight for linear in linears] + biases + norms + heads
+    @property
+    def nbytes(self) -> int:
+        """Memory of the block's weights."""
+        parts = (self.attention_norm, self.qkv, self.output, self.mlp_norm, self.gate_up, self.down)
+        return sum(part.nbytes for part in parts) + (0 if self.head_norm is None else self.head_norm.nbytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DecoderWeights:
+    """Every weight of a model, as its backend keeps it."""
+
+    embedding: Embedding
+    layers: Sequence[DecoderLayer]
+    norm: Norm
+    head: Projection
 
 
 class Decoder:
@@ -44,55 +53,44 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
+        weights: DecoderWeights,
         *,
-        embeddings: Tensor,
-        layers: Sequence[DecoderLayer],
-        norm: RMSNorm,
-        head: Linear,
+        device: torch.device,
+        dtype: torch.dtype,
         fingerprint: str,
     ) -> None:
         self.config = config
         self.fingerprint = fingerprint
-        self.embeddings = embeddings  # [vocab_size, hidden_size]
-        self.layers = tuple(layers)
-        self.norm = norm
-        self.head = head
-        self.rope = RotaryEmbedding(config.rope, config.head_dim, embeddings.device)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.embeddings.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the weights and hidden states are computed in."""
-        return self.embeddings.dtype
+        self.device = device
+        self.dtype = dtype
+        self.embedding = weights.embedding
+        self.layers = tuple(weights.layers)
+        self.norm = weights.norm
+        self.head = weights.head
+        self.rope = RotaryEmbedding(config.rope, config.head_dim, device)
 
     @property
     def weights_bytes(self) -> int:
         """Memory held by the parameters; tied ones count once."""
-        tensors = [self.embeddings, self.norm.weight, self.head.weight]
-        tensors += [tensor for layer in self.layers for tensor in layer.parameters()]
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+        ends = self.embedding.nbytes + self.norm.nbytes + self.head.nbytes
+        return ends + sum(layer.nbytes for layer in self.layers)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
-        """Hidden states before the final norm, `[num_rows, hidden_size]`, of int64 `[num_rows]` inputs."""
-        config = self.config
-        num_rotated = config.num_heads + config.num_kv_heads
-        cos, sin = self.rope.angles(positions, self.dtype)
-        residual = F.embedding(token_ids, self.embeddings)
+    @property
+    def attention_spec(self) -> AttentionSpec:
+        """What a backend must know to attend for this model."""
+        norms = tuple(layer.head_norm for layer in self.layers if layer.head_norm is not None)
+        return AttentionSpec(config=self.config, rope=self.rope, head_norms=norms or None)
+
+    def forward(self, token_ids: Tensor, plan: AttentionPlan) -> Tensor:
+        """Hidden states before the final norm, `[num_rows, hidden_size]`, of int64 `[num_rows]` token ids."""
+        residual = self.embedding(token_ids)
+        delta = None
         for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(layer.attention_norm(residual)).view(residual.shape[0], -1, config.head_dim)
-            rotated = qkv[:, :num_rotated]
-            if layer.head_norm is not None:
-                layer.head_norm.apply_(rotated)
-            rotate_(rotated, cos, sin)
-            residual += layer.output(plan.attend(index, qkv))
-            gate, up = layer.gate_up(layer.mlp_norm(residual)).chunk(2, dim=-1)
-            residual += layer.down(F.silu(gate).mul_(up))
-        return residual
+            qkv = layer.qkv(layer.attention_norm(residual, delta))
+            delta = layer.output(plan.attend(index, qkv))
+            delta = layer.down(layer.gate_up(layer.mlp_norm(residual, delta)))
+        return residual if delta is None else residual.add_(delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[num_rows, hidden_size]` from `forward` to float32 `[num_rows, vocab_size]`."""
-        return self.head(self.norm(hidden)).float()
+        return self.head(self.norm(hidden))

@@ -1,17 +1,18 @@
 """From a model directory to a Decoder: each stored tensor is copied, and cast, once, into its final place."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from engine.backends.backend import Backend, Embedding, Norm, Projection, Role
+from engine.backends.torch_backend import TorchBackend
 from engine.kv_cache import TORCH_DTYPES
-from engine.layers.linear import Linear
-from engine.layers.norm import HeadNorm, RMSNorm
+from engine.layers.norm import HeadNorm
 from engine.model_config import ModelConfig, load_model_config
 from engine.model_files import ModelDirectory
-from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.decoder import Decoder, DecoderLayer, DecoderWeights
 from engine.weights import Checkpoint
 from tandem.errors import ConfigError
 
@@ -24,52 +25,49 @@ def load_model(
     *,
     dtype: str = "float32",
     device: torch.device | str = "cpu",
+    backend: Backend | None = None,
     progress: Progress | None = None,
 ) -> Decoder:
-    """Load a Hugging Face model directory to compute in `dtype` on `device`.
+    """Load a Hugging Face model directory for `backend`, or for plain torch in `dtype` on `device`.
 
     Raises ConfigError for everything that is wrong with the directory: configuration, files, shapes, values.
     """
-    if dtype not in TORCH_DTYPES:
-        raise ConfigError(f"dtype must be one of {', '.join(TORCH_DTYPES)}, is {dtype!r:.40}")
+    if backend is None:
+        if dtype not in TORCH_DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(TORCH_DTYPES)}, is {dtype!r:.40}")
+        backend = TorchBackend(device=device, dtype=TORCH_DTYPES[dtype])
     config = load_model_config(path)
     with Checkpoint(ModelDirectory(path)) as checkpoint:
-        return _Loader(config, checkpoint, TORCH_DTYPES[dtype], torch.device(device), progress).model()
+        return _Loader(config, checkpoint, backend, progress).model()
 
 
 class _Loader:
     """Names the tensors of the architecture, checks all their shapes, then fills parameters."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        device: torch.device,
-        progress: Progress | None,
+        self, config: ModelConfig, checkpoint: Checkpoint, backend: Backend, progress: Progress | None
     ) -> None:
         self._config = config
         self._checkpoint = checkpoint
-        self._dtype = dtype
-        self._device = device
+        self._backend = backend
         self._progress = progress
         self._done = 0
         self._shapes = expected_shapes(config)
 
     def model(self) -> Decoder:
-        config = self._config
+        config, backend = self._config, self._backend
         self._check()
-        embeddings = self._fill("model.embed_tokens.weight")
-        head = embeddings if config.tie_embeddings else self._fill("lm_head.weight")
+        embedding, head = self._ends()
         layers = [self._layer(f"model.layers.{i}.") for i in range(config.num_layers)]
-        return Decoder(
-            config,
-            embeddings=embeddings,
-            layers=layers,
-            norm=self._norm("model.norm"),
-            head=Linear(head),
-            fingerprint=self._checkpoint.fingerprint(config),
-        )
+        weights = DecoderWeights(embedding=embedding, layers=layers, norm=self._norm("model.norm"), head=head)
+        fingerprint = self._checkpoint.fingerprint(config)
+        return Decoder(config, weights, device=backend.device, dtype=backend.dtype, fingerprint=fingerprint)
+
+    def _ends(self) -> tuple[Embedding, Projection]:
+        table = self._fill("model.embed_tokens.weight")
+        if self._config.tie_embeddings:
+            return self._backend.tied(table)
+        return self._backend.embedding(table), self._backend.head(self._fill("lm_head.weight"))
 
     def _check(self) -> None:
         for name, shape in self._shapes.items():
@@ -88,43 +86,42 @@ class _Loader:
             )
 
     def _layer(self, prefix: str) -> DecoderLayer:
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        attention, mlp, project = prefix + "self_attn.", prefix + "mlp.", self._backend.projection
         return DecoderLayer(
             attention_norm=self._norm(prefix + "input_layernorm"),
-            qkv=self._linear([attention + "q_proj", attention + "k_proj", attention + "v_proj"]),
+            qkv=project(*self._matrix(attention + "q_proj", attention + "k_proj", attention + "v_proj"), Role.QKV),
             head_norm=self._head_norm(attention) if self._config.qk_norm else None,
-            output=self._linear([attention + "o_proj"]),
+            output=project(*self._matrix(attention + "o_proj"), Role.OUTPUT),
             mlp_norm=self._norm(prefix + "post_attention_layernorm"),
-            gate_up=self._linear([mlp + "gate_proj", mlp + "up_proj"]),
-            down=self._linear([mlp + "down_proj"]),
+            gate_up=self._backend.gated(*self._matrix(mlp + "gate_proj", mlp + "up_proj")),
+            down=project(*self._matrix(mlp + "down_proj"), Role.DOWN),
         )
 
-    def _linear(self, parts: Sequence[str]) -> Linear:
+    def _matrix(self, *parts: str) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of projections stacked into one."""
         has_bias = parts[0] + ".bias" in self._shapes
         bias = self._fill(*(part + ".bias" for part in parts)) if has_bias else None
-        return Linear(self._fill(*(part + ".weight" for part in parts)), bias)
+        return self._fill(*(part + ".weight" for part in parts)), bias
 
-    def _norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self._fill(name + ".weight"), self._config.rms_norm_eps)
+    def _norm(self, name: str) -> Norm:
+        return self._backend.norm(self._fill(name + ".weight"), self._config.rms_norm_eps)
 
     def _head_norm(self, prefix: str) -> HeadNorm:
-        config = self._config
-        query = self._fill(prefix + "q_norm.weight").expand(config.num_heads, -1)
-        key = self._fill(prefix + "k_norm.weight").expand(config.num_kv_heads, -1)
-        return HeadNorm(torch.cat((query, key)), config.rms_norm_eps)
+        query, key = self._fill(prefix + "q_norm.weight"), self._fill(prefix + "k_norm.weight")
+        return HeadNorm(query, key, self._config.rms_norm_eps)
 
     def _fill(self, *names: str) -> Tensor:
         """One parameter from tensors stacked along their first dimension."""
         shapes = [self._shapes[name] for name in names]
         rows = sum(shape[0] for shape in shapes)
-        parameter = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        parameter = torch.empty((rows, *shapes[0][1:]), dtype=self._backend.dtype, device=self._backend.device)
         begin = 0
         for name, shape in zip(names, shapes, strict=True):
             part = parameter[begin : begin + shape[0]]
             part.copy_(self._checkpoint.tensor(name))
             low, high = torch.aminmax(part)
             if not (torch.isfinite(low) and torch.isfinite(high)):
-                raise ConfigError(f"checkpoint: {name} has values that are not finite in {self._dtype}")
+                raise ConfigError(f"checkpoint: {name} has values that are not finite in {self._backend.dtype}")
             begin += shape[0]
             self._done += 1
             if self._progress is not None:

@@ -112,11 +112,11 @@ def test_garbage_in_other_blocks_changes_nothing(full_model):
 
 def test_a_request_gone_bad_leaves_no_nan_behind(full_model):
     session = Session(full_model)
-    session.runner.model.embeddings[5].fill_(float("inf"))
+    session.runner.model.embedding.weight[5].fill_(float("inf"))
     try:
         session.logits(session.request([5, 5, 5]), 3)
     finally:
-        session.runner.model.embeddings[5].fill_(0.1)
+        session.runner.model.embedding.weight[5].fill_(0.1)
     assert torch.isfinite(session.cache.tensor).all()
 
 
@@ -134,7 +134,7 @@ def test_tiles_and_groups_give_the_same_answer(which, request, monkeypatch):
     assert run_all(decoder, seed=0, chunk=9, params=params) == expected
     session = Session(decoder)
     batch = Batch(items=(item(session.request(range(3, 30)), 9, 18),))
-    plan = TorchAttention(decoder.config, session.cache).plan(build_step_inputs(batch, 4))
+    plan = TorchAttention(decoder.attention_spec, session.cache).plan(build_step_inputs(batch, 4))
     chunk = plan.chunks[decoder.config.layer_windows[0]][0]
     assert chunk.mask is None
     assert chunk.tile * chunk.num_keys <= 64
@@ -159,7 +159,7 @@ def test_split_bounds_padding():
 
 def test_small_gather_limit_is_honoured(full_model):
     session = Session(full_model)
-    backend = TorchAttention(full_model.config, session.cache, max_gather_bytes=1)
+    backend = TorchAttention(full_model.attention_spec, session.cache, max_gather_bytes=1)
     runner = ModelRunner(full_model, session.cache, attention=backend)
     requests = [session.request(random_tokens(random.Random(i), 9)) for i in range(2)]
     batch = Batch(items=tuple(item(r, 0, 8) for r in requests))

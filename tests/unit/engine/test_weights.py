@@ -61,7 +61,7 @@ def test_parameters_are_the_stored_tensors_fused(pristine):
     gate_up = [stored[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]
     assert torch.equal(model.layers[0].qkv.weight, torch.cat(qkv))
     assert torch.equal(model.layers[0].gate_up.weight, torch.cat(gate_up))
-    assert torch.equal(model.embeddings, stored["model.embed_tokens.weight"])
+    assert torch.equal(model.embedding.weight, stored["model.embed_tokens.weight"])
     assert model.weights_bytes == sum(tensor.nbytes for tensor in stored.values())
 
 
@@ -83,9 +83,10 @@ def test_shards_tie_and_progress(tmp_path):
     assert seen == [(i + 1, len(seen)) for i in range(len(seen))]
     assert seen[-1][0] == seen[-1][1]
     for ours, theirs in zip(sharded.layers, whole.layers, strict=True):
-        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-            assert torch.equal(a, b)
-    assert sharded.head.weight is sharded.embeddings
+        for name in ("qkv", "output", "gate_up", "down", "attention_norm", "mlp_norm"):
+            assert torch.equal(getattr(ours, name).weight, getattr(theirs, name).weight)
+        assert torch.equal(ours.qkv.bias, theirs.qkv.bias)
+    assert sharded.head.weight is sharded.embedding.weight
     assert sharded.fingerprint == whole.fingerprint
 
 

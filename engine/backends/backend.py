@@ -1,0 +1,109 @@
+"""What a decoder asks of a device: how its matrices are kept and multiplied, its norms, its attention.
+
+A backend is chosen once, at start (`engine.backends.select`). It takes each weight as the loader hands it over, keeps
+it in the form that its kernels like best, and returns small callables; the decoder composes them and never asks
+where it runs. Results may lie in buffers that belong to the backend: each says how long they are valid.
+"""
+
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.kv_cache import PagedKVCache
+from engine.layers.attention import AttentionBackend, AttentionSpec
+
+
+class Role(Enum):
+    """What a projection is for: results of different roles never share a buffer within a layer."""
+
+    QKV = "qkv"
+    OUTPUT = "output"
+    DOWN = "down"
+
+
+class Projection(Protocol):
+    """A matrix of weights, with its bias and whatever is fused behind it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the weights hold."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[num_rows, in_features]` to `[num_rows, out_features]`, valid until the next call in the same role."""
+        ...
+
+
+class Norm(Protocol):
+    """Residual addition and root-mean-square normalisation in one pass."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the weight holds."""
+        ...
+
+    def __call__(self, residual: Tensor, delta: Tensor | None = None) -> Tensor:
+        """Add `delta` to `residual` in place; the normalised sum, `[num_rows, size]`, valid until the next norm."""
+        ...
+
+
+class Embedding(Protocol):
+    """Token ids to the first hidden states."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held beside what an output head already counts."""
+        ...
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """int64 `[num_rows]` to `[num_rows, hidden_size]`, the caller's until the next step."""
+        ...
+
+
+class Backend(Protocol):
+    """Everything a decoder needs from one device. Weights are in the backend's dtype, on its device, contiguous."""
+
+    @property
+    def name(self) -> str:
+        """For logs and figures, with what distinguishes it: "torch", "cpu-amx", "triton"."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where step inputs and results live."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states."""
+        ...
+
+    def projection(self, weight: Tensor, bias: Tensor | None, role: Role) -> Projection:
+        """`x @ weight.T + bias` for `[out_features, in_features]`; the backend may keep or drop `weight`."""
+        ...
+
+    def gated(self, weight: Tensor, bias: Tensor | None) -> Projection:
+        """`silu(x @ gate.T) * (x @ up.T)`; `weight`: gate's rows, then up's. The result has half as many columns."""
+        ...
+
+    def head(self, weight: Tensor) -> Projection:
+        """The output head: float32 logits."""
+        ...
+
+    def embedding(self, weight: Tensor) -> Embedding:
+        """Rows of `[vocab_size, hidden_size]`."""
+        ...
+
+    def tied(self, weight: Tensor) -> tuple[Embedding, Projection]:
+        """Embedding and head over one matrix, held once; the embedding's `nbytes` is zero."""
+        ...
+
+    def norm(self, weight: Tensor, eps: float) -> Norm:
+        """RMSNorm over the hidden size."""
+        ...
+
+    def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> AttentionBackend:
+        """Attention of all layers over one paged cache."""
+        ...

@@ -1,0 +1,49 @@
+"""Plain torch operators: runs wherever torch does, and is what every other backend is compared with."""
+
+import torch
+from torch import Tensor
+
+from engine.backends.backend import Role
+from engine.kv_cache import PagedKVCache
+from engine.layers.attention import AttentionBackend, AttentionSpec
+from engine.layers.linear import GatedLinear, HeadLinear, Linear, TokenEmbedding
+from engine.layers.norm import RMSNorm
+from engine.layers.torch_attention import TorchAttention
+
+
+class TorchBackend:
+    """See engine.backends.backend.Backend. Results are new tensors."""
+
+    name = "torch"
+
+    def __init__(self, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        self.device = torch.device(device)
+        self.dtype = dtype
+
+    def projection(self, weight: Tensor, bias: Tensor | None, role: Role) -> Linear:
+        """See Backend."""
+        return Linear(weight, bias)
+
+    def gated(self, weight: Tensor, bias: Tensor | None) -> GatedLinear:
+        """See Backend."""
+        return GatedLinear(weight, bias)
+
+    def head(self, weight: Tensor) -> HeadLinear:
+        """See Backend."""
+        return HeadLinear(weight)
+
+    def embedding(self, weight: Tensor) -> TokenEmbedding:
+        """See Backend."""
+        return TokenEmbedding(weight)
+
+    def tied(self, weight: Tensor) -> tuple[TokenEmbedding, HeadLinear]:
+        """See Backend."""
+        return TokenEmbedding(weight, is_shared=True), HeadLinear(weight)
+
+    def norm(self, weight: Tensor, eps: float) -> RMSNorm:
+        """See Backend."""
+        return RMSNorm(weight, eps)
+
+    def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> AttentionBackend:
+        """See Backend."""
+        return TorchAttention(spec, cache)
