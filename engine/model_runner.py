@@ -5,7 +5,6 @@ from torch import Tensor
 
 from engine.kv_cache import PagedKVCache
 from engine.layers.attention import AttentionBackend
-from engine.layers.torch_attention import TorchAttention
 from engine.models.decoder import Decoder
 from engine.request import Batch, SampledToken
 from engine.sampler import Sampler
@@ -34,8 +33,10 @@ class ModelRunner:
             torch.set_num_threads(num_threads)
         self.model = model
         self.kv_cache = kv_cache
-        self._attention = attention or TorchAttention(model.attention_spec, kv_cache)
-        self._sampler = Sampler(eos_token_ids=model.config.eos_token_ids, device=model.device)
+        self._attention = attention or model.backend.attention(model.attention_spec, kv_cache)
+        self._sampler = Sampler(
+            eos_token_ids=model.config.eos_token_ids, device=model.device, kernels=model.backend.sampling()
+        )
 
     def execute(self, batch: Batch) -> list[SampledToken]:
         """Compute a batch's tokens into the cache; one new token per item with `samples`, in order."""

@@ -1,9 +1,8 @@
 """From logits to tokens: a function of logits and Request alone, so that any worker continues any request alike.
 
 Order, as in vLLM: log-probabilities of the untouched logits; banned and biased tokens; penalties; temperature;
-min-p; top-k; top-p; then the largest of logits plus Gumbel noise, which samples the softmax exactly (Gumbel, 1954)
-with noise fixed by (seed, choice, position). Greedy rows skip everything from the temperature on. Cut-offs are by
-value: tokens tied with the last one kept are kept, so that no sort order matters.
+min-p; top-k; top-p; then a draw with noise fixed by (seed, choice, position) alone (`engine.sampling_kernels`).
+Greedy rows skip everything from the temperature on.
 """
 
 from collections.abc import Sequence
@@ -12,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.philox import gumbel_noise
 from engine.request import Request, SampledToken, TokenLogprob
+from engine.sampling_kernels import DrawParams, SamplingKernels, TorchSampling
 from tandem.sampling import SamplingParams
 
 _NEVER = float("-inf")
@@ -22,7 +21,15 @@ _NEVER = float("-inf")
 class Sampler:
     """Chooses one token per row; keeps no state between steps."""
 
-    def __init__(self, *, eos_token_ids: Sequence[int], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        *,
+        eos_token_ids: Sequence[int],
+        device: torch.device | str = "cpu",
+        kernels: SamplingKernels | None = None,
+    ) -> None:
+        """`kernels`: of the device; plain torch when absent."""
+        self._kernels = kernels or TorchSampling()
         self._eos_token_ids = tuple(eos_token_ids)
         self._device = torch.device(device)
 
@@ -33,7 +40,7 @@ class Sampler:
         if len(random_rows) == len(requests):
             chosen = self._draw(adjusted, requests)
         else:
-            chosen = _argmax(adjusted)
+            chosen = self._kernels.argmax(adjusted)
             if random_rows:
                 rows = self._tensor(random_rows)
                 chosen[rows] = self._draw(adjusted[rows], [requests[i] for i in random_rows])
@@ -102,40 +109,18 @@ class Sampler:
 
     def _draw(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
         params = [request.params for request in requests]
-        logits = logits / self._floats([p.temperature for p in params])[:, None]
-        self._truncate_(logits, params)
-        noise = gumbel_noise(
-            self._tensor([p.seed for p in params]),
-            self._tensor([request.num_output_tokens for request in requests]),
-            self._tensor([request.choice_index for request in requests]),
-            logits.shape[-1],
+        return self._kernels.draw(
+            logits,
+            DrawParams(
+                temperature=self._floats([p.temperature for p in params]),
+                min_p=self._floats([p.min_p for p in params]),
+                top_p=self._floats([p.top_p for p in params]),
+                top_k=self._tensor([p.top_k for p in params]),
+                seed=self._tensor([p.seed for p in params]),
+                position=self._tensor([request.num_output_tokens for request in requests]),
+                choice=self._tensor([request.choice_index for request in requests]),
+            ),
         )
-        return _argmax(noise.add_(logits))
-
-    def _truncate_(self, logits: Tensor, params: Sequence[SamplingParams]) -> None:
-        """Ban, in place, what min-p, top-k and top-p cut off."""
-        if any(p.min_p > 0.0 for p in params):
-            share = self._floats([p.min_p for p in params])[:, None]  # log(0) is -inf: keeps all
-            logits.masked_fill_(logits < logits.amax(dim=-1, keepdim=True) + share.log(), _NEVER)
-        vocab_size = logits.shape[-1]
-        keep = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
-        nucleus = any(p.top_p < 1.0 for p in params)
-        widest = max(keep)
-        if widest == vocab_size and not nucleus and min(keep) == vocab_size:
-            return
-        ordered = logits.topk(widest, dim=-1).values if widest < vocab_size else _descending(logits)
-        last = self._tensor(keep)[:, None] - 1
-        cutoff = ordered.gather(-1, last)
-        if nucleus:
-            ordered = ordered.masked_fill(ordered < cutoff, _NEVER)
-            probabilities = ordered.softmax(dim=-1)
-            before = probabilities.cumsum(dim=-1) - probabilities
-            top_p = self._floats([p.top_p for p in params])[:, None]
-            kept = (before < top_p) | (top_p >= 1.0)  # rounding must not cut a row that asked for all
-            kept[:, 0] = True
-            smallest = ordered.masked_fill(~kept, float("inf")).amin(dim=-1, keepdim=True)
-            cutoff = torch.maximum(cutoff, smallest)
-        logits.masked_fill_(logits < cutoff, _NEVER)
 
     def _add_logprobs(self, tokens: list[SampledToken], logits: Tensor, requests: Sequence[Request]) -> None:
         """Replace, in place, the tokens whose requests want log-probabilities."""
@@ -166,20 +151,6 @@ class Sampler:
 
     def _floats(self, values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self._device)
-
-
-def _argmax(scores: Tensor) -> Tensor:
-    """Index of each row's largest value; on the CPU by numpy, which is twenty times as fast at it."""
-    if scores.device.type == "cpu":
-        return torch.from_numpy(scores.numpy().argmax(axis=-1))
-    return scores.argmax(dim=-1)
-
-
-def _descending(scores: Tensor) -> Tensor:
-    """Each row's values, largest first; on the CPU by numpy, which is several times as fast at it."""
-    if scores.device.type == "cpu":
-        return torch.from_numpy(np.sort(scores.neg().numpy(), axis=-1)).neg_()
-    return scores.sort(dim=-1, descending=True).values
 
 
 def _has_penalties(params: SamplingParams) -> bool:

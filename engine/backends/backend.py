@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.kv_cache import PagedKVCache
 from engine.layers.attention import AttentionBackend, AttentionSpec
+from engine.sampling_kernels import SamplingKernels
 
 
 class Role(Enum):
@@ -106,4 +107,8 @@ class Backend(Protocol):
 
     def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> AttentionBackend:
         """Attention of all layers over one paged cache."""
+        ...
+
+    def sampling(self) -> SamplingKernels:
+        """Argmax and random draws over logits."""
         ...

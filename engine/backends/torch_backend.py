@@ -9,6 +9,7 @@ from engine.layers.attention import AttentionBackend, AttentionSpec
 from engine.layers.linear import GatedLinear, HeadLinear, Linear, TokenEmbedding
 from engine.layers.norm import RMSNorm
 from engine.layers.torch_attention import TorchAttention
+from engine.sampling_kernels import SamplingKernels, TorchSampling
 
 
 class TorchBackend:
@@ -47,3 +48,7 @@ class TorchBackend:
     def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> AttentionBackend:
         """See Backend."""
         return TorchAttention(spec, cache)
+
+    def sampling(self) -> SamplingKernels:
+        """See Backend."""
+        return TorchSampling()

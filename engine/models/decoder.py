@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.backends.backend import Embedding, Norm, Projection
+from engine.backends.backend import Backend, Embedding, Norm, Projection
 from engine.layers.attention import AttentionPlan, AttentionSpec
 from engine.layers.norm import HeadNorm
 from engine.layers.rope import RotaryEmbedding
@@ -55,19 +55,27 @@ class Decoder:
         config: ModelConfig,
         weights: DecoderWeights,
         *,
-        device: torch.device,
-        dtype: torch.dtype,
+        backend: Backend,
         fingerprint: str,
     ) -> None:
         self.config = config
+        self.backend = backend
         self.fingerprint = fingerprint
-        self.device = device
-        self.dtype = dtype
         self.embedding = weights.embedding
         self.layers = tuple(weights.layers)
         self.norm = weights.norm
         self.head = weights.head
-        self.rope = RotaryEmbedding(config.rope, config.head_dim, device)
+        self.rope = RotaryEmbedding(config.rope, config.head_dim, backend.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self.backend.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states and, unless quantized, of weights."""
+        return self.backend.dtype
 
     @property
     def weights_bytes(self) -> int:

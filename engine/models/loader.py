@@ -61,7 +61,7 @@ class _Loader:
         layers = [self._layer(f"model.layers.{i}.") for i in range(config.num_layers)]
         weights = DecoderWeights(embedding=embedding, layers=layers, norm=self._norm("model.norm"), head=head)
         fingerprint = self._checkpoint.fingerprint(config)
-        return Decoder(config, weights, device=backend.device, dtype=backend.dtype, fingerprint=fingerprint)
+        return Decoder(config, weights, backend=backend, fingerprint=fingerprint)
 
     def _ends(self) -> tuple[Embedding, Projection]:
         table = self._fill("model.embed_tokens.weight")

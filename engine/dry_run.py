@@ -1,0 +1,118 @@
+"""What a step really takes: the largest steps that the scheduler may plan are run once, at start, and watched.
+
+The steps run over a pool of one block that every table names again and again, so the largest batch and the longest
+context need no more KV memory than that. It warms everything up as well: buffers, thread pools, autotuned kernels.
+"""
+
+import contextlib
+import re
+from array import array
+from pathlib import Path
+
+import torch
+
+from engine.kv_cache import PagedKVCache
+from engine.model_runner import ModelRunner
+from engine.models.decoder import Decoder
+from engine.request import Batch, BatchItem, BlockTable, Request
+from tandem.ids import BlockHash, BlockId, RequestId
+from tandem.kv_layout import KVLayout
+from tandem.sampling import SamplingParams
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"
+_WIDE_SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, top_k=50, repetition_penalty=1.1, seed=1)
+
+
+class PeakMemory:
+    """Growth of this process's memory, or of the device's, between `start` and `growth_bytes`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = 0
+
+    def start(self) -> bool:
+        """Begin to watch; False where the system does not let a process watch itself."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+            return True
+        try:
+            _CLEAR_REFS.write_text(_RESET_PEAK)  # proc(5): the peak becomes the present size
+        except OSError:
+            return False
+        self._before = _status_bytes("VmRSS")
+        return self._before > 0
+
+    def growth_bytes(self) -> int:
+        """Most memory in use at once since `start`, beyond what was in use then."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            return torch.cuda.max_memory_allocated(self._device) - self._before
+        return max(0, _status_bytes("VmHWM") - self._before)
+
+
+def measure_workspace_bytes(
+    model: Decoder,
+    layout: KVLayout,
+    *,
+    max_batched_tokens: int,
+    prefill_chunk_tokens: int,
+    max_running_requests: int,
+    max_context: int,
+    max_pool_tokens: int,
+) -> int | None:
+    """Memory that steps take beside weights and KV: the most that any of the largest steps took.
+
+    None where the system cannot tell.
+    """
+    cache = PagedKVCache(layout, num_blocks=1, device=model.device)
+    runner = ModelRunner(model, cache)
+    peak = PeakMemory(model.device)
+    if not peak.start():
+        return None
+    max_context = min(max_context, max(1, max_pool_tokens))
+    prefill = _prefill_spans(max_batched_tokens, prefill_chunk_tokens, max_running_requests, max_context)
+    # Every row decoding, on the widest sampling path, as long as a pool could hold them all.
+    rows = min(max_running_requests, max_batched_tokens)
+    decode = [(min(max_context, max(1, max_pool_tokens // rows)) - 1, 1)] * rows
+    for spans in (prefill, decode):
+        runner.execute(_batch(layout.block_size, spans))
+    return peak.growth_bytes()
+
+
+def _prefill_spans(max_tokens: int, chunk_tokens: int, max_rows: int, max_context: int) -> list[tuple[int, int]]:
+    """Start and length of each row's chunk: one ends the longest context, fresh prompts fill the step's budget."""
+    chunk_tokens = min(chunk_tokens, max_context, max_tokens)
+    spans = [(max_context - chunk_tokens, chunk_tokens)]
+    left = max_tokens - chunk_tokens
+    while left > 0 and len(spans) < max_rows:
+        spans.append((0, min(chunk_tokens, left)))
+        left -= chunk_tokens
+    return spans
+
+
+def _batch(block_size: int, spans: list[tuple[int, int]]) -> Batch:
+    items = []
+    for number, (start, count) in enumerate(spans):
+        tokens = array("i", [0]) * (start + count)
+        request = Request(
+            request_id=RequestId(f"dry-run-{number}"),
+            token_ids=tokens,
+            num_prompt_tokens=len(tokens),
+            params=_WIDE_SAMPLING,
+            hash_root=BlockHash(b""),
+            block_table=BlockTable([BlockId(0)] * -(-len(tokens) // block_size)),
+        )
+        items.append(BatchItem(request=request, start=start, num_tokens=count, samples=True))
+    return Batch(items=tuple(items))
+
+
+def _status_bytes(field: str) -> int:
+    with contextlib.suppress(OSError):
+        found = re.search(rf"^{field}:\s*(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+        if found:
+            return int(found[1]) * 1024
+    return 0
