@@ -31,6 +31,12 @@ class RotaryEmbedding:
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine for `rotate_`, each `[num_rows, 1, head_dim]`."""
+        cos, sin = self.half_angles(positions)
+        both = (torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
+        return both[0].to(dtype)[:, None, :], both[1].to(dtype)[:, None, :]
+
+    def half_angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of each pair (i, i + head_dim / 2): float32 `[num_rows, head_dim / 2]`."""
         exact = positions.to(torch.float32)[:, None]
         if self._config.rope_type is RopeType.DYNAMIC:
             frequencies = self._dynamic_frequencies(exact)
@@ -40,8 +46,7 @@ class RotaryEmbedding:
         cos, sin = half.cos(), half.sin()
         if self._config.attention_factor != 1.0:
             cos, sin = cos * self._config.attention_factor, sin * self._config.attention_factor
-        both = (torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
-        return both[0].to(dtype)[:, None, :], both[1].to(dtype)[:, None, :]
+        return cos, sin
 
     def _dynamic_frequencies(self, positions: Tensor) -> Tensor:
         config = self._config

@@ -21,6 +21,9 @@ SPEC = EngineSpec(
     max_running_requests=4,
     max_waiting_requests=4,
     num_threads=1,
+    kernels="torch",
+    quantization="none",
+    deterministic=False,
     num_workers_here=1,
     secret=b"0123456789abcdef",
 )
@@ -39,3 +42,16 @@ def test_a_pool_beyond_the_memory_is_refused_before_it_is_made() -> None:
 def test_a_context_beyond_the_models_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_model_len is 4096; the model's own context is 2048"):
         assemble(replace(SPEC, max_model_len=4096))
+
+
+@pytest.mark.parametrize("wish", [{"deterministic": True}, {"quantization": "int8"}])
+def test_what_plain_torch_cannot_do_is_refused_by_name(wish: dict[str, object]) -> None:
+    (field,) = wish
+    with pytest.raises(ConfigError, match=rf"engine\.{field} needs compiled kernels.*engine\.kernels is torch"):
+        assemble(replace(SPEC, **wish))
+
+
+def test_the_workspace_is_what_the_largest_steps_took() -> None:
+    small = assemble(SPEC).budget.workspace_bytes
+    large = assemble(replace(SPEC, max_batched_tokens=4096, prefill_chunk_tokens=1024)).budget.workspace_bytes
+    assert 0 < small < large < 256 << 20

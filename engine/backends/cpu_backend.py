@@ -1,0 +1,186 @@
+"""Compiled kernels on a CPU: packed projections, fused elementwise passes, attention that reads blocks in place.
+
+What the processor lacks is replaced piece by piece: without AMX the bfloat16 projections are oneDNN's, everything else
+stays. In the steady state a step allocates nothing here: every result lies in a buffer with its own name.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.backends.backend import Embedding, Projection, Role
+from engine.backends.buffers import Buffers
+from engine.backends.cpu_attention import CpuAttention
+from engine.backends.options import BackendOptions
+from engine.kernels.cpu.build import KernelsUnavailable
+from engine.kernels.cpu.elementwise import CpuElementwise
+from engine.kernels.cpu.gemm import Arithmetic, Epilogue, PackedLinear, supports
+from engine.kernels.cpu.library import KernelLibrary, load_kernels
+from engine.kernels.cpu.onednn import OneDnnLinear, onednn_bf16
+from engine.kernels.cpu.sampling import CpuSampling
+from engine.kv_cache import TORCH_DTYPES, PagedKVCache
+from engine.layers.attention import AttentionBackend, AttentionSpec
+from engine.layers.linear import TokenEmbedding
+from engine.sampling_kernels import SamplingKernels
+
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class BufferedProjection:
+    """A packed matrix that writes into its role's buffer."""
+
+    __slots__ = ("_buffers", "_linear", "_name")
+
+    def __init__(self, linear: PackedLinear | OneDnnLinear, buffers: Buffers, name: str) -> None:
+        self._linear = linear
+        self._buffers = buffers
+        self._name = name
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the packed weights."""
+        return self._linear.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See Projection."""
+        out = self._buffers.rows(self._name, x.shape[0], self._linear.columns, self._linear.out_dtype)
+        self._linear(x, out)
+        return out
+
+
+class PackedEmbedding:
+    """Rows looked up in the packed output head that shares the table."""
+
+    __slots__ = ("_buffers", "_linear")
+
+    nbytes = 0
+
+    def __init__(self, linear: PackedLinear, buffers: Buffers) -> None:
+        self._linear = linear
+        self._buffers = buffers
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """See Embedding."""
+        out = self._buffers.rows("hidden", len(token_ids), self._linear.depth, self._linear.dtype)
+        self._linear.embed(token_ids, out)
+        return out
+
+
+class FusedNorm:
+    """Residual addition and norm in one pass."""
+
+    __slots__ = ("_buffers", "_eps", "_kernels", "weight")
+
+    def __init__(self, weight: Tensor, eps: float, kernels: CpuElementwise, buffers: Buffers) -> None:
+        self.weight = weight  # [size]
+        self._eps = eps
+        self._kernels = kernels
+        self._buffers = buffers
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weight."""
+        return self.weight.nbytes
+
+    def __call__(self, residual: Tensor, delta: Tensor | None = None) -> Tensor:
+        """See Norm."""
+        out = self._buffers.rows("normed", residual.shape[0], residual.shape[1], residual.dtype)
+        self._kernels.add_rms_norm(residual, delta, self.weight, self._eps, out)
+        return out
+
+
+class CpuBackend:
+    """See engine.backends.backend.Backend. Results lie in buffers named after what they are."""
+
+    def __init__(self, library: KernelLibrary, options: BackendOptions) -> None:
+        """Raises KernelsUnavailable when the library or the processor cannot serve `options`."""
+        self.device = options.device
+        self.dtype = TORCH_DTYPES[options.dtype]
+        if self.dtype not in _KERNEL_DTYPES:
+            raise KernelsUnavailable(f"compiled CPU kernels compute in float32 and bfloat16, not {options.dtype}")
+        self._library = library
+        self._threads = options.num_threads
+        self._deterministic = options.deterministic
+        self._quantize = options.quantization == "int8"
+        self._has_packing = self.dtype is torch.float32 or supports(library.features, Arithmetic.BF16)
+        self._refuse_what_is_missing()
+        self._kernels = CpuElementwise(library, self.dtype, num_threads=options.num_threads)
+        self._buffers = Buffers(options.device)
+        if self.dtype is torch.float32:
+            self.name = "cpu-vectors"
+        else:
+            self.name = "cpu-amx" if self._has_packing else "cpu-onednn"
+        if self._quantize:
+            self.name += "-int8"
+
+    def projection(self, weight: Tensor, bias: Tensor | None, role: Role) -> Projection:
+        """See Backend."""
+        return self._project(weight, bias, role.value, Epilogue.STORE)
+
+    def gated(self, weight: Tensor, bias: Tensor | None) -> Projection:
+        """See Backend."""
+        return self._project(weight, bias, "gated", Epilogue.GATED)
+
+    def head(self, weight: Tensor) -> Projection:
+        """See Backend. Never quantized: it decides between tokens, and its error is not averaged out by any layer."""
+        return BufferedProjection(self._pack(weight, None, Epilogue.STORE_FLOAT32), self._buffers, "logits")
+
+    def embedding(self, weight: Tensor) -> TokenEmbedding:
+        """See Backend."""
+        return TokenEmbedding(weight)
+
+    def tied(self, weight: Tensor) -> tuple[Embedding, Projection]:
+        """See Backend."""
+        linear = self._pack(weight, None, Epilogue.STORE_FLOAT32)
+        head = BufferedProjection(linear, self._buffers, "logits")
+        if isinstance(linear, PackedLinear):
+            return PackedEmbedding(linear, self._buffers), head
+        return TokenEmbedding(weight), head  # oneDNN's layout is its own: the table stays beside it
+
+    def norm(self, weight: Tensor, eps: float) -> FusedNorm:
+        """See Backend."""
+        return FusedNorm(weight, eps, self._kernels, self._buffers)
+
+    def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> AttentionBackend:
+        """See Backend."""
+        return CpuAttention(
+            spec,
+            cache,
+            self._library,
+            self._kernels,
+            self._buffers,
+            num_threads=self._threads,
+            deterministic=self._deterministic,
+        )
+
+    def sampling(self) -> SamplingKernels:
+        """See Backend."""
+        return CpuSampling(self._library, self._threads)
+
+    def _project(self, weight: Tensor, bias: Tensor | None, name: str, epilogue: Epilogue) -> Projection:
+        linear = self._pack(weight, bias, epilogue, quantize=self._quantize)
+        return BufferedProjection(linear, self._buffers, name)
+
+    def _pack(
+        self, weight: Tensor, bias: Tensor | None, epilogue: Epilogue, *, quantize: bool = False
+    ) -> PackedLinear | OneDnnLinear:
+        if not self._has_packing:
+            return OneDnnLinear(weight, bias, epilogue=epilogue)
+        return PackedLinear(
+            self._library, weight, bias, epilogue=epilogue, quantize=quantize, num_threads=self._threads
+        )
+
+    def _refuse_what_is_missing(self) -> None:
+        if self._quantize and self.dtype is not torch.bfloat16:
+            raise KernelsUnavailable("int8 projections work on bfloat16 activations: set model.dtype to bfloat16")
+        if self._quantize and not supports(self._library.features, Arithmetic.INT8):
+            raise KernelsUnavailable("the processor has no AMX for int8 projections")
+        if not self._has_packing:
+            if self._deterministic:
+                raise KernelsUnavailable("without AMX only float32 is deterministic on a CPU")
+            if not onednn_bf16():
+                raise KernelsUnavailable("neither AMX nor oneDNN multiplies bfloat16 on this processor")
+
+
+def cpu_backend(options: BackendOptions) -> CpuBackend:
+    """Build or load the kernels. Raises KernelsUnavailable."""
+    return CpuBackend(load_kernels(), options)

@@ -1,0 +1,17 @@
+"""What is asked of a backend."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendOptions:
+    """What is asked for; see tandem/config.py for each."""
+
+    device: torch.device
+    dtype: str
+    kernels: str = "auto"
+    quantization: str = "none"
+    deterministic: bool = False
+    num_threads: int = 1

@@ -1,0 +1,323 @@
+// The blocked matrix product on AMX tiles, for bf16 and int8 alike: a tile row is 64 bytes, and only the dot differs.
+//
+// Weights are packed once as [panel of 32 columns][step of 64 bytes of depth][2 tiles of 1 KB]; a thread that walks
+// panels therefore reads memory in order. Every output element is one chain of tile products over the whole depth,
+// in order, whatever the number of rows and threads; cutting the depth only parks the float sums in memory. So a row's
+// result never depends on its neighbours.
+#pragma once
+
+#include "linear.h"
+#include "parallel.h"
+
+#if defined(__AMX_TILE__) && defined(TANDEM_AVX512)
+#define TANDEM_AMX 1
+
+#include <atomic>
+#include <cstring>
+#include <type_traits>
+
+namespace tandem {
+namespace amx {
+
+constexpr int64_t kTileBytes = 1024, kStepBytes = 2 * kTileBytes, kRowBytes = 64;
+constexpr int64_t kBlockRows = 32;   // two tiles of rows times two tiles of columns: four accumulators
+constexpr int64_t kL1Steps = 16;     // 32 KB of weights stay in the 48 KB L1 while rows stream past them
+constexpr int64_t kL2Steps = 32;     // depth of the rows kept in L2: 2 KB each
+constexpr int64_t kChunkRows = 256;  // rows kept in L2
+constexpr int64_t kBandPanels = 8;   // panels that a thread takes at a time, and past which each part of the rows goes
+constexpr int64_t kFewRows = 32;     // up to here weights are used once per load, and memory sets the pace
+constexpr int64_t kAhead = 8 * 1024; // bytes between the weights being used and those being asked for
+
+inline void barrier() { asm volatile("" ::: "memory"); }
+
+// Tiles 0-3 accumulate, 4 and 5 hold rows, 6 and 7 hold weights.
+inline void configure(int64_t upper_rows, int64_t lower_rows) {
+  struct alignas(64) {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+  } config;
+  const uint8_t upper = static_cast<uint8_t>(upper_rows), lower = static_cast<uint8_t>(lower_rows);
+  const uint8_t rows[8] = {upper, upper, lower, lower, upper, lower, 16, 16};
+  for (int tile = 0; tile < 8; ++tile) {
+    config.rows[tile] = rows[tile];
+    config.bytes[tile] = rows[tile] ? 64 : 0;
+  }
+  barrier();  // gcc 12 takes the instruction to read eight bytes only
+  _tile_loadconfig(&config);
+  barrier();
+}
+
+struct Bf16Dot {
+  static constexpr int64_t kBytes = 2;
+#ifdef __AMX_BF16__
+  static void upper_left() { _tile_dpbf16ps(0, 4, 6); }
+  static void upper_right() { _tile_dpbf16ps(1, 4, 7); }
+  static void lower_left() { _tile_dpbf16ps(2, 5, 6); }
+  static void lower_right() { _tile_dpbf16ps(3, 5, 7); }
+#endif
+};
+
+struct Int8Dot {
+  static constexpr int64_t kBytes = 1;
+#ifdef __AMX_INT8__
+  static void upper_left() { _tile_dpbssd(0, 4, 6); }
+  static void upper_right() { _tile_dpbssd(1, 4, 7); }
+  static void lower_left() { _tile_dpbssd(2, 5, 6); }
+  static void lower_right() { _tile_dpbssd(3, 5, 7); }
+#endif
+};
+
+template <bool two>
+inline void zero() {
+  _tile_zero(0);
+  _tile_zero(1);
+  if (two) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+}
+
+// Accumulators parked between cuts of the depth: four tiles one after another.
+template <bool two>
+inline void resume(const char* parked) {
+  barrier();
+  _tile_stream_loadd(0, parked, kRowBytes);
+  _tile_stream_loadd(1, parked + kTileBytes, kRowBytes);
+  if (two) {
+    _tile_stream_loadd(2, parked + 2 * kTileBytes, kRowBytes);
+    _tile_stream_loadd(3, parked + 3 * kTileBytes, kRowBytes);
+  }
+}
+
+template <bool two>
+inline void park(char* parked) {
+  _tile_stored(0, parked, kRowBytes);
+  _tile_stored(1, parked + kTileBytes, kRowBytes);
+  if (two) {
+    _tile_stored(2, parked + 2 * kTileBytes, kRowBytes);
+    _tile_stored(3, parked + 3 * kTileBytes, kRowBytes);
+  }
+  barrier();
+}
+
+// The block as rows of 32 columns.
+template <bool two>
+inline void unload(char* block) {
+  constexpr int64_t stride = kPanel * 4;
+  _tile_stored(0, block, stride);
+  _tile_stored(1, block + kRowBytes, stride);
+  if (two) {
+    _tile_stored(2, block + 16 * stride, stride);
+    _tile_stored(3, block + 16 * stride + kRowBytes, stride);
+  }
+  barrier();
+}
+
+// Rows as they come (at most 32 of them) against one panel; weights are asked for `kAhead` bytes early.
+template <class Dot, bool two, class Writer>
+inline void multiply_few(const char* x, int64_t stride, const char* weights, int64_t steps, Writer& writer) {
+  for (int64_t step = 0; step < steps; ++step) {
+    const char* ahead = weights + kAhead;
+    for (int line = 0; line < 32; ++line) _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
+    _tile_loadd(4, x, stride);
+    _tile_loadd(6, weights, kRowBytes);
+    Dot::upper_left();
+    _tile_loadd(7, weights + kTileBytes, kRowBytes);
+    Dot::upper_right();
+    if (two) {
+      _tile_loadd(5, x + 16 * stride, stride);
+      Dot::lower_left();
+      Dot::lower_right();
+    }
+    writer.write(2);
+    x += kRowBytes;
+    weights += kStepBytes;
+  }
+  writer.flush();
+}
+
+// What is fetched into L2 for later while a block is multiplied.
+struct Ahead {
+  const char* weights;  // `lines` cache lines of them per step
+  int64_t lines;
+  const char* packed;  // packed rows of the next part of the depth, `packed_lines` per step
+  int64_t packed_lines;
+};
+
+// Packed rows against weights that stay in L1. Rows are loaded as a stream: they come from L2, and with ordinary loads
+// they would push the weights out of L1 (67 % of the tile peak instead of 92 %).
+template <class Dot, bool two, class Writer>
+inline void multiply_many(const char* rows, const char* weights, int64_t steps, Ahead ahead, Writer& writer) {
+  for (int64_t step = 0; step < steps; ++step) {
+    _tile_stream_loadd(4, rows, kRowBytes);
+    _tile_loadd(6, weights, kRowBytes);
+    Dot::upper_left();
+    _tile_loadd(7, weights + kTileBytes, kRowBytes);
+    Dot::upper_right();
+    if (two) {
+      _tile_stream_loadd(5, rows + kTileBytes, kRowBytes);
+      Dot::lower_left();
+      Dot::lower_right();
+    }
+    for (int64_t line = 0; line < ahead.lines; ++line) _mm_prefetch(ahead.weights + line * 64, _MM_HINT_T1);
+    ahead.weights += ahead.lines * 64;
+    for (int64_t line = 0; line < ahead.packed_lines; ++line) _mm_prefetch(ahead.packed + line * 64, _MM_HINT_T1);
+    ahead.packed += ahead.packed_lines * 64;
+    writer.write(2);
+    rows += kStepBytes;
+    weights += kStepBytes;
+  }
+  writer.flush();
+}
+
+struct Scratches {
+  Scratch rows, parked, scales;
+};
+
+inline Scratches& scratches() {
+  static thread_local Scratches own;
+  return own;
+}
+
+// At most 32 rows in their own layout, depth a whole number of steps, against a range of panels.
+template <class Dot, class Writer>
+void few_rows(const Linear& w, const char* x, int64_t stride, int64_t rows, Range panels, Writer& writer) {
+  const int64_t steps = ceil_div(w.depth * Dot::kBytes, kRowBytes);
+  const bool two = rows > 16;
+  configure(std::min<int64_t>(rows, 16), two ? rows - 16 : 0);
+  for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+    const char* weights = w.weights + panel * steps * kStepBytes;
+    if (two) {
+      zero<true>();
+      multiply_few<Dot, true>(x, stride, weights, steps, writer);
+      unload<true>(writer.block());
+    } else {
+      zero<false>();
+      multiply_few<Dot, false>(x, stride, weights, steps, writer);
+      unload<false>(writer.block());
+    }
+    writer.begin(0, rows, panel);
+  }
+  writer.flush();
+  _tile_release();
+}
+
+// Rows [first, first + count) of the call, packed as [kL2Steps of depth][block of 32 rows][step][2 tiles]: what is in
+// use together lies together, so that it spreads over all sets of L2.
+struct Chunk {
+  char* packed;
+  int64_t first, count, steps;
+
+  // Where the tile of row 16 * `half_block` at `step` is.
+  char* tile(int64_t half_block, int64_t step) const {
+    const int64_t blocks = ceil_div(count, kBlockRows), outer = step / kL2Steps * kL2Steps;
+    const int64_t width = std::min(kL2Steps, steps - outer);
+    return packed + ((outer * blocks + half_block / 2 * width + step - outer) * 2 + half_block % 2) * kTileBytes;
+  }
+};
+
+// One cut of the depth, for all rows of a chunk and one panel; `next` and `later`, bytes of the packed rows, are the
+// weights and rows to fetch in the course of it.
+template <class Dot, class Writer>
+inline void sweep(const Chunk& chunk, Range cut, const char* weights, const char* next, Range later, char* parked,
+                  int64_t panel, Writer& writer) {
+  const int64_t blocks = ceil_div(chunk.count, kBlockRows), steps = cut.end - cut.begin;
+  const int64_t lines = ceil_div(32, blocks), packed_lines = ceil_div(later.end - later.begin, blocks * steps * 64);
+  const bool last = cut.end == chunk.steps;
+  for (int64_t b = 0; b < blocks; ++b) {
+    const char* from = chunk.tile(2 * b, cut.begin);
+    char* park_at = parked + b * 4 * kTileBytes;
+    const int64_t row = chunk.first + b * kBlockRows, left = std::min(kBlockRows, chunk.count - b * kBlockRows);
+    const Ahead ahead{next + b * steps * lines * 64, lines, chunk.packed + later.begin + b * steps * packed_lines * 64,
+                      packed_lines};
+    const auto run = [&](auto two) {
+      constexpr bool kTwo = decltype(two)::value;
+      if (cut.begin == 0) {
+        zero<kTwo>();
+      } else {
+        resume<kTwo>(park_at);
+      }
+      multiply_many<Dot, kTwo>(from, weights, steps, ahead, writer);
+      if (!last) {
+        park<kTwo>(park_at);
+        return;
+      }
+      unload<kTwo>(writer.block());
+      writer.begin(row, left, panel);
+    };
+    if (left > 16) {
+      run(std::true_type{});
+    } else {
+      run(std::false_type{});
+    }
+  }
+}
+
+// A chunk against a band of panels. The depth is cut twice: rows stay in L2 for `kL2Steps` of it while all panels of
+// the band pass, and a panel's weights stay in L1 for `kL1Steps` while all rows pass.
+template <class Dot, class Writer>
+void many_rows(const Linear& w, const Chunk& chunk, Range panels, Writer& writer) {
+  const bool deep = chunk.steps > kL2Steps;
+  const int64_t blocks = ceil_div(chunk.count, kBlockRows), count = panels.end - panels.begin;
+  const int64_t parked_bytes = blocks * kBlockRows * kPanel * 4;
+  char* parked = scratches().parked.array<char>(parked_bytes * (deep ? kBandPanels : 1));
+  for (int64_t outer = 0; outer < chunk.steps; outer += kL2Steps) {
+    const int64_t outer_end = std::min(chunk.steps, outer + kL2Steps);
+    const Range next{outer_end * blocks * kStepBytes,
+                     std::min(chunk.steps, outer_end + kL2Steps) * blocks * kStepBytes};
+    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+      char* park_at = parked + (deep ? (panel - panels.begin) * parked_bytes : 0);
+      const Range share = split(next.end - next.begin, panel - panels.begin, count, 64);
+      for (int64_t inner = outer; inner < outer_end; inner += kL1Steps) {
+        const Range cut{inner, std::min(outer_end, inner + kL1Steps)};
+        const int64_t begin = next.begin + share.begin, middle = begin + (share.end - share.begin) / 2;
+        const Range later = inner == outer ? Range{begin, middle} : Range{middle, next.begin + share.end};
+        const char* weights = w.weights + (panel * chunk.steps + inner) * kStepBytes;
+        const char* follows = weights + kL1Steps * kStepBytes;
+        if (cut.end == outer_end) {  // next comes the next panel, or the first one with the next part of the depth
+          const bool wrap = panel + 1 == panels.end && outer_end < chunk.steps;
+          const int64_t then = wrap ? panels.begin * chunk.steps + outer_end : (panel + 1) * chunk.steps + outer;
+          follows = w.weights + then * kStepBytes;
+        }
+        sweep<Dot>(chunk, cut, weights, follows, later, park_at, panel, writer);
+      }
+    }
+  }
+}
+
+// Walks all rows chunk by chunk: the team packs a chunk together with `pack(its rows, chunk)`, then each
+// thread takes bands of panels until none is left.
+template <class Dot, class Sums, class Pack>
+void all_rows(const Linear& w, const Call& call, const float* row_scales, int64_t threads, const Pack& pack) {
+  const int64_t steps = ceil_div(w.depth * Dot::kBytes, kRowBytes), panels = panels_of(w);
+  const int64_t chunks = ceil_div(call.rows, kChunkRows);
+  const int64_t chunk_rows = round_up(ceil_div(call.rows, chunks), kBlockRows);
+  char* packed = scratches().rows.array<char>(chunk_rows * steps * kRowBytes);
+  const int64_t width = std::min(kBandPanels, ceil_div(panels, std::max<int64_t>(1, threads)));
+  const int64_t bands = ceil_div(panels, width);
+  std::atomic<int64_t> taken{0};
+  parallel(threads, [&](int thread, int team) {
+    configure(16, 16);
+    for (int64_t index = 0; index < chunks; ++index) {
+      const int64_t first = index * chunk_rows, count = std::min(chunk_rows, call.rows - first);
+      const Chunk chunk{packed, first, count, steps};
+      pack(split(round_up(count, 16), thread, team, 16), chunk);
+      team_barrier(team);
+      with_writer<Sums>(w, call, row_scales, [&](auto&& writer) {
+        // Every thread overshoots once a chunk: a chunk's tickets start after the bands and overshoots before it.
+        for (int64_t band; (band = taken.fetch_add(1) - index * (bands + team)) < bands;) {
+          const Range range{band * width, std::min(panels, (band + 1) * width)};
+          many_rows<Dot>(w, chunk, range, writer);
+        }
+        writer.flush();
+      });
+      team_barrier(team);
+    }
+    _tile_release();
+  });
+}
+
+}  // namespace amx
+}  // namespace tandem
+#endif

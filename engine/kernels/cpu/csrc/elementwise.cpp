@@ -1,0 +1,183 @@
+// What lies between the matrix products of a decoder layer, each in one pass over its rows: norms, rotation and the
+// write into the paged cache, gating, gathering of rows.
+//
+// Everything is computed in float32 and rounded once, where it is stored; sums run in one fixed order that depends on
+// the row's length alone. Few elements are done by the calling thread: waking others costs about as much.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "parallel.h"
+#include "vectors.h"
+
+namespace tandem {
+namespace {
+
+constexpr int64_t kSharedElements = 16384;  // some microseconds of work
+
+// Runs body(row) for every row, shared by threads when it pays.
+template <class Body>
+void for_rows(int64_t num_rows, int64_t row_elements, int64_t threads, Body&& body) {
+  const int64_t worth = std::min(num_rows, num_rows * row_elements / kSharedElements);
+  parallel(std::min(threads, std::max<int64_t>(worth, 1)), [&](int thread, int team) {
+    const Range rows = split(num_rows, thread, team);
+    for (int64_t row = rows.begin; row < rows.end; ++row) body(row);
+  });
+}
+
+// One over the root of the mean square.
+TANDEM_INLINE float inverse_rms(Floats even, Floats odd, int64_t size, float eps) {
+  return 1.0f / std::sqrt(sum(even + odd) / float(size) + eps);
+}
+
+template <class T>
+TANDEM_INLINE float inverse_rms(const T* row, int64_t size, float eps) {
+  Floats sums[2] = {};
+  for (int64_t i = 0, side = 0; i < size; i += kLanes, side ^= 1) {
+    const Floats x = load_some(row + i, size - i);
+    sums[side] = fused(x, x, sums[side]);
+  }
+  return inverse_rms(sums[0], sums[1], size, eps);
+}
+
+template <class T>
+void rms_norm(const T* in, const T* weight, T* out, int64_t num_rows, int64_t size, float eps, int64_t threads) {
+  for_rows(num_rows, size, threads, [&](int64_t row) {
+    const T* from = in + row * size;
+    const float factor = inverse_rms(from, size, eps);
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const Floats x = load_some(from + i, size - i) * factor;
+      store_some(out + row * size + i, x * load_some(weight + i, size - i), size - i);
+    }
+  });
+}
+
+template <class T>
+void add_rms_norm(T* residual, const T* delta, const T* weight, T* out, int64_t num_rows, int64_t size, float eps,
+                  int64_t threads) {
+  for_rows(num_rows, size, threads, [&](int64_t row) {
+    T* total = residual + row * size;
+    const T* change = delta + row * size;
+    Floats sums[2] = {};
+    for (int64_t i = 0, side = 0; i < size; i += kLanes, side ^= 1) {
+      store_some(total + i, load_some(total + i, size - i) + load_some(change + i, size - i), size - i);
+      const Floats x = load_some(total + i, size - i);  // as rounded: the norm sees what the next layer sees
+      sums[side] = fused(x, x, sums[side]);
+    }
+    const float factor = inverse_rms(sums[0], sums[1], size, eps);
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const Floats x = load_some(total + i, size - i) * factor;
+      store_some(out + row * size + i, x * load_some(weight + i, size - i), size - i);
+    }
+  });
+}
+
+template <class T>
+void silu_mul(const T* gate_up, T* out, int64_t num_rows, int64_t inner, int64_t threads) {
+  for_rows(num_rows, 2 * inner, threads, [&](int64_t row) {
+    const T *gate = gate_up + row * 2 * inner, *up = gate + inner;
+    for (int64_t i = 0; i < inner; i += kLanes) {
+      const Floats x = load_some(gate + i, inner - i);
+      const Floats exponent = x * -1.44269504088896341f;
+      // Beyond 2^126 the quotient is zero in any case, and the exponential must stay finite.
+      const Floats y = x / (exp2_of(exponent > 126.0f ? splat(126.0f) : exponent) + 1.0f);
+      store_some(out + row * inner + i, y * load_some(up + i, inner - i), inner - i);
+    }
+  });
+}
+
+// One step's rotation and write, shared by all layers; the field order is repeated in engine/kernels/cpu/elementwise.py.
+struct RopeWrite {
+  const float* cos;  // [num_rows, head_dim / 2], rows `angle_stride` elements apart
+  const float* sin;
+  const int64_t* slots;  // [num_rows] block * block_size + offset
+  int64_t num_rows, num_heads, num_kv_heads, head_dim, block_size, angle_stride, threads;
+};
+
+// A cached value is also read, with weight zero, by earlier rows of its own sequence, and zero times NaN is NaN: so
+// what is not finite is kept as zero, as the torch backend does.
+TANDEM_INLINE Floats finite(Floats x) { return x - x == 0.0f ? x : Floats{}; }
+
+// Rotates pairs (i, i + half) of one head: what is not a multiple of 16 lanes is finished with fewer.
+template <bool kFinite, class T>
+TANDEM_INLINE void rotate(const T* head, const T* weight, float factor, const RopeWrite& call, int64_t row, T* out) {
+  const int64_t half = call.head_dim / 2;
+  const float *cos = call.cos + row * call.angle_stride, *sin = call.sin + row * call.angle_stride;
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const int64_t count = half - i;
+    Floats a = load_some(head + i, count), b = load_some(head + half + i, count);
+    if (weight != nullptr) {
+      a = a * factor * load_some(weight + i, count);
+      b = b * factor * load_some(weight + half + i, count);
+    }
+    const Floats c = load_some(cos + i, count), s = load_some(sin + i, count);
+    Floats low = fused(a, c, -(b * s)), high = fused(b, c, a * s);
+    if (kFinite) low = finite(low), high = finite(high);
+    store_some(out + i, low, count);
+    store_some(out + half + i, high, count);
+  }
+}
+
+// `weights`: [num_heads + num_kv_heads, head_dim], or null for a model that does not norm its heads.
+template <class T>
+void qk_norm_rope_write(const RopeWrite& call, T* qkv, T* cache, const T* weights, float eps) {
+  const int64_t size = call.head_dim, heads = call.num_heads, kv_heads = call.num_kv_heads;
+  const int64_t plane = kv_heads * call.block_size * size, row_size = (heads + 2 * kv_heads) * size;
+  for_rows(call.num_rows, row_size, call.threads, [&](int64_t row) {
+    const int64_t block = call.slots[row] / call.block_size, offset = call.slots[row] % call.block_size;
+    T* key = cache + block * 2 * plane + offset * size;
+    for (int64_t h = 0; h < heads + kv_heads; ++h) {
+      T* head = qkv + row * row_size + h * size;
+      const T* weight = weights == nullptr ? nullptr : weights + h * size;
+      const float factor = weight == nullptr ? 1.0f : inverse_rms(head, size, eps);
+      if (h < heads)
+        rotate<false>(head, weight, factor, call, row, head);
+      else
+        rotate<true>(head, weight, factor, call, row, key + (h - heads) * call.block_size * size);
+    }
+    for (int64_t h = 0; h < kv_heads; ++h) {
+      const T* value = qkv + row * row_size + (heads + kv_heads + h) * size;
+      T* to = key + plane + h * call.block_size * size;
+      for (int64_t i = 0; i < size; i += kLanes)
+        store_some(to + i, finite(load_some(value + i, size - i)), size - i);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace tandem
+
+using tandem::Bfloat16;
+
+#define TANDEM_ELEMENTWISE(T, suffix)                                                                               \
+  TANDEM_EXPORT void tandem_rms_norm_##suffix(const T* in, const T* weight, T* out, int64_t num_rows, int64_t size, \
+                                              float eps, int64_t threads) {                                        \
+    tandem::rms_norm(in, weight, out, num_rows, size, eps, threads);                                               \
+  }                                                                                                                 \
+  TANDEM_EXPORT void tandem_add_rms_norm_##suffix(T* residual, const T* delta, const T* weight, T* out,            \
+                                                  int64_t num_rows, int64_t size, float eps, int64_t threads) {    \
+    tandem::add_rms_norm(residual, delta, weight, out, num_rows, size, eps, threads);                              \
+  }                                                                                                                 \
+  TANDEM_EXPORT void tandem_silu_mul_##suffix(const T* gate_up, T* out, int64_t num_rows, int64_t inner,           \
+                                              int64_t threads) {                                                   \
+    tandem::silu_mul(gate_up, out, num_rows, inner, threads);                                                      \
+  }                                                                                                                 \
+  TANDEM_EXPORT void tandem_qk_norm_rope_write_##suffix(const tandem::RopeWrite* call, T* qkv, T* cache,           \
+                                                        const T* weights, float eps) {                             \
+    tandem::qk_norm_rope_write(*call, qkv, cache, weights, eps);                                                    \
+  }
+
+TANDEM_ELEMENTWISE(float, f32)
+TANDEM_ELEMENTWISE(Bfloat16, bf16)
+
+// Copies rows of `row_bytes` by index; returns how many indices lie outside [0, table_rows), whose rows are left alone.
+TANDEM_EXPORT int64_t tandem_gather_rows(const char* table, int64_t table_rows, int64_t row_bytes, const int64_t* index,
+                                         int64_t num_rows, char* out, int64_t threads) {
+  int64_t refused = 0;
+  for (int64_t row = 0; row < num_rows; ++row) refused += index[row] < 0 || index[row] >= table_rows;
+  tandem::for_rows(num_rows, row_bytes / 4, threads, [&](int64_t row) {
+    if (index[row] >= 0 && index[row] < table_rows)
+      std::memcpy(out + row * row_bytes, table + index[row] * row_bytes, row_bytes);
+  });
+  return refused;
+}

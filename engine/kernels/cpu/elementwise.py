@@ -1,0 +1,161 @@
+"""The decoder's work between matrix products in compiled code, each in one pass: csrc/elementwise.cpp.
+
+Values are computed in float32 and rounded once, where they are stored. transformers and the torch layers round
+bfloat16 after each operation (norm, times weight, times cosine, plus ...), so bfloat16 differs from them by a few
+units in the last place, on the accurate side; float32 differs only by the order of sums and by fused multiply-add.
+A row's result depends on that row alone. Everything writes to memory that the caller provides.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kernels.cpu.attention import AttentionShape
+from engine.kernels.cpu.library import KernelLibrary
+from engine.step_inputs import IntArray
+from tandem.errors import ConfigError, InvariantError
+
+_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+class _RopeWrite(ctypes.Structure):
+    """`RopeWrite` of csrc/elementwise.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "slots")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "num_heads", "num_kv_heads", "head_dim", "block_size")),
+        *((name, ctypes.c_int64) for name in ("angle_stride", "threads")),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RotationPlan:
+    """Angles and slots of one step's rows, for every layer."""
+
+    call: _RopeWrite
+    address: int
+    num_rows: int
+    kept: tuple[Tensor | IntArray, ...]
+    """What the call points to."""
+
+
+class CpuElementwise:
+    """Kernels for one dtype, float32 or bfloat16."""
+
+    def __init__(self, library: KernelLibrary, dtype: torch.dtype, *, num_threads: int) -> None:
+        """ConfigError for another dtype."""
+        suffix = _SUFFIXES.get(dtype)
+        if suffix is None:
+            raise ConfigError(f"CPU kernels compute in float32 and bfloat16, not {dtype}")
+        self.dtype = dtype
+        self.num_threads = num_threads
+        self._rms_norm = library.function(f"tandem_rms_norm_{suffix}", "pppiifi")
+        self._add_rms_norm = library.function(f"tandem_add_rms_norm_{suffix}", "ppppiifi")
+        self._silu_mul = library.function(f"tandem_silu_mul_{suffix}", "ppiii")
+        self._qk_norm_rope_write = library.function(f"tandem_qk_norm_rope_write_{suffix}", "ppppf")
+        self._gather_rows = library.function("tandem_gather_rows", "piipipi", "i")
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """`out = x / sqrt(mean(x**2) + eps) * weight` over rows of `[num_rows, size]`; `out` may be `x`."""
+        self._check(x, weight, out)
+        rows, size = x.shape
+        self._sizes(size, weight.numel(), out.numel(), rows * size)
+        self._rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, size, eps, self.num_threads)
+
+    def add_rms_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
+        """`residual += delta`, rounded, in place; then the norm of it into `out`; all `[num_rows, size]`."""
+        if delta is None:
+            self.rms_norm(residual, weight, eps, out)
+            return
+        self._check(residual, delta, weight, out)
+        rows, size = residual.shape
+        self._sizes(size, weight.numel(), out.numel(), rows * size)
+        self._sizes(size, weight.numel(), delta.numel(), rows * size)
+        pointers = (residual.data_ptr(), delta.data_ptr(), weight.data_ptr(), out.data_ptr())
+        self._add_rms_norm(*pointers, rows, size, eps, self.num_threads)
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """`out = silu(gate) * up` for `[num_rows, 2 * inner]`, gates first, to `[num_rows, inner]`."""
+        self._check(gate_up, out)
+        rows, size = gate_up.shape
+        inner = size // 2
+        self._sizes(2 * inner, size, out.numel(), rows * inner)
+        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, inner, self.num_threads)
+
+    def gather_rows(self, table: Tensor, index: Tensor, out: Tensor) -> None:
+        """`out = table[index]` for `[table_rows, size]` and int64 `[num_rows]`; InvariantError for a bad index."""
+        self._check(table, out)
+        rows, size = index.numel(), table.shape[1]
+        self._sizes(size, size, out.numel(), rows * size)
+        if index.dtype is not torch.int64 or not index.is_contiguous():
+            raise InvariantError(f"rows are gathered by contiguous int64, not {index.dtype}")
+        row_bytes = size * table.element_size()
+        threads = self.num_threads
+        table_rows = table.shape[0]
+        refused = self._gather_rows(
+            table.data_ptr(), table_rows, row_bytes, index.data_ptr(), rows, out.data_ptr(), threads
+        )
+        if refused:
+            raise InvariantError(f"{refused} of {rows} rows to gather lie outside a table of {table_rows}")
+
+    def plan_rotation(self, shape: AttentionShape, cos: Tensor, sin: Tensor, slots: IntArray) -> RotationPlan:
+        """Prepare `qk_norm_rope_write` for one step.
+
+        `cos`, `sin`: float32 `[num_rows, head_dim / 2]` of each pair's angle (sine unsigned), rows perhaps a view of
+        wider ones; `slots`: `[num_rows]`, block * block_size + offset.
+        """
+        rows, half = len(slots), shape.head_dim // 2
+        slots = np.ascontiguousarray(slots, dtype=np.int64)
+        stride = cos.stride(0)
+        for angles in (cos, sin):
+            if (
+                angles.shape != (rows, half)
+                or angles.dtype is not torch.float32
+                or angles.stride() != (stride, 1)
+                or 2 * half != shape.head_dim
+            ):
+                raise InvariantError(f"angles {angles.dtype} {tuple(angles.shape)} for {rows} rows of {shape}")
+        call = _RopeWrite(
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            slots=slots.ctypes.data,
+            num_rows=rows,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            block_size=shape.block_size,
+            angle_stride=stride,
+            threads=self.num_threads,
+        )
+        return RotationPlan(call=call, address=ctypes.addressof(call), num_rows=rows, kept=(cos, sin, slots))
+
+    def qk_norm_rope_write(
+        self, plan: RotationPlan, qkv: Tensor, cache: Tensor, norm_weight: Tensor | None, eps: float
+    ) -> None:
+        """Norm heads, rotate pairs (i, i + head_dim / 2), and store keys and values in their slots.
+
+        `qkv`: `[num_rows, num_heads + 2 * num_kv_heads, head_dim]`; its queries are rotated in place, its keys and
+        values left as they are. `cache`: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`. `norm_weight`:
+        `[num_heads + num_kv_heads, head_dim]` (Qwen3), or None. What is not finite is stored as zero.
+        """
+        self._check(qkv, cache)
+        call = plan.call
+        heads = call.num_heads + call.num_kv_heads
+        self._sizes(heads, heads, qkv.numel(), plan.num_rows * (heads + call.num_kv_heads) * call.head_dim)
+        if norm_weight is not None:
+            self._check(norm_weight)
+            self._sizes(heads * call.head_dim, norm_weight.numel(), 0, 0)
+        weight = None if norm_weight is None else norm_weight.data_ptr()
+        self._qk_norm_rope_write(plan.address, qkv.data_ptr(), cache.data_ptr(), weight, eps)
+
+    def _check(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            if tensor.dtype is not self.dtype or not tensor.is_contiguous():
+                raise InvariantError(f"{self.dtype} kernel given {tensor.dtype} {tensor.shape} {tensor.stride()}")
+
+    def _sizes(self, weight: int, given_weight: int, elements: int, expected: int) -> None:
+        if weight != given_weight or elements != expected:
+            raise InvariantError(f"sizes {given_weight} and {elements} where {weight} and {expected} are needed")

@@ -1,0 +1,198 @@
+"""Dense projections with weights packed once for our own kernels: bf16 and int8 on AMX tiles, float32 on vectors.
+
+One packing serves every number of rows, and the original weight may be dropped. Every output element is summed over
+the depth in one fixed order, so a row's result never depends on the other rows or on the number of threads.
+"""
+
+import ctypes
+from enum import Enum, IntEnum
+
+import torch
+from torch import Tensor
+
+from engine.kernels.cpu.build import KernelsUnavailable
+from engine.kernels.cpu.library import CpuFeatures, KernelLibrary
+
+PANEL = 32
+"""Output columns packed, and computed, together; csrc/linear.h: kPanel."""
+
+HUGE_PAGE_BYTES = 2**21
+CACHE_LINE_BYTES = 64
+
+
+class Epilogue(IntEnum):
+    """What becomes of the product; the numbers are those of csrc/linear.h."""
+
+    STORE = 0  # out = x @ W.T + bias
+    STORE_FLOAT32 = 1  # the same, out in float32 whatever the input: logits
+    GATED = 2  # W holds gates above values: out = silu(gate) * value, in float32 until the one rounding
+    ADD = 3  # out += x @ W.T + bias, which is rounded before it is added, as `residual += linear(x)` does
+
+
+class Arithmetic(Enum):
+    """How weights are kept and multiplied; the values name the C functions."""
+
+    BF16 = "bf16"
+    INT8 = "int8"  # bf16 in and out; weights per output column, inputs per row, both symmetric
+    FLOAT32 = "f32"
+
+
+class _Linear(ctypes.Structure):
+    """csrc/linear.h: Linear."""
+
+    _fields_ = (
+        ("weights", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("columns", ctypes.c_int64),
+        ("depth", ctypes.c_int64),
+        ("epilogue", ctypes.c_int64),
+    )
+
+
+class PackedLinear:
+    """`x @ weight.T + bias` from a packed copy of `weight`, written into a tensor of the caller."""
+
+    __slots__ = ("_bias", "_embed", "_multiply", "_packed", "_record", "_reference", "_scales", "arithmetic", "columns",
+                 "depth", "dtype", "num_threads", "out_dtype")  # fmt: skip
+
+    def __init__(
+        self,
+        library: KernelLibrary,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        epilogue: Epilogue = Epilogue.STORE,
+        quantize: bool = False,
+        num_threads: int = 1,
+    ) -> None:
+        """Pack `weight` `[num_columns, depth]`, or `[2 * num_columns, depth]` for `GATED`; `bias` is as long.
+
+        `quantize` turns a bf16 weight into int8. Raises KernelsUnavailable when the processor lacks what the
+        weight's type needs, ValueError for a weight or bias of another kind.
+        """
+        self.arithmetic = arithmetic_of(weight.dtype, quantize=quantize)
+        if not supports(library.features, self.arithmetic):
+            raise KernelsUnavailable(f"the processor has no instructions for {self.arithmetic.value} projections")
+        if weight.dim() != 2 or weight.stride(1) != 1 or 0 in weight.shape or weight.device.type != "cpu":
+            raise ValueError(f"a weight of contiguous rows is packed, not {tuple(weight.shape)}, {weight.stride()}")
+        gated = epilogue is Epilogue.GATED
+        if gated and weight.shape[0] % 2:
+            raise ValueError(f"gates and values must be equally many: {weight.shape[0]} rows")
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(f"a bias of {tuple(bias.shape)} does not fit a weight of {tuple(weight.shape)}")
+        self.columns = weight.shape[0] // 2 if gated else weight.shape[0]
+        self.depth = weight.shape[1]
+        self.dtype = weight.dtype
+        self.out_dtype = torch.float32 if epilogue is Epilogue.STORE_FLOAT32 else weight.dtype
+        self.num_threads = num_threads
+        panels = -(-self.columns // (PANEL // 2 if gated else PANEL))
+        self._bias = None if bias is None else _packed_bias(bias, panels, gated=gated)
+        self._scales = torch.zeros(panels * PANEL) if self.arithmetic is Arithmetic.INT8 else None
+        self._packed = self._pack(library, weight, panels, gated=gated)
+        self._record = _Linear(
+            weights=self._packed.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            scales=None if self._scales is None else self._scales.data_ptr(),
+            columns=self.columns,
+            depth=self.depth,
+            epilogue=int(epilogue),
+        )
+        self._reference = ctypes.addressof(self._record)
+        name = self.arithmetic.value
+        self._multiply = library.function(f"tandem_{name}_linear", "ppiipii")
+        embeds = self.arithmetic is not Arithmetic.INT8 and not gated
+        self._embed = library.function(f"tandem_{name}_embed", "piipipii", "i") if embeds else None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held: packed weights with their padding, bias, scales."""
+        return sum(part.nbytes for part in (self._packed, self._bias, self._scales) if part is not None)
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """Multiply `x` `[num_rows, depth]` into `out` `[num_rows, num_columns]`, which must not overlap it.
+
+        Rows may lie apart; elements of a row must not. Raises ValueError for any other shape, layout or type.
+        """
+        rows, depth = x.shape
+        x_stride, x_step = x.stride()
+        out_stride, out_step = out.stride()
+        if depth != self.depth or out.shape != (rows, self.columns) or x_step != 1 or out_step != 1:
+            raise ValueError(
+                f"a projection of rows of {self.depth} to {self.columns}, each contiguous, does not take "
+                f"{tuple(x.shape)} with strides {x.stride()} to {tuple(out.shape)} with strides {out.stride()}"
+            )
+        if x.dtype is not self.dtype or out.dtype is not self.out_dtype:
+            raise ValueError(
+                f"{self.dtype} to {self.out_dtype} is what this projection takes, not {x.dtype} to {out.dtype}"
+            )
+        self._multiply(self._reference, x.data_ptr(), x_stride, rows, out.data_ptr(), out_stride, self.num_threads)
+
+    def embed(self, ids: Tensor, out: Tensor) -> None:
+        """Rows `ids` (int64) of the original weight into `out` `[num_ids, depth]`: tied embeddings need no second copy.
+
+        Raises IndexError for an id that is not a column, ValueError when the packing cannot be looked up (int8,
+        gates) or a tensor is of the wrong kind.
+        """
+        if self._embed is None:
+            raise ValueError("int8 weights and gates cannot be looked up")
+        if ids.dtype is not torch.int64 or ids.dim() != 1 or ids.stride(0) != 1:
+            raise ValueError(f"ids are contiguous int64, not {ids.dtype} with strides {ids.stride()}")
+        if out.shape != (ids.shape[0], self.depth) or out.stride(1) != 1 or out.dtype is not self.dtype:
+            raise ValueError(f"{out.dtype} {tuple(out.shape)} cannot hold {ids.shape[0]} rows of {self.depth}")
+        found = self._embed(
+            self._packed.data_ptr(), self.columns, self.depth, ids.data_ptr(), ids.shape[0], out.data_ptr(),
+            out.stride(0), self.num_threads,
+        )  # fmt: skip
+        if not found:
+            raise IndexError(f"an id is not below {self.columns}")
+
+    def _pack(self, library: KernelLibrary, weight: Tensor, panels: int, *, gated: bool) -> Tensor:
+        name = self.arithmetic.value
+        packed = huge_bytes(library, library.function(f"tandem_{name}_packed_bytes", "ii", "i")(panels, self.depth))
+        source = (weight.data_ptr(), weight.stride(0), self.columns, self.depth, int(gated), packed.data_ptr())
+        if self._scales is None:
+            library.function(f"tandem_{name}_pack", "piiiipi")(*source, self.num_threads)
+        else:
+            library.function(f"tandem_{name}_pack", "piiiippi")(*source, self._scales.data_ptr(), self.num_threads)
+        return packed
+
+
+def arithmetic_of(dtype: torch.dtype, *, quantize: bool) -> Arithmetic:
+    """The arithmetic for weights of `dtype`. Raises ValueError when there is none."""
+    if dtype is torch.float32 and not quantize:
+        return Arithmetic.FLOAT32
+    if dtype is torch.bfloat16:
+        return Arithmetic.INT8 if quantize else Arithmetic.BF16
+    raise ValueError(f"{dtype} weights cannot be packed{' as int8' if quantize else ''}")
+
+
+def supports(features: CpuFeatures, arithmetic: Arithmetic) -> bool:
+    """Whether the kernels for `arithmetic` can run here."""
+    if arithmetic is Arithmetic.BF16:
+        return features.amx_bf16
+    return features.amx_int8 if arithmetic is Arithmetic.INT8 else features.avx2
+
+
+def huge_bytes(library: KernelLibrary, num_bytes: int) -> Tensor:
+    """An uninitialised uint8 tensor, from 2 MB up on a 2 MB boundary and on huge pages where the system offers them.
+
+    Streaming weights through 4 KB pages costs a page walk every 64 lines. Asking is all that can be done: without
+    huge pages everything works, slower.
+    """
+    alignment = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else CACHE_LINE_BYTES
+    storage = torch.empty(num_bytes + alignment, dtype=torch.uint8)
+    begin = -storage.data_ptr() % alignment
+    tensor = storage[begin : begin + num_bytes]
+    if alignment == HUGE_PAGE_BYTES:
+        library.function("tandem_advise_huge", "pi", "i")(tensor.data_ptr(), num_bytes)
+    return tensor
+
+
+def _packed_bias(bias: Tensor, panels: int, *, gated: bool) -> Tensor:
+    """`bias` in the order of the packed columns, float32, zero where a panel is padding."""
+    width = PANEL // 2 if gated else PANEL
+    parts = [torch.zeros(panels * width) for _ in range(2 if gated else 1)]
+    for part, values in zip(parts, bias.float().chunk(len(parts)), strict=True):
+        part[: len(values)] = values
+    return torch.cat([part.view(panels, width) for part in parts], dim=1).flatten()

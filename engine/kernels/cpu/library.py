@@ -1,0 +1,67 @@
+"""The compiled kernels of this process: loading them, what the processor offers, and typed entry points.
+
+A C function is bound once, when an object that uses it is made, by `library.function(name, signature)`; calling the
+result with plain integers (`tensor.data_ptr()`) costs about a microsecond.
+"""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.kernels.cpu.build import KernelsUnavailable, build, openmp_runtimes
+
+_TYPES: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuFeatures:
+    """What the kernels may use: compiled in, present in the processor, and granted by the kernel."""
+
+    avx2: bool
+    avx512: bool
+    avx512_bf16: bool
+    avx512_vnni: bool
+    amx_bf16: bool
+    amx_int8: bool
+
+    @classmethod
+    def from_bits(cls, bits: int) -> "CpuFeatures":
+        """The bits of `tandem_cpu_features()`, in the order of the fields."""
+        return cls(**{name: bool(bits >> index & 1) for index, name in enumerate(cls.__slots__)})
+
+
+class KernelLibrary:
+    """The loaded library. Loading it twice gives the same code, so an engine may own its own instance."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise KernelsUnavailable(f"{path} does not load: {error}") from error
+        self.features = CpuFeatures.from_bits(self.function("tandem_cpu_features", "", "i")())
+
+    def function(self, name: str, signature: str, returns: str = "") -> Callable[..., Any]:
+        """A C function by name; `signature` has one letter per argument.
+
+        p: pointer, as an int, ctypes reference or None; i: int64_t; f: float; d: double. Raises AttributeError for a
+        name that the library lacks.
+        """
+        found = ctypes.CFUNCTYPE(_TYPES[returns] if returns else None, *(_TYPES[letter] for letter in signature))
+        return found((name, self._library))
+
+
+def load_kernels(cache_root: Path | None = None) -> KernelLibrary:
+    """Build if need be, and load into this process. Import torch first: the kernels then share its threads.
+
+    Raises KernelsUnavailable: no compiler, a build that fails, a processor without AVX2, or two OpenMP runtimes.
+    """
+    library = KernelLibrary(build(cache_root))
+    runtimes = openmp_runtimes()
+    if len(runtimes) > 1:
+        raise KernelsUnavailable(f"two OpenMP runtimes in one process: {', '.join(sorted(runtimes))}")
+    if not library.features.avx2:
+        raise KernelsUnavailable("the processor has no AVX2")
+    return library

@@ -1,0 +1,50 @@
+"""bf16 projections by oneDNN with weights reordered once: the fallback where our own kernels cannot run."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.kernels.cpu.gemm import Epilogue
+
+REORDERED_FOR_ROWS = 512
+"""The batch that oneDNN lays weights out for; the layout serves every other batch as well (measured at 1 to 2048)."""
+
+
+class OneDnnLinear:
+    """The face of `PackedLinear` on torch's own operators. It allocates its result, and cannot be looked up by id."""
+
+    __slots__ = ("_bias", "_epilogue", "_weight", "columns", "depth", "dtype", "nbytes", "out_dtype")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, epilogue: Epilogue = Epilogue.STORE) -> None:
+        """Reorder `weight` as `PackedLinear` takes it. Raises ValueError unless it is bf16 and oneDNN supports that."""
+        if weight.dtype is not torch.bfloat16 or not onednn_bf16():
+            raise ValueError(f"oneDNN does not take {weight.dtype} weights here")
+        rows, self.depth = weight.shape
+        self.columns = rows // 2 if epilogue is Epilogue.GATED else rows
+        self.dtype = weight.dtype
+        self.out_dtype = torch.float32 if epilogue is Epilogue.STORE_FLOAT32 else weight.dtype
+        self.nbytes = weight.nbytes
+        self._epilogue = epilogue
+        self._bias = bias
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, REORDERED_FOR_ROWS)
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """Multiply `x` `[num_rows, depth]` into `out` `[num_rows, num_columns]`. Raises ValueError for others."""
+        if x.shape[1:] != (self.depth,) or out.shape != (x.shape[0], self.columns):
+            raise ValueError(f"rows of {self.depth} to {self.columns}, not {tuple(x.shape)} to {tuple(out.shape)}")
+        if x.dtype is not self.dtype or out.dtype is not self.out_dtype:
+            raise ValueError(f"{self.dtype} to {self.out_dtype}, not {x.dtype} to {out.dtype}")
+        product = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        if self._epilogue is Epilogue.GATED:
+            gate, value = product.chunk(2, dim=-1)
+            torch.mul(F.silu(gate), value, out=out)
+        elif self._epilogue is Epilogue.ADD:
+            out += product
+        else:
+            out.copy_(product)
+
+
+def onednn_bf16() -> bool:
+    """Whether this torch and processor run bf16 through oneDNN."""
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
