@@ -35,13 +35,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
     started_s = time.monotonic()
     host_name, port = listen_address(config.decode, "decode", index)
     auth = ClusterAuth(cluster_secret(config))
-    pools: list[SharedPool] = []
-
-    def buffer(size_bytes: int) -> memoryview:
-        pools.append(SharedPool(size_bytes))
-        return pools[0].buffer
-
-    parts = await asyncio.to_thread(assemble, engine_spec(config), buffer=buffer)
+    parts = await asyncio.to_thread(assemble, engine_spec(config), pool=SharedPool)
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         server = make_server(auth)
@@ -58,8 +52,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         sessions = WorkerSessions(worker)
         host.start(on_output=worker.on_output, ports=lambda: sessions.ports)
         stack.push_async_callback(host.stop)
-        if pools:
-            await _with_handoffs(stack, worker, parts, config, pools[0])
+        await _with_handoffs(stack, worker, parts, config)
         add_WorkerServicer_to_server(sessions, server)  # type: ignore[no-untyped-call]
         await server.start()
         stack.push_async_callback(server.stop, 0.5)
@@ -76,14 +69,14 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
 
 
 async def _with_handoffs(
-    stack: AsyncExitStack, worker: DecodeWorker, parts: EngineParts, config: ClusterConfig, pool: SharedPool
+    stack: AsyncExitStack, worker: DecodeWorker, parts: EngineParts, config: ClusterConfig
 ) -> None:
-    """Let prompts be computed elsewhere: the KV pool is host memory that peers can reach."""
-    stack.callback(pool.close)
-    memory = parts.runner.kv_cache.host_view()
-    if memory is None:
+    """Let prompts be computed elsewhere, where the KV pool is host memory that peers can reach."""
+    memory = parts.kv_memory()
+    if memory is None or parts.pool is None:
         return
-    region = KVRegion.of(memory, parts.layout, fd=pool.fd)
+    stack.callback(parts.pool.close)
+    region = KVRegion.of(memory, parts.layout, fd=parts.pool.fd)
     # Bytes come in where orders do: whoever can reach this worker can reach both.
     kv_host = worker.identity.address.rpartition(":")[0].strip("[]")
     receivers = open_receivers(region, choice=config.transfer.transport, host=kv_host)

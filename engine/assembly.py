@@ -1,18 +1,28 @@
 """Puts an engine together: model, memory budget, KV pool, scheduler, runner. Each step may refuse with ConfigError."""
 
+import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
 
+from engine.backends.options import BackendOptions
+from engine.backends.select import select_backend
 from engine.config import EngineConfig
+from engine.dry_run import measure_workspace_bytes
 from engine.kv_cache import PagedKVCache
 from engine.memory import MemoryBudget, estimate_workspace_bytes, kv_layout, plan_memory
-from engine.model_config import ModelConfig
+from engine.model_config import ModelConfig, load_model_config
 from engine.model_runner import ModelRunner
+from engine.models.decoder import Decoder
 from engine.models.loader import Progress, load_model
+from engine.parallel.shard import Shard
+from engine.ranks.leader import open_ranks
+from engine.ranks.messages import PoolMemory, RankFacts, RankSetup
+from engine.ranks.ranks import Ranks, SoloRanks
 from engine.scheduler import Scheduler
 from tandem.block_hash import BlockHasher
 from tandem.errors import ConfigError
@@ -22,6 +32,9 @@ _KV_EVENT_CAPACITY = 65_536
 _DEFAULT_CONTEXTS = 32
 """KV pool when nobody states its size: this many sequences of the full context, or the memory limit."""
 _DEFAULT_MEMORY_SHARE = 0.8
+_WORKSPACE_MARGIN = 1.25
+_RANK_TIMEOUT_S = 60.0
+"""A rank that computes as long as this while others wait for it is taken for frozen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +53,13 @@ class EngineSpec:
     max_running_requests: int
     max_waiting_requests: int
     num_threads: int | None
+    kernels: str
+    quantization: str
+    deterministic: bool
     num_workers_here: int
-    """Workers that share this machine, for the defaults of memory and threads."""
+    """Ranks of all workers that share this machine, for the defaults of memory and threads."""
     secret: bytes
+    tensor_parallel_size: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,47 +72,97 @@ class EngineParts:
     model: ModelConfig
     layout: KVLayout
     budget: MemoryBudget
+    """Of each rank."""
     hasher: BlockHasher
+    ranks: Ranks = field(default_factory=SoloRanks)
+    pool: PoolMemory | None = None
+    """The KV memory of all ranks, when `assemble` was given a place for it."""
+
+    def kv_memory(self) -> memoryview | None:
+        """The bytes of the whole KV pool, all ranks' parts; None when they are not in one piece of host memory."""
+        if self.pool is not None:
+            return self.pool.buffer[: self.budget.kv_bytes * self.layout.tp_size]
+        return self.runner.kv_cache.host_view() if self.layout.tp_size == 1 else None
 
     def facts(self) -> dict[str, int]:
-        """For the line that says that the process serves: the memory budget, in blocks and bytes."""
+        """For the line that says that the process serves: the memory budget, in blocks and bytes of all ranks."""
         return {
             "num_blocks": self.budget.num_blocks,
             "block_size": self.budget.block_size,
-            "kv_bytes": self.budget.kv_bytes,
-            "weights_bytes": self.budget.weights_bytes,
+            "kv_bytes": self.budget.kv_bytes * self.layout.tp_size,
+            "weights_bytes": self.budget.weights_bytes * self.layout.tp_size,
             "max_model_len": self.config.max_model_len,
+            "tensor_parallel_size": self.layout.tp_size,
         }
 
 
-Buffer = Callable[[int], memoryview]
+Pool = Callable[[int], PoolMemory]
 """Gives the memory for a KV pool of so many bytes."""
 
 
-def assemble(spec: EngineSpec, *, buffer: Buffer | None = None, progress: Progress | None = None) -> EngineParts:
-    """Load the model, divide the memory, make the pool. `buffer` places a CPU pool in memory that peers can map.
+def assemble(spec: EngineSpec, *, pool: Pool | None = None, progress: Progress | None = None) -> EngineParts:
+    """Load the model, divide the memory, make the KV pool; on several ranks, each does so with its part.
 
-    Raises ConfigError.
+    `pool` places a CPU pool in memory that peers can map. Raises ConfigError; RankLost when a rank dies meanwhile.
     """
-    device = _device(spec.device)
+    device = _device(spec.device, spec.tensor_parallel_size)
+    num_threads = spec.num_threads or max(1, (os.cpu_count() or 1) // max(1, spec.num_workers_here))
     if device.type == "cpu":
-        torch.set_num_threads(spec.num_threads or max(1, (os.cpu_count() or 1) // max(1, spec.num_workers_here)))
-    model = load_model(spec.model_path, dtype=spec.dtype, device=device, progress=progress)
-    context = _context(spec.max_model_len, model.config.max_context)
-    layout = kv_layout(model.config, fingerprint=model.fingerprint, dtype=spec.dtype, block_size=spec.block_size)
-    workspace_bytes = estimate_workspace_bytes(
-        model.config,
+        torch.set_num_threads(num_threads)
+    # Before the weights take theirs: the budget counts them itself.
+    limit_bytes = _limit_bytes(spec, device)
+    options = BackendOptions(
+        device=device,
         dtype=spec.dtype,
-        max_batch_tokens=spec.max_batched_tokens,
-        max_num_seqs=spec.max_running_requests,
-        max_context=context,
+        kernels=spec.kernels,
+        quantization=spec.quantization,
+        deterministic=spec.deterministic,
+        num_threads=num_threads,
+    )
+    config = load_model_config(spec.model_path)
+    backend = select_backend(options)
+    with ExitStack() as undo:
+        ranks = _open_ranks(spec, config, options)
+        undo.callback(ranks.close)
+        model = load_model(spec.model_path, backend=backend, progress=progress, group=ranks.group)
+        parts = _parts(spec, config, model, ranks, limit_bytes, pool)
+        undo.pop_all()
+    return parts
+
+
+def _open_ranks(spec: EngineSpec, config: ModelConfig, options: BackendOptions) -> Ranks:
+    Shard(config, rank=0, size=spec.tensor_parallel_size)  # what cannot be split is refused before anything starts
+    return open_ranks(
+        RankSetup(
+            rank=0,
+            size=spec.tensor_parallel_size,
+            model_path=spec.model_path,
+            backend=options,
+            log_level=logging.getLevelName(logging.getLogger().getEffectiveLevel()),
+            timeout_s=_RANK_TIMEOUT_S,
+        )
+    )
+
+
+def _parts(
+    spec: EngineSpec, config: ModelConfig, model: Decoder, ranks: Ranks, limit_bytes: int, pool: Pool | None
+) -> EngineParts:
+    size, device = spec.tensor_parallel_size, model.device
+    tightest = ranks.wait_loaded(RankFacts(weights_bytes=model.weights_bytes, fingerprint=model.fingerprint))
+    if tightest.free_bytes is not None and spec.memory_bytes is None:
+        limit_bytes = min(limit_bytes, int(tightest.free_bytes * _DEFAULT_MEMORY_SHARE))
+    context = _context(spec.max_model_len, config.max_context)
+    layout = kv_layout(
+        config, fingerprint=model.fingerprint, dtype=spec.dtype, block_size=spec.block_size, tp_size=size
     )
     max_blocks = spec.num_blocks
     if max_blocks is None and spec.memory_bytes is None and device.type == "cpu":
         max_blocks = _DEFAULT_CONTEXTS * -(-context // spec.block_size)
+    rest = max(0, limit_bytes - tightest.weights_bytes) // layout.block_bytes
+    workspace_bytes = _workspace_bytes(model, layout, spec, context, min(rest, max_blocks or rest), ranks)
     budget = plan_memory(
-        limit_bytes=spec.memory_bytes or _memory_limit(device, spec.num_workers_here),
-        weights_bytes=model.weights_bytes,
+        limit_bytes=limit_bytes,
+        weights_bytes=tightest.weights_bytes,
         workspace_bytes=workspace_bytes,
         layout=layout,
         # A pool that was sized by hand may be smaller than one context: longer requests are then refused one by one.
@@ -106,18 +173,49 @@ def assemble(spec: EngineSpec, *, buffer: Buffer | None = None, progress: Progre
         raise ConfigError(
             f"engine.num_blocks is {spec.num_blocks}; memory holds {budget.num_blocks} ({budget.lines()[0]})"
         )
-    memory = buffer(budget.kv_bytes) if buffer is not None and device.type == "cpu" else None
-    cache = PagedKVCache(layout, num_blocks=budget.num_blocks, device=device, buffer=memory)
+    memory = pool(budget.kv_bytes * size) if pool is not None and device.type == "cpu" else None
+    ranks.use_pool(layout, budget.num_blocks, memory)
+    own = None if memory is None else memory.buffer[: budget.kv_bytes]
+    cache = PagedKVCache(layout, num_blocks=budget.num_blocks, device=device, buffer=own)
     hasher = BlockHasher(spec.secret)
-    config = _engine_config(spec, context, budget.num_blocks, frozenset(model.config.eos_token_ids))
+    engine_config = _engine_config(spec, context, budget.num_blocks, frozenset(config.eos_token_ids))
     return EngineParts(
-        scheduler=Scheduler(config, hasher),
-        runner=ModelRunner(model, cache),
-        config=config,
-        model=model.config,
+        scheduler=Scheduler(engine_config, hasher),
+        runner=ModelRunner(model, cache, announce=ranks.announce),
+        config=engine_config,
+        model=config,
         layout=layout,
         budget=budget,
         hasher=hasher,
+        ranks=ranks,
+        pool=memory,
+    )
+
+
+def _workspace_bytes(
+    model: Decoder, layout: KVLayout, spec: EngineSpec, context: int, num_blocks: int, ranks: Ranks
+) -> int:
+    """What steps take: measured where the system can tell, with a margin for what malloc keeps; else estimated."""
+    ranks.begin_dry_run(layout)
+    own = measure_workspace_bytes(
+        model,
+        layout,
+        max_batched_tokens=spec.max_batched_tokens,
+        prefill_chunk_tokens=spec.prefill_chunk_tokens,
+        max_running_requests=spec.max_running_requests,
+        max_context=context,
+        max_pool_tokens=num_blocks * layout.block_size,
+        announce=ranks.announce,
+    )
+    measured = ranks.end_dry_run(own)
+    if measured is not None:
+        return int(measured * _WORKSPACE_MARGIN)
+    return estimate_workspace_bytes(
+        model.config,
+        dtype=spec.dtype,
+        max_batch_tokens=spec.max_batched_tokens,
+        max_num_seqs=spec.max_running_requests,
+        max_context=context,
     )
 
 
@@ -133,11 +231,24 @@ def _engine_config(spec: EngineSpec, context: int, num_blocks: int, eos: frozens
     )
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str, num_ranks: int) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
         raise ConfigError("engine.device is cuda, but torch sees no CUDA device here")
-    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
+    if not has_cuda or name == "cpu":
+        return torch.device("cpu")
+    if num_ranks > torch.cuda.device_count():
+        raise ConfigError(
+            f"tensor_parallel_size is {num_ranks}; torch sees {torch.cuda.device_count()} CUDA devices here"
+        )
+    return torch.device("cuda", 0) if num_ranks > 1 else torch.device("cuda")
+
+
+def _limit_bytes(spec: EngineSpec, device: torch.device) -> int:
+    """What one rank may take, before anything is loaded."""
+    if spec.memory_bytes is not None:
+        return spec.memory_bytes // spec.tensor_parallel_size
+    return _memory_limit(device, spec.num_workers_here)
 
 
 def _context(wanted: int | None, most: int) -> int:

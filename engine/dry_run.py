@@ -7,14 +7,17 @@ context need no more KV memory than that. It warms everything up as well: buffer
 import contextlib
 import re
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from engine.heap import return_freed_memory
 from engine.kv_cache import PagedKVCache
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.request import Batch, BatchItem, BlockTable, Request
+from engine.step_inputs import StepInputs
 from tandem.ids import BlockHash, BlockId, RequestId
 from tandem.kv_layout import KVLayout
 from tandem.sampling import SamplingParams
@@ -39,6 +42,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before = torch.cuda.memory_allocated(self._device)
             return True
+        return_freed_memory()  # pages that malloc holds back would be taken again without a trace
         try:
             _CLEAR_REFS.write_text(_RESET_PEAK)  # proc(5): the peak becomes the present size
         except OSError:
@@ -63,13 +67,14 @@ def measure_workspace_bytes(
     max_running_requests: int,
     max_context: int,
     max_pool_tokens: int,
+    announce: Callable[[StepInputs], None] | None = None,
 ) -> int | None:
     """Memory that steps take beside weights and KV: the most that any of the largest steps took.
 
-    None where the system cannot tell.
+    `announce`: see ModelRunner. None where the system cannot tell.
     """
     cache = PagedKVCache(layout, num_blocks=1, device=model.device)
-    runner = ModelRunner(model, cache)
+    runner = ModelRunner(model, cache, announce=announce)
     peak = PeakMemory(model.device)
     if not peak.start():
         return None

@@ -55,11 +55,13 @@ class EngineHost:
         """Start the engine's thread. `on_output` runs on the event loop; `ports` hear of the prefix cache."""
         self._on_output = on_output
         self._ports = ports
+        self.parts.ranks.watch(lambda lost: self._tell(self._on_fatal, lost))
         self._engine.start()
 
     async def stop(self) -> None:
-        """End after the step under way."""
+        """End after the step under way, then end the other ranks."""
         await asyncio.to_thread(self._engine.stop)
+        await asyncio.to_thread(self.parts.ranks.close)
 
     def call(self, fn: Callable[[Scheduler], T]) -> Awaitable[T]:
         """Run `fn` between two steps. Raises what `fn` raises.

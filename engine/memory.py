@@ -99,8 +99,8 @@ def estimate_workspace_bytes(
     return rows * per_row * item + gathered + masks + sampling
 
 
-def kv_layout(config: ModelConfig, *, fingerprint: str, dtype: str, block_size: int) -> KVLayout:
-    """The KV geometry that a model implies."""
+def kv_layout(config: ModelConfig, *, fingerprint: str, dtype: str, block_size: int, tp_size: int = 1) -> KVLayout:
+    """The KV geometry that a model implies on rank 0 of `tp_size`."""
     return KVLayout(
         model_fingerprint=fingerprint,
         dtype=dtype,
@@ -108,6 +108,7 @@ def kv_layout(config: ModelConfig, *, fingerprint: str, dtype: str, block_size: 
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=block_size,
+        tp_size=tp_size,
     )
 
 

@@ -1,5 +1,7 @@
 """Executes one step: lays out the batch, runs the decoder over the paged cache, samples where asked."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -22,8 +24,12 @@ class ModelRunner:
         *,
         attention: AttentionBackend | None = None,
         num_threads: int | None = None,
+        announce: Callable[[StepInputs], None] | None = None,
     ) -> None:
-        """`num_threads`: for torch's CPU operators, process-wide; None leaves them as they are."""
+        """`num_threads`: for torch's CPU operators, process-wide; None leaves them as they are.
+
+        `announce`: told of every step before it is computed here, so that the model's other ranks compute it too.
+        """
         if kv_cache.tensor.dtype != model.dtype or kv_cache.tensor.device != model.device:
             raise ConfigError(
                 f"KV cache is {kv_cache.tensor.dtype} on {kv_cache.tensor.device}, "
@@ -33,6 +39,7 @@ class ModelRunner:
             torch.set_num_threads(num_threads)
         self.model = model
         self.kv_cache = kv_cache
+        self._announce = announce
         self._attention = attention or model.backend.attention(model.attention_spec, kv_cache)
         self._sampler = Sampler(
             eos_token_ids=model.config.eos_token_ids, device=model.device, kernels=model.backend.sampling()
@@ -44,13 +51,25 @@ class ModelRunner:
             return []
         with torch.inference_mode():
             inputs = build_step_inputs(batch, self.kv_cache.block_size)
-            hidden = self.hidden_states(inputs)
-            if not len(inputs.sample_rows):
+            if self._announce is not None:
+                self._announce(inputs)
+            logits = self.compute(inputs)
+            if logits is None:
                 return []
-            if len(inputs.sample_rows) < hidden.shape[0] or len(batch.items) > 1:
-                hidden = hidden.index_select(0, torch.from_numpy(inputs.sample_rows).to(hidden.device))
-            requests = [item.request for item in batch.items if item.samples]
-            return self._sampler.sample(self.model.logits(hidden), requests)
+            return self._sampler.sample(logits, [item.request for item in batch.items if item.samples])
+
+    @torch.inference_mode()
+    def compute(self, inputs: StepInputs) -> Tensor | None:
+        """Fill the cache; float32 logits of the rows that sample, `[num_samples, vocab_size]`, None without any.
+
+        Of a model on several ranks, rank 0 has the logits.
+        """
+        hidden = self.hidden_states(inputs)
+        if not len(inputs.sample_rows):
+            return None
+        if len(inputs.sample_rows) < hidden.shape[0] or len(inputs.starts) > 1:
+            hidden = hidden.index_select(0, torch.from_numpy(inputs.sample_rows).to(hidden.device))
+        return self.model.logits(hidden)
 
     def hidden_states(self, inputs: StepInputs) -> Tensor:
         """Last hidden states, `[num_rows, hidden_size]`, in the rows' order; fills the cache on the way."""

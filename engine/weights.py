@@ -22,6 +22,7 @@ from torch import Tensor
 
 from engine.model_config import ModelConfig
 from engine.model_files import ModelDirectory, parse_json_object
+from engine.parallel.shard import Part
 from tandem.errors import ConfigError
 
 MAX_HEADER_BYTES = 100 * 2**20
@@ -60,15 +61,29 @@ class SafetensorsFile:
             self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
         self.entries = _parse_header(self._map, self.name)
 
-    def tensor(self, entry: TensorEntry) -> Tensor:
-        """The stored tensor, without a copy; valid until `close`."""
-        dtype = _DTYPES[entry.dtype]
-        if entry.begin == entry.end:
-            return torch.empty(entry.shape, dtype=dtype)
+    def tensor(self, entry: TensorEntry, part: Part | None = None) -> Tensor:
+        """The stored tensor, or a part of its rows or columns, without a copy; valid until `close`."""
+        dtype, item_bytes = _DTYPES[entry.dtype], _ITEM_BYTES[entry.dtype]
+        if entry.begin == entry.end or (part is not None and part.begin == part.end):
+            return torch.empty(entry.shape if part is None else part.shape(entry.shape), dtype=dtype)
         raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=entry.begin, count=entry.end - entry.begin)
-        if entry.begin % _ITEM_BYTES[entry.dtype]:
-            raw = raw.clone()
-        return raw.view(dtype).view(entry.shape)
+        *outer, inner = entry.shape or (1,)
+        raw = raw.view(*outer, inner * item_bytes)
+        if part is not None:
+            unit = item_bytes if part.dim == len(outer) else 1
+            raw = raw.narrow(part.dim, part.begin * unit, (part.end - part.begin) * unit)
+        if entry.begin % item_bytes:
+            raw = raw.clone(memory_format=torch.contiguous_format)
+        return raw.view(dtype) if entry.shape else raw.view(dtype).view(())
+
+    def forget(self, entry: TensorEntry) -> None:
+        """Give back the memory behind a tensor that has been copied; whoever reads it again reads the file again.
+
+        Mapped pages count as this process's memory: without this, loading takes every weight twice.
+        """
+        if hasattr(mmap, "MADV_DONTNEED") and entry.begin < entry.end:
+            begin = entry.begin - entry.begin % mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, begin, entry.end - begin)
 
     def sample(self, entry: TensorEntry) -> bytes:
         """A few of the tensor's bytes: from its beginning, middle and end."""
@@ -76,7 +91,9 @@ class SafetensorsFile:
         if size <= 3 * _SAMPLE_BYTES:
             return self._map[entry.begin : entry.end]
         starts = (entry.begin, entry.begin + size // 2, entry.end - _SAMPLE_BYTES)
-        return b"".join(self._map[start : start + _SAMPLE_BYTES] for start in starts)
+        sampled = b"".join(self._map[start : start + _SAMPLE_BYTES] for start in starts)
+        self.forget(entry)  # looking at a page brings its neighbours into memory
+        return sampled
 
     def close(self) -> None:
         """Unmap; every tensor taken from here must be gone."""
@@ -122,10 +139,15 @@ class Checkpoint:
         if stored != shape:
             raise ConfigError(f"checkpoint: {name} has shape {list(stored)}, config.json implies {list(shape)}")
 
-    def tensor(self, name: str) -> Tensor:
-        """The stored tensor, without a copy; KeyError for a name that `require` has not approved."""
+    def tensor(self, name: str, part: Part | None = None) -> Tensor:
+        """The stored tensor, or a part of it, without a copy; KeyError for a name that `require` has not approved."""
         file, entry = self._by_name[name]
-        return file.tensor(entry)
+        return file.tensor(entry, part)
+
+    def forget(self, name: str) -> None:
+        """The tensor has been copied: its pages need not stay in memory."""
+        file, entry = self._by_name[name]
+        file.forget(entry)
 
     def fingerprint(self, config: ModelConfig) -> str:
         """Name of this model's computation: equal for equal content, however sharded and wherever it lies.

@@ -22,7 +22,7 @@ class ChunkPlanner:
             chunks.append(
                 CellRange(
                     first_layer=0,
-                    num_layers=self._layout.num_layers,
+                    num_layers=self._layout.num_planes,
                     first_block=self._num_planned,
                     num_blocks=size,
                     first_head=self._layout.tp_rank * self._layout.num_local_kv_heads,
@@ -35,4 +35,4 @@ class ChunkPlanner:
 
 def blocks_per_chunk(layout: KVLayout, chunk_bytes: int) -> int:
     """Blocks that fit into `chunk_bytes`, at least one."""
-    return max(1, chunk_bytes // layout.block_bytes)
+    return max(1, chunk_bytes // layout.worker_block_bytes)

@@ -93,7 +93,7 @@ class Receiver:
         self._num_blocks = plan.job.num_blocks(plan.layout.block_size)
         self._coverage = Coverage(
             num_blocks=self._num_blocks,
-            num_layers=plan.layout.num_layers,
+            num_layers=plan.layout.num_planes,
             first_head=plan.layout.tp_rank * plan.layout.num_local_kv_heads,
             num_heads=plan.layout.num_local_kv_heads,
         )

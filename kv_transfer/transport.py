@@ -24,7 +24,7 @@ QuietListener = Callable[[TransferKey], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVRegion:
-    """A worker's whole KV pool: contiguous bytes `[layer, block, layer_block_bytes]`."""
+    """A worker's whole KV pool: contiguous bytes `[layer, block, layer_block_bytes]`, the layers of all its ranks."""
 
     buffer: memoryview
     num_layers: int
@@ -37,12 +37,12 @@ class KVRegion:
     def of(cls, buffer: memoryview, layout: KVLayout, *, fd: int | None = None) -> "KVRegion":
         """The region that `buffer` (writable, contiguous) is under `layout`; ValueError when the sizes disagree."""
         flat = buffer.cast("B")
-        num_blocks, rest = divmod(flat.nbytes, layout.block_bytes)
+        num_blocks, rest = divmod(flat.nbytes, layout.worker_block_bytes)
         if flat.readonly or rest or not num_blocks:
-            raise ValueError(f"{flat.nbytes} bytes are not a writable pool of {layout.block_bytes}-byte blocks")
+            raise ValueError(f"{flat.nbytes} bytes are not a writable pool of {layout.worker_block_bytes}-byte blocks")
         return cls(
             buffer=flat,
-            num_layers=layout.num_layers,
+            num_layers=layout.num_planes,
             num_blocks=num_blocks,
             layer_block_bytes=layout.layer_block_bytes,
             fd=fd,

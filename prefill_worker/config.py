@@ -4,7 +4,7 @@ from engine.assembly import EngineSpec
 from kv_transfer.config import TransferSettings
 from tandem.config import ClusterConfig
 from tandem.model_path import model_directory
-from tandem.worker_config import cluster_secret
+from tandem.worker_config import cluster_secret, num_ranks
 
 
 def engine_spec(config: ClusterConfig) -> EngineSpec:
@@ -14,8 +14,9 @@ def engine_spec(config: ClusterConfig) -> EngineSpec:
         model_path=model_directory(config.model.path),
         dtype=config.model.dtype,
         max_model_len=config.model.max_model_len,
-        num_workers_here=config.prefill.replicas + config.decode.replicas,
+        num_workers_here=num_ranks(config),
         secret=cluster_secret(config),
+        tensor_parallel_size=config.prefill.tensor_parallel_size,
     )
 
 

@@ -26,6 +26,7 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 MAX_REPLICAS = 256
 """Workers of one pool that one machine is asked to start."""
+MAX_TENSOR_PARALLEL = 64
 MAX_CONFIG_BYTES = 1 << 20
 ENV_PREFIX = "TANDEM_"
 
@@ -67,7 +68,13 @@ class EngineConfig(Section):
     max_waiting_requests: PositiveInt = 1024
     """Beyond it new requests are refused with a Retry-After."""
     num_threads: PositiveInt | None = None
-    """CPU threads for tensor work; the cores divided by the workers of this machine when absent."""
+    """CPU threads of each rank for tensor work; the cores divided by the ranks of all workers when absent."""
+    kernels: Literal["auto", "torch"] = "auto"
+    """`auto` takes compiled kernels (C++ on a CPU, Triton on CUDA) where they can be had, and says so when not."""
+    quantization: Literal["none", "int8"] = "none"
+    """`int8` keeps and multiplies the layers' matrices in eight bits (W8A8); see docs/measurements.md for its cost."""
+    deterministic: bool = False
+    """Results never depend on the batch, the chunk size or the step at which a token is computed."""
 
 
 class TransferConfig(Section):
@@ -113,6 +120,8 @@ class PoolConfig(Section):
     """Where a worker of this pool listens."""
     addresses: tuple[str, ...] = ()
     """host:port of each worker; `tandem up` fills it in, a hand-made cluster states it."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=MAX_TENSOR_PARALLEL)
+    """Ranks, each a process (on a GPU machine, with a GPU) of its own, that share the model of one worker."""
     drain_s: Seconds = 30.0
     """Most time to finish outstanding work after SIGTERM."""
 

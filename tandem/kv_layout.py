@@ -38,8 +38,18 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
+        """Bytes of one block over all layers of one rank."""
         return self.num_layers * self.layer_block_bytes
+
+    @property
+    def num_planes(self) -> int:
+        """Layers of all ranks: in a pool that they share they lie one rank after another, each as one layer's heads."""
+        return self.tp_size * self.num_layers
+
+    @property
+    def worker_block_bytes(self) -> int:
+        """Bytes of one block over all layers of all ranks."""
+        return self.num_planes * self.layer_block_bytes
 
     def mismatch(self, other: "KVLayout") -> str | None:
         """Name and values of the first field that forbids a hand-off between the two, or None."""

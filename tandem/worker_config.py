@@ -11,6 +11,11 @@ def cluster_secret(config: ClusterConfig) -> bytes:
     return config.secret.get_secret_value().encode()
 
 
+def num_ranks(config: ClusterConfig) -> int:
+    """Processes that compute, of all workers together."""
+    return sum(pool.replicas * pool.tensor_parallel_size for pool in (config.prefill, config.decode))
+
+
 def listen_address(pool: PoolConfig, name: str, index: int) -> tuple[str, int]:
     """Host and port of one worker of the pool. Raises ConfigError naming the setting."""
     if not 0 <= index < len(pool.addresses):

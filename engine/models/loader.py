@@ -1,4 +1,7 @@
-"""From a model directory to a Decoder: each stored tensor is copied, and cast, once, into its final place."""
+"""From a model directory to a Decoder: each stored tensor is copied, and cast, once, into its final place.
+
+A rank of several reads its own parts of the tensors and nothing else of them (the fingerprint's samples apart).
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,11 +11,15 @@ from torch import Tensor
 
 from engine.backends.backend import Backend, Embedding, Norm, Projection, Role
 from engine.backends.torch_backend import TorchBackend
+from engine.heap import return_freed_memory
 from engine.kv_cache import TORCH_DTYPES
 from engine.layers.norm import HeadNorm
 from engine.model_config import ModelConfig, load_model_config
 from engine.model_files import ModelDirectory
 from engine.models.decoder import Decoder, DecoderLayer, DecoderWeights
+from engine.parallel.group import ParallelGroup, SoloGroup
+from engine.parallel.layers import GatheredHead, RowParallel, VocabParallelEmbedding
+from engine.parallel.shard import Shard
 from engine.weights import Checkpoint
 from tandem.errors import ConfigError
 
@@ -27,10 +34,12 @@ def load_model(
     device: torch.device | str = "cpu",
     backend: Backend | None = None,
     progress: Progress | None = None,
+    group: ParallelGroup | None = None,
 ) -> Decoder:
     """Load a Hugging Face model directory for `backend`, or for plain torch in `dtype` on `device`.
 
-    Raises ConfigError for everything that is wrong with the directory: configuration, files, shapes, values.
+    `group`: the ranks that share the model, of which this process loads its part. Raises ConfigError for everything
+    that is wrong with the directory: configuration, files, shapes, values.
     """
     if backend is None:
         if dtype not in TORCH_DTYPES:
@@ -38,21 +47,31 @@ def load_model(
         backend = TorchBackend(device=device, dtype=TORCH_DTYPES[dtype])
     config = load_model_config(path)
     with Checkpoint(ModelDirectory(path)) as checkpoint:
-        return _Loader(config, checkpoint, backend, progress).model()
+        model = _Loader(config, checkpoint, backend, group or SoloGroup(), progress).model()
+    return_freed_memory()  # what was packed and dropped leaves holes, as much as a tenth of the weights
+    return model
 
 
 class _Loader:
     """Names the tensors of the architecture, checks all their shapes, then fills parameters."""
 
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, backend: Backend, progress: Progress | None
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        backend: Backend,
+        group: ParallelGroup,
+        progress: Progress | None,
     ) -> None:
         self._config = config
         self._checkpoint = checkpoint
         self._backend = backend
+        self._group = group
         self._progress = progress
+        self._shard = Shard(config, rank=group.rank, size=group.size)
         self._done = 0
         self._shapes = expected_shapes(config)
+        self._num_held = sum(self._shard.holds(name) for name in self._shapes)
 
     def model(self) -> Decoder:
         config, backend = self._config, self._backend
@@ -61,13 +80,23 @@ class _Loader:
         layers = [self._layer(f"model.layers.{i}.") for i in range(config.num_layers)]
         weights = DecoderWeights(embedding=embedding, layers=layers, norm=self._norm("model.norm"), head=head)
         fingerprint = self._checkpoint.fingerprint(config)
-        return Decoder(config, weights, backend=backend, fingerprint=fingerprint)
+        return Decoder(self._shard.config, weights, backend=backend, fingerprint=fingerprint)
 
     def _ends(self) -> tuple[Embedding, Projection]:
-        table = self._fill("model.embed_tokens.weight")
+        table = self._table("model.embed_tokens.weight")
+        embedding: Embedding
+        head: Projection
         if self._config.tie_embeddings:
-            return self._backend.tied(table)
-        return self._backend.embedding(table), self._backend.head(self._fill("lm_head.weight"))
+            embedding, head = self._backend.tied(table)
+        else:
+            embedding, head = self._backend.embedding(table), self._backend.head(self._table("lm_head.weight"))
+        if self._group.size == 1:
+            return embedding, head
+        rows, first = self._shard.config.vocab_size, self._shard.first_token
+        return (
+            VocabParallelEmbedding(embedding, self._group, first_token=first, num_tokens=rows),
+            GatheredHead(head, self._group, vocab_size=self._config.vocab_size),
+        )
 
     def _check(self) -> None:
         for name, shape in self._shapes.items():
@@ -91,15 +120,18 @@ class _Loader:
             attention_norm=self._norm(prefix + "input_layernorm"),
             qkv=project(*self._matrix(attention + "q_proj", attention + "k_proj", attention + "v_proj"), Role.QKV),
             head_norm=self._head_norm(attention) if self._config.qk_norm else None,
-            output=project(*self._matrix(attention + "o_proj"), Role.OUTPUT),
+            output=self._summed(project(*self._matrix(attention + "o_proj"), Role.OUTPUT)),
             mlp_norm=self._norm(prefix + "post_attention_layernorm"),
             gate_up=self._backend.gated(*self._matrix(mlp + "gate_proj", mlp + "up_proj")),
-            down=project(*self._matrix(mlp + "down_proj"), Role.DOWN),
+            down=self._summed(project(*self._matrix(mlp + "down_proj"), Role.DOWN)),
         )
+
+    def _summed(self, part: Projection) -> Projection:
+        return part if self._group.size == 1 else RowParallel(part, self._group)
 
     def _matrix(self, *parts: str) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of projections stacked into one."""
-        has_bias = parts[0] + ".bias" in self._shapes
+        has_bias = parts[0] + ".bias" in self._shapes and self._shard.holds(parts[0] + ".bias")
         bias = self._fill(*(part + ".bias" for part in parts)) if has_bias else None
         return self._fill(*(part + ".weight" for part in parts)), bias
 
@@ -110,23 +142,42 @@ class _Loader:
         query, key = self._fill(prefix + "q_norm.weight"), self._fill(prefix + "k_norm.weight")
         return HeadNorm(query, key, self._config.rms_norm_eps)
 
+    def _table(self, name: str) -> Tensor:
+        """One row per token; the rows that pad the last ranks' parts are zeros."""
+        table = self._empty((self._shard.config.vocab_size, self._config.hidden_size))
+        num_rows = self._local_shape(name)[0]
+        self._copy(name, table[:num_rows])
+        table[num_rows:].zero_()
+        return table
+
     def _fill(self, *names: str) -> Tensor:
         """One parameter from tensors stacked along their first dimension."""
-        shapes = [self._shapes[name] for name in names]
-        rows = sum(shape[0] for shape in shapes)
-        parameter = torch.empty((rows, *shapes[0][1:]), dtype=self._backend.dtype, device=self._backend.device)
+        shapes = [self._local_shape(name) for name in names]
+        parameter = self._empty((sum(shape[0] for shape in shapes), *shapes[0][1:]))
         begin = 0
         for name, shape in zip(names, shapes, strict=True):
-            part = parameter[begin : begin + shape[0]]
-            part.copy_(self._checkpoint.tensor(name))
-            low, high = torch.aminmax(part)
+            self._copy(name, parameter[begin : begin + shape[0]])
+            begin += shape[0]
+        return parameter
+
+    def _copy(self, name: str, target: Tensor) -> None:
+        """This rank's part of a stored tensor, cast into `target`."""
+        if target.numel():
+            target.copy_(self._checkpoint.tensor(name, self._shard.part(name)))
+            low, high = torch.aminmax(target)
             if not (torch.isfinite(low) and torch.isfinite(high)):
                 raise ConfigError(f"checkpoint: {name} has values that are not finite in {self._backend.dtype}")
-            begin += shape[0]
-            self._done += 1
-            if self._progress is not None:
-                self._progress(self._done, len(self._shapes))
-        return parameter
+        self._checkpoint.forget(name)
+        self._done += 1
+        if self._progress is not None:
+            self._progress(self._done, self._num_held)
+
+    def _local_shape(self, name: str) -> tuple[int, ...]:
+        part, whole = self._shard.part(name), self._shapes[name]
+        return whole if part is None else part.shape(whole)
+
+    def _empty(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=self._backend.dtype, device=self._backend.device)
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

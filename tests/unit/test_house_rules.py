@@ -27,7 +27,9 @@ MAX_CONSTRUCTOR_PARAMETERS = 7
 PURE = (
     "engine.block_manager",
     "engine.blocks",
+    "engine.parallel.shard",
     "engine.prefix_index",
+    "engine.ranks.step_wire",
     "engine.request",
     "engine.reservations",
     "engine.scheduler",

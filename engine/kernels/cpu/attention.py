@@ -30,6 +30,8 @@ _TILE_ROWS = 16
 _UNITS_PER_THREAD = 4
 """Units for each thread, so that none waits long for another at the end."""
 _MIN_SEGMENT_KEYS = 256
+_MAX_DECODE_GROUP = 8
+"""Query heads per key-value head up to which decoding is limited by memory; beyond, tiles compute faster."""
 _SHARED_ELEMENTS = 2**16
 """Products of a query and a key per dimension, some 10 us of work, below which other threads are left asleep."""
 
@@ -96,7 +98,8 @@ class PagedAttention:
         name = "amx" if tiles else "bf16" if reduced else "f32"
         self._attend_units = library.function(f"tandem_attend_units_{name}", "pppipi")
         self._attend_singles: Callable[..., None] | None = None
-        if reduced and library.features.avx512_bf16 and not deterministic:
+        reads_once = library.features.avx512_bf16 and not (tiles and shape.group_size > _MAX_DECODE_GROUP)
+        if reduced and reads_once and not deterministic:
             self._attend_singles = library.function("tandem_attend_singles_bf16", "pppipii")
         self._partials = torch.empty(0)
 

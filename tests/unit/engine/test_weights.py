@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.models.loader import load_model
+from engine.weights import SafetensorsFile
 from tandem.errors import ConfigError
 from tests.unit.engine.paged_harness import reference_model, save_and_load
 
@@ -237,3 +238,28 @@ def test_geometry_is_checked_before_memory_is_taken(model_dir):
 def test_unknown_dtype(pristine):
     with pytest.raises(ConfigError, match="dtype must be one of"):
         load_model(pristine, dtype="int8")
+
+
+def test_loading_does_not_keep_the_file_in_memory(tmp_path):
+    def mapped(path):
+        sizes, here = 0, False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if "-" in line.split()[0]:
+                here = str(path) in line
+            elif here and line.startswith("Rss:"):
+                sizes += int(line.split()[1]) * 1024
+        return sizes
+
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.randn(2**20), "b": torch.randn(2**20)}, file)
+    stored = SafetensorsFile(file)
+    try:
+        first, second = stored.entries
+        total = float(stored.tensor(first).sum() + stored.tensor(second).sum())
+        before = mapped(file)
+        assert before >= 8 * 2**20
+        stored.forget(first)
+        assert mapped(file) < before - 3 * 2**20
+        assert float(stored.tensor(first).sum() + stored.tensor(second).sum()) == total
+    finally:
+        stored.close()

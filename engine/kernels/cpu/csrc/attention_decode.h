@@ -51,18 +51,18 @@ class DecodeUnit {
     std::fill_n(out_, group_ * width_, 0.0f);
     std::fill_n(sums_, group_, Floats{});
     std::fill_n(maxima_, group_, -FLT_MAX);  // finite: minus infinity less itself is NaN
+    if (kv_head + step.num_threads < step.num_kv_heads)
+      following_ = int64_t(step.num_threads) * step.block_size * head_dim_;
     find_range(step.starts[single] + 1, layer.window, segment, step.num_segments);
   }
 
   void run() {
-    const Bfloat16 *rows[2][kDecodeKeys];
-    int64_t key = begin_, count = std::min<int64_t>(kDecodeKeys, end_ - key);
-    if (count > 0) view_.locate(key, count, rows[0]);
+    const Bfloat16* rows[2][kDecodeKeys];
+    int64_t key = begin_, count = locate(key, 0, rows[0]);
     for (int side = 0; count > 0; side ^= 1) {
-      const int64_t next = key + count, ahead = std::min<int64_t>(kDecodeKeys, end_ - next);
-      if (ahead > 0) view_.locate(next, ahead, rows[side ^ 1]);
+      const int64_t next = key + count, ahead = locate(next, 0, rows[side ^ 1]);
       next_ = rows[side ^ 1];
-      num_next_ = std::max<int64_t>(ahead, 0);
+      num_next_ = ahead > 0 || following_ == 0 ? ahead : locate(begin_, following_, rows[side ^ 1]);
       attend(rows[side], count, lowest_ - key);
       key = next;
       count = ahead;
@@ -83,6 +83,14 @@ class DecodeUnit {
   }
 
  private:
+  // Addresses of up to 64 keys from `key`, or of what lies `offset` elements behind; how many there are.
+  int64_t locate(int64_t key, int64_t offset, const Bfloat16** rows) const {
+    const int64_t count = std::max<int64_t>(std::min<int64_t>(kDecodeKeys, end_ - key), 0);
+    if (count > 0) view_.locate(key, count, rows);
+    for (int64_t i = 0; offset != 0 && i < count; ++i) rows[i] += offset;
+    return count;
+  }
+
   // The keys of a segment: the visible 64s divided evenly, in order. May be none.
   void find_range(int64_t length, int64_t window, int64_t segment, int64_t num_segments) {
     lowest_ = std::max<int64_t>(length - window, 0);
@@ -179,6 +187,7 @@ class DecodeUnit {
   int64_t lowest_, begin_, end_;
   const Bfloat16** next_ = nullptr;  // the keys to come, as far as not yet asked for
   int64_t num_next_ = 0;
+  int64_t following_ = 0;  // from a key to that of the head which this thread takes next, as like as not
   float *out_, *weights_, *maxima_;
   Floats* sums_;
 };

@@ -58,12 +58,16 @@ TANDEM_INLINE Floats load(const Bfloat16* from) {
 
 TANDEM_INLINE void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
 
-// Round to nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even; a NaN stays one. AVX512_BF16 takes what is below 2^-126 for zero.
 TANDEM_INLINE void store(Bfloat16* to, Floats x) {
-  Words bits = (Words)x;
+#if defined(__AVX512BF16__)
+  const __m256bh narrow = _mm512_cvtneps_pbh((__m512)x);
+#else
+  const Words bits = (Words)x;
   Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   rounded = x == x ? rounded : (bits >> 16) | 0x40;
-  Shorts narrow = __builtin_convertvector(rounded, Shorts);
+  const Shorts narrow = __builtin_convertvector(rounded, Shorts);
+#endif
   std::memcpy(to, &narrow, sizeof narrow);
 }
 

@@ -1,0 +1,46 @@
+"""What layers ask of the ranks that share a model: sums, and rows brought together."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class RankLost(Exception):
+    """A rank has died, or does not answer: the group, and with it this process, cannot go on."""
+
+
+class ParallelGroup(Protocol):
+    """The ranks of one tensor-parallel model, each its own process. Every rank makes the same calls in one order."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process; 0 schedules and samples."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks, in place, the same bits everywhere. Raises RankLost."""
+        ...
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """On rank 0 every rank's tensor, all of one shape, in order; on the others nothing. Raises RankLost."""
+        ...
+
+
+class SoloGroup:
+    """A model on one rank."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
+        """The sum of one."""
+        return tensor
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """All there is."""
+        return [tensor]

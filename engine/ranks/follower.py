@@ -1,0 +1,121 @@
+"""A rank other than 0: loads its part, then computes whatever step it is told of, until rank 0 is gone."""
+
+import json
+import logging
+import mmap
+import os
+import socket
+
+import torch
+
+from engine.backends.select import select_backend
+from engine.dry_run import PeakMemory
+from engine.kv_cache import PagedKVCache
+from engine.model_runner import ModelRunner
+from engine.models.decoder import Decoder
+from engine.models.loader import load_model
+from engine.parallel.group import RankLost
+from engine.parallel.torch_group import TorchGroup
+from engine.ranks.channel import Channel, Kind
+from engine.ranks.messages import PoolPlan, RankFacts, RankSetup
+from engine.ranks.step_wire import decode_step
+from tandem.errors import ConfigError
+from tandem.logs import configure
+
+_log = logging.getLogger(__name__)
+_REFUSED = 2
+
+
+def serve_rank(control_fd: int) -> int:
+    """Follow rank 0 at the other end of this socket to the end; the exit code."""
+    channel = Channel(socket.socket(fileno=control_fd), "rank 0")
+    try:
+        channel.send(Kind.READY)
+        payload, store_fd = channel.expect(Kind.SETUP)
+        setup = RankSetup.from_json(payload)
+        configure(setup.log_level, f"rank-{setup.rank}")
+        return _follow(channel, setup, store_fd)
+    except RankLost as lost:
+        # Rank 0, too, sees every death, and says which; this may be the echo of another rank's.
+        _log.warning("%s", lost)
+        return 1
+
+
+def _follow(channel: Channel, setup: RankSetup, store_fd: int | None) -> int:
+    if store_fd is None:
+        raise RankLost("the set-up came without the group's store")
+    device = setup.backend.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(setup.backend.num_threads)
+    try:
+        group = TorchGroup(
+            store_fd,
+            rank=setup.rank,
+            size=setup.size,
+            device=device,
+            timeout_s=setup.timeout_s,
+            fixed_order=setup.backend.deterministic,
+        )
+        free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+        model = load_model(setup.model_path, backend=select_backend(setup.backend), group=group)
+    except ConfigError as refusal:
+        channel.send(Kind.REFUSED, str(refusal).encode())
+        channel.receive()  # rank 0 ends the group; an earlier exit would look like a death
+        return _REFUSED
+    facts = RankFacts(weights_bytes=model.weights_bytes, fingerprint=model.fingerprint, free_bytes=free_bytes)
+    channel.send(Kind.LOADED, facts.to_json())
+    _Follower(channel, model).run()
+    return 0
+
+
+class _Follower:
+    """Carries out what rank 0 says, in order."""
+
+    def __init__(self, channel: Channel, model: Decoder) -> None:
+        self._channel = channel
+        self._model = model
+        self._peak = PeakMemory(model.device)
+        self._is_measured = False
+        self._runner: ModelRunner | None = None
+
+    def run(self) -> None:
+        """Until rank 0 is gone."""
+        while (message := self._channel.receive()) is not None:
+            kind, payload, fd = message
+            match kind:
+                case Kind.STEP:
+                    self._step(payload)
+                case Kind.DRY_RUN:
+                    self._use(PoolPlan.from_json(payload), None)
+                    self._is_measured = self._peak.start()
+                case Kind.MEASURE:
+                    growth = self._peak.growth_bytes() if self._is_measured else None
+                    self._runner = None
+                    self._channel.send(Kind.MEASURED, json.dumps(growth).encode())
+                case Kind.POOL:
+                    self._use(PoolPlan.from_json(payload), fd)
+                    self._channel.send(Kind.POOL_READY)
+                case _:
+                    raise RankLost(f"rank 0 sent {kind.name}")
+
+    def _step(self, payload: memoryview) -> None:
+        if self._runner is None:
+            raise RankLost("rank 0 sent a step before there was a pool")
+        self._runner.compute(decode_step(payload))
+
+    def _use(self, plan: PoolPlan, fd: int | None) -> None:
+        memory = None if fd is None else _part(plan, fd)
+        cache = PagedKVCache(plan.layout, num_blocks=plan.num_blocks, device=self._model.device, buffer=memory)
+        self._runner = ModelRunner(self._model, cache)
+
+
+def _part(plan: PoolPlan, fd: int) -> memoryview:
+    """This rank's part of the pool that all ranks share; the memory stays mapped as long as anything views it."""
+    size, begin = plan.rank_bytes, plan.layout.tp_rank * plan.rank_bytes
+    try:
+        whole = memoryview(mmap.mmap(fd, size * plan.layout.tp_size, flags=mmap.MAP_SHARED))
+    finally:
+        os.close(fd)
+    return whole[begin : begin + size]

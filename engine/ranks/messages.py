@@ -1,0 +1,106 @@
+"""What rank 0 and the others tell each other beside steps, as values and as JSON."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from engine.backends.options import BackendOptions
+from tandem.kv_layout import KVLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSetup:
+    """What a rank is to load and how it meets the others."""
+
+    rank: int
+    size: int
+    model_path: Path
+    backend: BackendOptions
+    log_level: str
+    timeout_s: float
+    """How long one rank waits for another: to start a collective, to listen."""
+
+    def of_rank(self, rank: int) -> "RankSetup":
+        """The same for another rank: on a machine with GPUs, on its own."""
+        options = self.backend
+        if options.device.type == "cuda":
+            options = replace(options, device=torch.device("cuda", rank))
+        return replace(self, rank=rank, backend=options)
+
+    def to_json(self) -> bytes:
+        """For the channel."""
+        return json.dumps(asdict(self), default=str).encode()
+
+    @classmethod
+    def from_json(cls, data: memoryview) -> "RankSetup":
+        """What `to_json` was given."""
+        values = json.loads(bytes(data))
+        options = values.pop("backend")
+        options["device"] = torch.device(options["device"])
+        values["model_path"] = Path(values["model_path"])
+        return cls(**values, backend=BackendOptions(**options))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFacts:
+    """What a rank says of itself once it has its part of the model."""
+
+    weights_bytes: int
+    fingerprint: str
+    free_bytes: int | None = None
+    """Of the memory that is the rank's alone, before the weights; None where all ranks share the machine's."""
+
+    def to_json(self) -> bytes:
+        """For the channel."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, data: memoryview) -> "RankFacts":
+        """What `to_json` was given."""
+        return cls(**json.loads(bytes(data)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolPlan:
+    """The KV cache that a rank is to serve with."""
+
+    layout: KVLayout
+    """With this rank's `tp_rank`."""
+    num_blocks: int
+
+    @property
+    def rank_bytes(self) -> int:
+        """One rank's share of a pool that all ranks lay side by side."""
+        return self.num_blocks * self.layout.block_bytes
+
+    def to_json(self) -> bytes:
+        """For the channel."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, data: memoryview) -> "PoolPlan":
+        """What `to_json` was given."""
+        values: Mapping[str, Any] = json.loads(bytes(data))
+        return cls(layout=KVLayout(**values["layout"]), num_blocks=values["num_blocks"])
+
+
+class PoolMemory(Protocol):
+    """Host memory that other processes can map: `[rank, layer, block, …]`, the ranks' parts side by side."""
+
+    @property
+    def buffer(self) -> memoryview:
+        """All of it, here."""
+        ...
+
+    @property
+    def fd(self) -> int:
+        """To map it elsewhere."""
+        ...
+
+    def close(self) -> None:
+        """Give up the descriptor; what is mapped stays."""
+        ...

@@ -1,0 +1,136 @@
+"""The other ranks' processes: started by one thread, which then watches them until the end.
+
+Two ways lead to the end of all, and both are the kernel's: a child asks for SIGKILL when the thread that started it
+ends (PR_SET_PDEATHSIG), so nobody survives rank 0; and its pidfd wakes the thread the moment it dies, whatever rank 0
+is doing. One death ends the others, so that no collective waits for the dead.
+"""
+
+import logging
+import os
+import select
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.parallel.group import RankLost
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCommand:
+    """How to start one rank."""
+
+    rank: int
+    argv: Sequence[str]
+    fd: int
+    """The descriptor that it inherits."""
+
+
+class RankProcesses:
+    """Ranks 1 and up of one group."""
+
+    def __init__(self, commands: Sequence[RankCommand], *, exit_s: float) -> None:
+        """Start them. `exit_s`: after a death this process must end by itself within that time, or it is ended.
+
+        Raises OSError when one cannot be started.
+        """
+        self._commands = commands
+        self._exit_s = exit_s
+        self._lock = threading.Lock()
+        self._listener: Callable[[RankLost], None] = _nobody
+        self._lost: RankLost | None = None
+        self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._started = threading.Event()
+        self._closing = threading.Event()
+        self._error: OSError | None = None
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._thread = threading.Thread(target=self._run, name="tandem-ranks", daemon=True)
+        self._thread.start()
+        self._started.wait()
+        if self._error is not None:
+            self.close()
+            raise self._error
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """Of each rank's process."""
+        return {rank: child.pid for rank, child in self._children.items()}
+
+    @property
+    def lost(self) -> RankLost | None:
+        """The death that ended the group, if one did."""
+        with self._lock:
+            return self._lost
+
+    def watch(self, listener: Callable[[RankLost], None]) -> None:
+        """Tell `listener` of the first death, on any thread; at once when it is known already."""
+        with self._lock:
+            self._listener = listener
+            lost = self._lost
+        if lost is not None:
+            listener(lost)
+
+    def close(self) -> None:
+        """Kill and reap every rank: they hold nothing that outlives them."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        os.eventfd_write(self._stop_fd, 1)
+        self._thread.join()
+        os.close(self._stop_fd)
+
+    def _run(self) -> None:
+        try:
+            for command in self._commands:
+                # A session of its own: a terminal's Ctrl-C is rank 0's business.
+                self._children[command.rank] = subprocess.Popen(  # noqa: S603  # our own module, no shell
+                    command.argv, stdin=subprocess.DEVNULL, pass_fds=(command.fd,), start_new_session=True
+                )
+        except OSError as error:
+            self._error = error
+        self._started.set()
+        dead = None if self._error is not None else self._wait()
+        for child in self._children.values():
+            child.kill()
+        for child in self._children.values():
+            child.wait()
+        if dead is not None:
+            self._tell(dead)
+
+    def _wait(self) -> int | None:
+        """Until a rank dies or the end is wanted: the rank, or None."""
+        ranks = {os.pidfd_open(child.pid): rank for rank, child in self._children.items()}
+        poll = select.poll()
+        for fd in (self._stop_fd, *ranks):
+            poll.register(fd, select.POLLIN)
+        try:
+            woken = {fd for fd, _ in poll.poll()}
+            return None if self._closing.is_set() else ranks[min(woken)]
+        finally:
+            for fd in ranks:
+                os.close(fd)
+
+    def _tell(self, rank: int) -> None:
+        child = self._children[rank]
+        lost = RankLost(f"rank {rank} (pid {child.pid}) {_describe(child.returncode)}")
+        _log.critical("%s: this worker cannot go on without it", lost)
+        with self._lock:
+            self._lost = lost
+            listener = self._listener
+        listener(lost)
+        if not self._closing.wait(self._exit_s):
+            _log.critical("this process did not end by itself")
+            os._exit(1)
+
+
+def _describe(status: int) -> str:
+    if status >= 0:
+        return f"exited with code {status}"
+    return f"was ended by {signal.Signals(-status).name}"
+
+
+def _nobody(_lost: RankLost) -> None:
+    """Until `watch` says who listens; `lost` tells them."""

@@ -1,0 +1,82 @@
+"""The other ranks of a worker as rank 0 sees them, from the first process to the last step."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from engine.parallel.group import ParallelGroup, RankLost, SoloGroup
+from engine.ranks.messages import PoolMemory, RankFacts
+from engine.step_inputs import StepInputs
+from tandem.kv_layout import KVLayout
+
+
+class Ranks(Protocol):
+    """Called in this order: `wait_loaded`, `begin_dry_run`, `end_dry_run`, `use_pool`, then `announce` every step.
+
+    All may raise RankLost; `close` ends the others and may come at any time.
+    """
+
+    @property
+    def group(self) -> ParallelGroup:
+        """Of all ranks, this one included."""
+        ...
+
+    def wait_loaded(self, own: RankFacts) -> RankFacts:
+        """Until all have their part of the model: the largest weights and the least free memory of any rank.
+
+        Raises ConfigError when one refuses the model or has loaded another.
+        """
+        ...
+
+    def begin_dry_run(self, layout: KVLayout) -> None:
+        """Steps announced from now on run over a pool of one block, and are measured."""
+        ...
+
+    def end_dry_run(self, own_bytes: int | None) -> int | None:
+        """The most memory that any rank's steps took; None when one cannot tell."""
+        ...
+
+    def use_pool(self, layout: KVLayout, num_blocks: int, memory: PoolMemory | None) -> None:
+        """Have every rank make its KV cache: in its part of `memory`, or in memory of its own when there is none."""
+        ...
+
+    def announce(self, inputs: StepInputs) -> None:
+        """Have every rank compute this step."""
+        ...
+
+    def watch(self, listener: Callable[[RankLost], None]) -> None:
+        """Tell `listener`, on any thread, when a rank has died."""
+        ...
+
+    def close(self) -> None:
+        """End the others. Twice does no harm."""
+        ...
+
+
+class SoloRanks:
+    """A worker of one rank: nobody to tell anything."""
+
+    def __init__(self) -> None:
+        self.group = SoloGroup()
+
+    def wait_loaded(self, own: RankFacts) -> RankFacts:
+        """See Ranks."""
+        return own
+
+    def begin_dry_run(self, layout: KVLayout) -> None:
+        """See Ranks."""
+
+    def end_dry_run(self, own_bytes: int | None) -> int | None:
+        """See Ranks."""
+        return own_bytes
+
+    def use_pool(self, layout: KVLayout, num_blocks: int, memory: PoolMemory | None) -> None:
+        """See Ranks."""
+
+    def announce(self, inputs: StepInputs) -> None:
+        """See Ranks."""
+
+    def watch(self, listener: Callable[[RankLost], None]) -> None:
+        """See Ranks."""
+
+    def close(self) -> None:
+        """See Ranks."""

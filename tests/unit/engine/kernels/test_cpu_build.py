@@ -1,0 +1,211 @@
+"""The build of the CPU kernels: once per machine, whoever comes first, and never code that others could place."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.kernels.cpu import build as builder
+from engine.kernels.cpu.build import KernelsUnavailable, build, plan_build
+from engine.kernels.cpu.library import CpuFeatures, KernelLibrary, load_kernels
+
+ROOT = Path(__file__).parents[4]
+needs_compiler = pytest.mark.skipif(
+    not any(builder.shutil.which(name) for name in builder.COMPILERS), reason="no C++ compiler"
+)
+FEATURES = 'extern "C" __attribute__((visibility("default"))) long tandem_cpu_features() { return 1; }\n'
+BUILD_IN_CHILD = (
+    "import sys\nfrom pathlib import Path\nfrom engine.kernels.cpu.build import build\n"
+    "print(build(Path(sys.argv[1]), sources=Path(sys.argv[2])))\n"
+)
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """A library of one function: what is tested here is the building, not the kernels."""
+    directory = tmp_path / "csrc"
+    directory.mkdir()
+    (directory / "one.cpp").write_text(FEATURES)
+    return directory
+
+
+def child(cache: Path, sources: Path, **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", BUILD_IN_CHILD, str(cache), str(sources)],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def slow_compiler(tmp_path: Path) -> Path:
+    """A directory for PATH whose g++ tells a file that it runs, and then sleeps."""
+    bin_dir = tmp_path / "bin"
+    bin_dir.mkdir()
+    script = bin_dir / "g++"
+    script.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit 0\necho $$ >> {tmp_path}/started\nexec sleep 600\n')
+    script.chmod(0o755)
+    return bin_dir
+
+
+@needs_compiler
+def test_a_second_build_finds_the_first(sources, tmp_path):
+    cache = tmp_path / "cache"
+    first = build(cache, sources=sources)
+    stamp = first.stat().st_mtime_ns
+    assert build(cache, sources=sources) == first
+    assert first.stat().st_mtime_ns == stamp
+    assert KernelLibrary(first).features == CpuFeatures.from_bits(1)
+    assert KernelLibrary(first).features.avx2
+    assert not list(cache.glob("build-*/"))
+
+
+@needs_compiler
+def test_the_cache_is_private(sources, tmp_path):
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o777)
+    cache.chmod(0o777)
+    library = build(cache, sources=sources)
+    assert cache.stat().st_mode & 0o777 == 0o700
+    assert library.stat().st_mode & 0o777 == 0o600
+
+
+@needs_compiler
+def test_a_change_of_source_is_another_library(sources, tmp_path):
+    before = plan_build(sources).key
+    (sources / "one.h").write_text("// a header counts too\n")
+    assert plan_build(sources).key != before
+
+
+@needs_compiler
+def test_two_processes_build_once(sources, tmp_path):
+    cache = tmp_path / "cache"
+    children = [child(cache, sources) for _ in range(2)]
+    results = [process.communicate(timeout=120) for process in children]
+    assert {process.returncode for process in children} == {0}, results
+    assert len({out for out, _ in results}) == 1
+    assert len(list(cache.glob("kernels-*.so"))) == 1
+
+
+@needs_compiler
+def test_a_killed_builder_holds_up_nobody(sources, tmp_path):
+    cache = tmp_path / "cache"
+    builder_process = child(cache, sources, PATH=f"{slow_compiler(tmp_path)}:{os.environ['PATH']}")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "started").exists() or not (tmp_path / "started").read_text().strip():
+        assert time.monotonic() < deadline
+        assert builder_process.poll() is None
+        os.sched_yield()
+    builder_process.kill()
+    builder_process.communicate()
+    compiler = int((tmp_path / "started").read_text())
+    leftovers = list(cache.glob("build-*/"))
+    try:
+        assert leftovers
+        assert build(cache, sources=sources).exists()
+        assert not list(cache.glob("build-*/"))
+    finally:
+        os.kill(compiler, signal.SIGKILL)
+
+
+@needs_compiler
+def test_who_waits_finds_what_the_other_built(sources, tmp_path):
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+    with (cache / "build.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = child(cache, sources, PATH=f"{slow_compiler(tmp_path)}:{os.environ['PATH']}")
+        library = cache / f"kernels-{key_under(tmp_path / 'bin', sources)}.so"
+        library.write_bytes(b"built by another")
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    out, errors = waiting.communicate(timeout=60)
+    assert out.strip() == str(library), errors
+    assert not (tmp_path / "started").exists()
+
+
+def key_under(bin_dir: Path, sources: Path) -> str:
+    """The key that a process with another compiler first in its PATH computes."""
+    code = "import sys\nfrom pathlib import Path\nfrom engine.kernels.cpu.build import plan_build\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code + "print(plan_build(Path(sys.argv[1])).key)", str(sources)],
+        cwd=ROOT,
+        env={**os.environ, "PATH": f"{bin_dir}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+@needs_compiler
+def test_old_libraries_are_forgotten(sources, tmp_path):
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+    for number in range(builder.KEPT_LIBRARIES + 3):
+        old = cache / f"kernels-{number:024d}.so"
+        old.write_bytes(b"")
+        os.utime(old, (number, number))
+    library = build(cache, sources=sources)
+    kept = sorted(cache.glob("kernels-*.so"))
+    assert len(kept) == builder.KEPT_LIBRARIES
+    assert library in kept
+    assert cache / f"kernels-{0:024d}.so" not in kept
+
+
+def test_without_a_compiler_it_says_so(sources, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(KernelsUnavailable, match=r"no C\+\+ compiler"):
+        build(tmp_path / "cache", sources=sources)
+
+
+@needs_compiler
+def test_a_compile_error_is_quoted(sources, tmp_path):
+    (sources / "two.cpp").write_text("int broken( {\n")
+    with pytest.raises(KernelsUnavailable, match=r"do not compile here: two\.cpp:1"):
+        build(tmp_path / "cache", sources=sources)
+    assert not list((tmp_path / "cache").glob("kernels-*.so"))
+
+
+@needs_compiler
+def test_a_directory_of_somebody_else_is_refused(sources, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    with pytest.raises(KernelsUnavailable, match="belongs to another user"):
+        build(tmp_path, sources=sources)
+
+
+@needs_compiler
+def test_a_directory_that_cannot_be_made_is_reported(sources, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KernelsUnavailable, match="could not be built"):
+        build(tmp_path / "file" / "cache", sources=sources)
+
+
+def test_the_cache_follows_the_xdg_specification(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert builder.default_cache_root() == tmp_path / "tandem" / "kernels"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert builder.default_cache_root() == Path.home() / ".cache" / "tandem" / "kernels"
+
+
+def test_a_file_that_is_no_library_is_refused(tmp_path):
+    (tmp_path / "kernels.so").write_bytes(b"not a library")
+    with pytest.raises(KernelsUnavailable, match="does not load"):
+        KernelLibrary(tmp_path / "kernels.so")
+
+
+def test_the_kernels_share_the_threads_of_torch():
+    torch.ones(4096, 64).sum()
+    try:
+        library = load_kernels()
+    except KernelsUnavailable as missing:
+        pytest.skip(str(missing))
+    assert library.features.avx2
+    assert len(builder.openmp_runtimes()) == 1

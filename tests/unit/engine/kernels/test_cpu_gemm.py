@@ -1,0 +1,291 @@
+"""Packed projections against torch in double precision; a row alone against the same row in any batch, bit for bit."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from engine.kernels.cpu.build import KernelsUnavailable
+from engine.kernels.cpu.gemm import Arithmetic, Epilogue, PackedLinear, supports
+from engine.kernels.cpu.library import CpuFeatures, load_kernels
+from engine.kernels.cpu.measure import REFERENCE_SHAPES, ProjectionShape, measure_ceilings, measure_projection
+from engine.kernels.cpu.onednn import OneDnnLinear, onednn_bf16
+
+ROWS = (1, 2, 5, 12, 13, 16, 17, 32, 33, 48, 300)
+SHAPES = ((64, 96), (100, 70), (32, 1000), (200, 1100), (34, 65), (96, 2100))
+ALL = tuple(Arithmetic)
+
+
+@pytest.fixture(scope="module")
+def library():
+    try:
+        return load_kernels()
+    except KernelsUnavailable as missing:
+        pytest.skip(str(missing))
+
+
+def need(library, arithmetic):
+    if not supports(library.features, arithmetic):
+        pytest.skip(f"no {arithmetic.value} instructions here")
+
+
+def dtype_of(arithmetic):
+    return torch.float32 if arithmetic is Arithmetic.FLOAT32 else torch.bfloat16
+
+
+def pack(library, arithmetic, weight, bias=None, epilogue=Epilogue.STORE, num_threads=2):
+    quantize = arithmetic is Arithmetic.INT8
+    return PackedLinear(library, weight, bias, epilogue=epilogue, quantize=quantize, num_threads=num_threads)
+
+
+def quantized(values):
+    """Rows in units of their largest magnitude over 127, as numbers of the original scale."""
+    scale = values.double().abs().amax(dim=1, keepdim=True) / 127
+    return (values.double() / scale).round() * scale
+
+
+def expected(arithmetic, x, weight, bias, epilogue, old):
+    if arithmetic is Arithmetic.INT8:
+        x, weight = quantized(x), quantized(weight)
+    product = x.double() @ weight.double().T
+    if bias is not None:
+        product += bias.double()
+    if epilogue is Epilogue.GATED:
+        gate, value = product.chunk(2, dim=-1)
+        return F.silu(gate) * value
+    return product + old.double() if epilogue is Epilogue.ADD else product
+
+
+def assert_near(result, reference, arithmetic, depth):
+    dtype = result.dtype
+    if arithmetic is Arithmetic.FLOAT32:
+        tolerance = 2e-7 * depth**0.5
+    else:
+        tolerance = 1e-2 if dtype is torch.bfloat16 else 1e-4
+    if arithmetic is Arithmetic.INT8:
+        tolerance += 1e-2  # a half may round either way in float and in double
+    assert (result.double() - reference).abs().max() <= tolerance * (1 + reference.abs().max())
+
+
+@pytest.mark.parametrize("epilogue", list(Epilogue))
+@pytest.mark.parametrize("arithmetic", ALL)
+def test_products_agree_with_torch(library, arithmetic, epilogue):
+    need(library, arithmetic)
+    generator = torch.Generator().manual_seed(7)
+    dtype = dtype_of(arithmetic)
+    for index, (columns, depth) in enumerate(SHAPES):
+        weight = (torch.randn(columns, depth, generator=generator) / depth**0.5).to(dtype)
+        bias = torch.randn(columns, generator=generator).to(dtype) if index % 2 else None
+        linear = pack(library, arithmetic, weight, bias, epilogue)
+        for num_rows in ROWS:
+            x = torch.randn(num_rows, depth, generator=generator).to(dtype)
+            old = torch.randn(num_rows, linear.columns, generator=generator).to(linear.out_dtype)
+            out = old.clone()
+            linear(x, out)
+            assert_near(out, expected(arithmetic, x, weight, bias, epilogue, old), arithmetic, depth)
+
+
+@pytest.mark.parametrize("epilogue", list(Epilogue))
+@pytest.mark.parametrize("arithmetic", ALL)
+def test_a_row_does_not_depend_on_its_batch(library, arithmetic, epilogue):
+    need(library, arithmetic)
+    dtype = dtype_of(arithmetic)
+    for columns, depth in ((160, 2112), (320, 544)):
+        weight = (torch.randn(columns, depth) / depth**0.5).to(dtype)
+        alone = pack(library, arithmetic, weight, epilogue=epilogue, num_threads=1)
+        together = pack(library, arithmetic, weight, epilogue=epilogue, num_threads=2)
+        x = torch.randn(600, depth).to(dtype)
+        old = torch.randn(600, alone.columns).to(alone.out_dtype)
+        single = old.clone()
+        for row in range(0, 600, 37):
+            alone(x[row : row + 1], single[row : row + 1])
+        for begin, end in ((0, 600), (0, 20), (30, 47), (0, 40), (100, 380), (555, 560)):
+            out = old[begin:end].clone()
+            together(x[begin:end], out)
+            for row in range(0, 600, 37):
+                if begin <= row < end:
+                    assert torch.equal(out[row - begin], single[row]), (columns, depth, begin, end, row)
+
+
+@pytest.mark.parametrize("arithmetic", ALL)
+@settings(max_examples=40, deadline=None)
+@given(
+    columns=st.integers(1, 90),
+    depth=st.integers(1, 300),
+    num_rows=st.integers(0, 70),
+    apart=st.integers(0, 9),
+    threads=st.integers(1, 3),
+)
+def test_any_size_stays_within_its_bounds(library, arithmetic, columns, depth, num_rows, apart, threads):
+    """Rows lie apart in memory, and what lies between them is neither used nor changed."""
+    need(library, arithmetic)
+    dtype = dtype_of(arithmetic)
+    weight = torch.randn(columns, depth).to(dtype)
+    linear = pack(library, arithmetic, weight, num_threads=threads)
+    wide_x = torch.full((num_rows, depth + apart), float("nan")).to(dtype)
+    wide_out = torch.full((num_rows + 1, columns + apart), 7.0).to(dtype)
+    x = wide_x[:, :depth].copy_(torch.randn(num_rows, depth))
+    out = wide_out[:num_rows, :columns]
+    linear(x, out)
+    if num_rows:
+        assert_near(out, expected(arithmetic, x, weight, None, Epilogue.STORE, out), arithmetic, depth)
+    assert (wide_out[:, columns:] == 7).all()
+    assert (wide_out[num_rows] == 7).all()
+
+
+@pytest.mark.parametrize("arithmetic", [Arithmetic.BF16, Arithmetic.FLOAT32])
+def test_adding_is_what_the_residual_does(library, arithmetic):
+    need(library, arithmetic)
+    dtype = dtype_of(arithmetic)
+    weight, x, residual = torch.randn(96, 64).to(dtype), torch.randn(40, 64).to(dtype), torch.randn(40, 96).to(dtype)
+    product = torch.empty_like(residual)
+    pack(library, arithmetic, weight)(x, product)
+    added = residual.clone()
+    pack(library, arithmetic, weight, epilogue=Epilogue.ADD)(x, added)
+    assert torch.equal(added, residual + product)
+
+
+@pytest.mark.parametrize("arithmetic", [Arithmetic.BF16, Arithmetic.FLOAT32])
+def test_gates_far_out_close_and_open(library, arithmetic):
+    need(library, arithmetic)
+    dtype = dtype_of(arithmetic)
+    gates = torch.tensor([-1e30, -200.0, -88.5, -20.0, -1.0, -0.0, 0.0, 1e-3, 3.0, 20.0, 90.0, 1e30])
+    weight = torch.cat([gates[:, None], torch.ones(len(gates), 1)]).to(dtype)
+    out = torch.empty(1, len(gates), dtype=dtype)
+    pack(library, arithmetic, weight, epilogue=Epilogue.GATED)(torch.ones(1, 1, dtype=dtype), out)
+    assert torch.allclose(out.double(), F.silu(gates.to(dtype).double()), rtol=1e-2, atol=1e-30)
+
+
+@pytest.mark.parametrize("arithmetic", ALL)
+@pytest.mark.parametrize("num_rows", [3, 40])
+def test_what_is_not_finite_shows(library, arithmetic, num_rows):
+    """A NaN spoils its own row and no other."""
+    need(library, arithmetic)
+    dtype = dtype_of(arithmetic)
+    x = torch.randn(num_rows, 64).to(dtype)
+    x[1, 9] = float("nan")
+    out = torch.empty(num_rows, 40, dtype=dtype)
+    pack(library, arithmetic, torch.randn(40, 64).to(dtype))(x, out)
+    assert out[1].isnan().all()
+    assert out[[row for row in range(num_rows) if row != 1]].isfinite().all()
+
+
+def test_rows_and_weights_of_zeros_stay_zero_in_int8(library):
+    need(library, Arithmetic.INT8)
+    weight = torch.randn(40, 64).bfloat16()
+    weight[3] = 0
+    x = torch.randn(3, 64).bfloat16()
+    x[1] = 0
+    out = torch.empty(3, 40, dtype=torch.bfloat16)
+    pack(library, Arithmetic.INT8, weight)(x, out)
+    assert (out[1] == 0).all()
+    assert (out[:, 3] == 0).all()
+    assert (out[0, :3] != 0).all()
+
+
+@pytest.mark.parametrize("arithmetic", [Arithmetic.BF16, Arithmetic.FLOAT32])
+@pytest.mark.parametrize("depth", [64, 71, 1])
+def test_embeddings_come_out_of_the_packed_head(library, arithmetic, depth):
+    need(library, arithmetic)
+    dtype = dtype_of(arithmetic)
+    weight = torch.randn(101, depth).to(dtype)
+    linear = pack(library, arithmetic, weight, epilogue=Epilogue.STORE_FLOAT32)
+    ids = torch.tensor([0, 100, 31, 32, 33, 15, 16, 0, 99])
+    out = torch.empty(len(ids), depth, dtype=dtype)
+    linear.embed(ids, out)
+    assert torch.equal(out, weight[ids])
+    linear.embed(ids[:0], out[:0])
+    for bad in (101, -1):
+        with pytest.raises(IndexError, match="not below 101"):
+            linear.embed(torch.tensor([5, bad]), out[:2])
+    assert torch.equal(out, weight[ids])
+
+
+def test_what_cannot_be_looked_up_says_so(library):
+    out = torch.empty(1, 64)
+    gated = pack(library, Arithmetic.FLOAT32, torch.randn(64, 64), epilogue=Epilogue.GATED)
+    with pytest.raises(ValueError, match="cannot be looked up"):
+        gated.embed(torch.tensor([0]), out)
+    plain = pack(library, Arithmetic.FLOAT32, torch.randn(64, 64))
+    with pytest.raises(ValueError, match="contiguous int64"):
+        plain.embed(torch.tensor([0], dtype=torch.int32), out)
+    with pytest.raises(ValueError, match="cannot hold"):
+        plain.embed(torch.tensor([0]), out[:, :32])
+
+
+@pytest.mark.parametrize(
+    ("x", "out"),
+    [
+        (torch.ones(4, 65), torch.ones(4, 32)),
+        (torch.ones(4, 64), torch.ones(4, 31)),
+        (torch.ones(4, 64), torch.ones(3, 32)),
+        (torch.ones(64, 4).T, torch.ones(4, 32)),
+        (torch.ones(4, 64), torch.ones(32, 4).T),
+        (torch.ones(4, 64).bfloat16(), torch.ones(4, 32)),
+        (torch.ones(4, 64), torch.ones(4, 32).bfloat16()),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(library, x, out):
+    linear = pack(library, Arithmetic.FLOAT32, torch.randn(32, 64))
+    with pytest.raises(ValueError, match="projection"):
+        linear(x, out)
+
+
+@pytest.mark.parametrize(
+    ("weight", "options"),
+    [
+        (torch.randn(32, 64).half(), {}),
+        (torch.randn(32, 64), {"quantize": True}),
+        (torch.randn(64, 32).T, {}),
+        (torch.randn(33, 64), {"epilogue": Epilogue.GATED}),
+        (torch.randn(32, 64), {"bias": torch.zeros(31)}),
+        (torch.randn(0, 64), {}),
+        (torch.randn(64), {}),
+    ],
+)
+def test_weights_that_cannot_be_packed_are_refused(library, weight, options):
+    with pytest.raises(ValueError, match=r"packed|equally many|does not fit"):
+        PackedLinear(library, weight, **options)
+
+
+def test_a_processor_without_tiles_is_told_apart():
+    features = CpuFeatures.from_bits(0b1)
+    assert supports(features, Arithmetic.FLOAT32)
+    assert not supports(features, Arithmetic.BF16)
+    assert not supports(features, Arithmetic.INT8)
+
+
+def test_packing_holds_little_more_than_the_weight(library):
+    weight = torch.randn(1000, 64)
+    linear = pack(library, Arithmetic.FLOAT32, weight)
+    assert weight.nbytes <= linear.nbytes <= 1.1 * weight.nbytes
+
+
+@pytest.mark.skipif(not onednn_bf16(), reason="oneDNN has no bf16 here")
+@pytest.mark.parametrize("epilogue", list(Epilogue))
+def test_onednn_has_the_same_face(epilogue):
+    weight, bias = (torch.randn(96, 64) / 8).bfloat16(), torch.randn(96).bfloat16()
+    linear = OneDnnLinear(weight, bias, epilogue=epilogue)
+    x = torch.randn(5, 64).bfloat16()
+    old = torch.randn(5, linear.columns).to(linear.out_dtype)
+    out = old.clone()
+    linear(x, out)
+    reference = expected(Arithmetic.BF16, x, weight, bias, epilogue, old)
+    assert (out.double() - reference).abs().max() <= 2e-2 * (1 + reference.abs().max())
+    with pytest.raises(ValueError, match="rows of 64"):
+        linear(x[:, :32], out)
+
+
+def test_measuring_yields_figures(library):
+    ceilings = measure_ceilings(library, num_threads=1, rounds=1, read_bytes=2**22)
+    assert 0.1 < ceilings.read_gb_s < 10_000
+    assert (ceilings.tile_tflop_s > 0) == library.features.amx_bf16
+    shape = ProjectionShape(name="small", depth=256, rows_out=256, epilogue=Epilogue.ADD)
+    rates = measure_projection(library, shape, rows=[1, 128], num_threads=1, rounds=1, pool_bytes=2**20)
+    assert {rate.num_rows for rate in rates} == {1, 128}
+    for rate in rates:
+        assert rate.gb_s > 0
+        assert rate.tflop_s > 0
+        assert rate.predicted_seconds(ceilings) > 0
+    assert {shape.name for shape in REFERENCE_SHAPES} == {"qkv", "gate_up", "down", "head"}

@@ -1,0 +1,84 @@
+"""Every architecture over several ranks says what it says on one: logits close, greedy tokens equal, in float32."""
+
+import queue
+import random
+
+import pytest
+import torch
+
+from engine.model_runner import ModelRunner
+from engine.models.loader import load_model
+from engine.ranks.step_wire import decode_step, encode_step
+from tests.unit.engine.paged_harness import (
+    ARCHITECTURES,
+    Session,
+    random_tokens,
+    reference_model,
+)
+from tests.unit.engine.parallel.thread_ranks import run_ranks
+
+TOLERANCE = 1e-4
+OUTPUT = 8
+KV_HEADS = {"LlamaForCausalLM": 1, "MistralForCausalLM": 2, "Qwen2ForCausalLM": 4, "Qwen3ForCausalLM": 8}
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def directory(request, tmp_path_factory):
+    """A model whose heads are replicated, or not; with biases everywhere that its architecture has them."""
+    more = {"attention_bias": True} if request.param in ("LlamaForCausalLM", "Qwen3ForCausalLM") else {}
+    if request.param == "LlamaForCausalLM":
+        more["mlp_bias"] = True
+    if request.param == "MistralForCausalLM":
+        more["sliding_window"] = 9
+    reference = reference_model(
+        request.param,
+        num_attention_heads=8,
+        num_key_value_heads=KV_HEADS[request.param],
+        head_dim=8,
+        num_hidden_layers=2,
+        tie_word_embeddings=request.param in ("LlamaForCausalLM", "Qwen2ForCausalLM"),
+        **more,
+    )
+    path = tmp_path_factory.mktemp(request.param)
+    reference.save_pretrained(path)
+    return path
+
+
+def say(session: Session) -> list[list[int]]:
+    """Greedy continuations of prompts of unlike lengths, in chunks and in company."""
+    rng = random.Random(5)
+    requests = [session.request(random_tokens(rng, n), capacity=60) for n in (1, 7, 30, 41)]
+    session.run(requests, num_output=OUTPUT, chunk=16, rng=rng)
+    return [list(request.token_ids) for request in requests]
+
+
+@pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_ranks_together_are_the_model(directory, size: int) -> None:
+    alone = Session(load_model(directory), num_blocks=80)
+    tokens = random_tokens(random.Random(9), 33)
+    expected = alone.logits(alone.request(tokens, capacity=40), len(tokens))
+    steps = [queue.SimpleQueue() for _ in range(size)]
+
+    def work(group):
+        session = Session(load_model(directory, group=group), num_blocks=80)
+        logits = session.logits(session.request(tokens, capacity=40), len(tokens))
+        if group.rank:
+            while (step := steps[group.rank].get()) is not None:
+                session.runner.compute(decode_step(step))
+            return None
+
+        def announce(inputs):
+            for others in steps[1:]:
+                others.put(encode_step(inputs))
+
+        session.runner = ModelRunner(session.runner.model, session.cache, announce=announce)
+        try:
+            return logits, say(session), session.runner.model.weights_bytes
+        finally:
+            for others in steps[1:]:
+                others.put(None)
+
+    logits, said, weights_bytes = run_ranks(size, work)[0]
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0.0)
+    assert said == say(alone)
+    assert weights_bytes < alone.runner.model.weights_bytes * (0.5 if size == 4 else 0.7)

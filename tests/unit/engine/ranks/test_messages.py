@@ -1,0 +1,59 @@
+"""What ranks tell each other survives JSON; a shared pool is, plane by plane, what a hand-off takes it for."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.backends.options import BackendOptions
+from engine.kv_cache import PagedKVCache
+from engine.ranks.messages import PoolPlan, RankFacts, RankSetup
+from kv_transfer.messages import CellRange
+from kv_transfer.transport import KVRegion
+from tandem.ids import BlockId
+from tandem.kv_layout import KVLayout
+
+SETUP = RankSetup(
+    rank=0,
+    size=4,
+    model_path=Path("/models/some"),
+    backend=BackendOptions(device=torch.device("cpu"), dtype="bfloat16", deterministic=True, num_threads=3),
+    log_level="INFO",
+    timeout_s=1.5,
+)
+LAYOUT = KVLayout(
+    model_fingerprint="m", dtype="float32", num_layers=3, num_kv_heads=4, head_dim=8, block_size=4, tp_size=2
+)
+
+
+def test_messages_survive_json() -> None:
+    facts = RankFacts(weights_bytes=2**40, fingerprint="f")
+    plan = PoolPlan(layout=replace(LAYOUT, tp_rank=1), num_blocks=9)
+    for value in (SETUP, facts, plan):
+        assert type(value).from_json(memoryview(value.to_json())) == value
+
+
+def test_each_rank_has_its_own_device_where_there_are_several() -> None:
+    assert SETUP.of_rank(3) == replace(SETUP, rank=3)
+    on_gpu = replace(SETUP, backend=replace(SETUP.backend, device=torch.device("cuda")))
+    there = RankSetup.from_json(memoryview(on_gpu.of_rank(3).to_json()))
+    assert (there.rank, there.backend.device) == (3, torch.device("cuda", 3))
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 1])
+def test_a_hand_off_finds_every_ranks_layers_in_the_shared_pool(num_kv_heads: int) -> None:
+    layout, num_blocks = replace(LAYOUT, num_kv_heads=num_kv_heads), 5
+    plan = PoolPlan(layout=layout, num_blocks=num_blocks)
+    memory = memoryview(bytearray(plan.rank_bytes * layout.tp_size))
+    region = KVRegion.of(memory, layout)
+    assert (region.num_layers, region.num_blocks) == (6, num_blocks)
+    for rank in range(layout.tp_size):
+        part = memory[rank * plan.rank_bytes :][: plan.rank_bytes]
+        PagedKVCache(replace(layout, tp_rank=rank), num_blocks=num_blocks, buffer=part).tensor.fill_(rank + 1)
+        cache = torch.frombuffer(part, dtype=torch.float32).view(3, num_blocks, 2, layout.num_local_kv_heads, 4, 8)
+        cache[1, 4] = 10.0 * (rank + 1)
+    cells = CellRange(first_layer=0, num_layers=6, first_block=0, num_blocks=2, first_head=0, num_heads=1)
+    views = [torch.frombuffer(view, dtype=torch.float32) for view in region.views(cells, [BlockId(0), BlockId(4)])]
+    assert [float(view[0]) for view in views] == [1, 1, 1, 10, 1, 1, 2, 2, 2, 20, 2, 2]
+    assert all(bool((view == view[0]).all()) for view in views)
