@@ -8,7 +8,7 @@ and of the end-of-turn token; that is the same as greedy decoding printing exact
 import argparse
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -28,6 +28,9 @@ from training.tokenizer import BOS, END, messages
 _WINDOW = 512
 _NUM_FACTS = 6
 
+Forward = Callable[[list[int]], Tensor]
+"""Token ids to float32 logits after each of them, `[num_tokens, vocab_size]`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -43,8 +46,9 @@ class Row:
 class Judge:
     """An exported model and the questions put to it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    def __init__(self, folder: Path, forward: Forward | None = None) -> None:
+        """`forward`: another implementation of the model than transformers in float32."""
+        self._forward = forward or _transformers(folder)
         self.chat_tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
@@ -59,9 +63,8 @@ class Judge:
 
     @torch.inference_mode()
     def logits(self, ids: list[int]) -> Tensor:
-        """What the model expects after every token."""
-        result: Tensor = self.model(torch.tensor([ids])).logits[0]
-        return result  # [num_tokens, vocab_size]
+        """What the model expects after every token: `[num_tokens, vocab_size]`."""
+        return self._forward(ids)
 
     def is_exact(self, chat: Chat) -> bool:
         """Whether greedy decoding gives the last answer of the chat, and then stops."""
@@ -76,6 +79,16 @@ class Judge:
         logits = self.logits(ids)[:-1]
         total = F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum").item()
         return total, len(ids) - 1
+
+
+def _transformers(folder: Path) -> Forward:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def forward(ids: list[int]) -> Tensor:
+        result: Tensor = model(torch.tensor([ids])).logits[0]
+        return result
+
+    return forward
 
 
 def needle_chats(judge: Judge, length: int, num: int, text: str) -> Iterator[Chat]:
@@ -142,9 +155,9 @@ def _perplexity(judge: Judge, name: str, windows: list[list[int]]) -> Row:
     )
 
 
-def evaluate(folder: Path, text: str, num: int, lengths: list[int]) -> list[Row]:
-    """All the figures; only the last part of `text`, never trained on, is read."""
-    judge = Judge(folder)
+def evaluate(folder: Path, text: str, num: int, lengths: list[int], forward: Forward | None = None) -> list[Row]:
+    """All the figures; only the last part of `text`, never trained on, is read. `forward`: see Judge."""
+    judge = Judge(folder, forward)
     _, held_out = split_text(text)
     rows = [story_row(judge, num)]
     if held_out:

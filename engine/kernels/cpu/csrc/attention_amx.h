@@ -1,8 +1,8 @@
 // Attention in bfloat16 on AMX tiles: scores and sums in float32, weights rounded to bfloat16 before the values.
 //
-// Keys are taken 256 at a time, in absolute order from position 0 up. Once per unit they are repacked for the tile
-// unit: keys transposed by pairs of dimensions, values interleaved by pairs of keys. Sixteen query rows (positions
-// times heads of the group) then make one tile of scores after the other, an online softmax (Milakov and Gimelshein,
+// Keys are taken 512 at a time, in absolute order from position 0 up. Once per unit they are repacked for the tile
+// unit: keys transposed by pairs of dimensions, values interleaved by pairs of keys. Every 32 query rows (positions
+// times heads of the group) then take one tile of scores after the other, an online softmax (Milakov and Gimelshein,
 // 2018; tiled as in FlashAttention, Dao et al., 2022) and the weighted sum of values. Tiles that no row sees are
 // skipped. A row's tile arithmetic does not depend on its neighbours, keys that it does not see weigh exactly zero,
 // and the blocks are absolute: so a row alone and a row in any chunk give the same bits.
@@ -259,7 +259,8 @@ class AmxUnit {
       Floats some = load(scores + k);
       if (k + 15 > high || k <= low) {
         const Ints lanes = kLaneIndex + int32_t(k);
-        const Ints seen = (lanes <= int32_t(high < kAmxKeys ? high : kAmxKeys)) & (lanes > int32_t(low > -1 ? low : -1));
+        const int32_t last = int32_t(std::min<int64_t>(high, kAmxKeys)), before = int32_t(std::max<int64_t>(low, -1));
+        const Ints seen = (lanes <= last) & (lanes > before);
         some = seen ? some : splat(-__builtin_inff());
         store(scores + k, some);
       }

@@ -70,7 +70,8 @@ class DecodeUnit {
   }
 
   void write(Bfloat16* out) const {
-    for (int64_t g = 0; g < group_; ++g) write_head(out_ + g * width_, 1.0f / sum(sums_[g]), head_dim_, out + g * head_dim_);
+    for (int64_t g = 0; g < group_; ++g)
+      write_head(out_ + g * width_, 1.0f / sum(sums_[g]), head_dim_, out + g * head_dim_);
   }
 
   // Maximum, sum of weights, weighted values of each head, for `merge`.

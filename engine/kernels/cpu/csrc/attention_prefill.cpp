@@ -29,16 +29,16 @@ TANDEM_EXPORT void tandem_attend_units_f32(const tandem::AttentionStep* step, co
 }
 
 TANDEM_EXPORT void tandem_attend_units_bf16(const tandem::AttentionStep* step, const tandem::Bfloat16* cache,
-                                            const tandem::Bfloat16* queries, int64_t query_stride, tandem::Bfloat16* out,
-                                            int64_t window) {
+                                            const tandem::Bfloat16* queries, int64_t query_stride,
+                                            tandem::Bfloat16* out, int64_t window) {
   using namespace tandem;
   attend_units<ExactUnit<Bfloat16>>(*step, AttentionLayer<Bfloat16>{cache, queries, out, query_stride, window});
 }
 
 // As above, on AMX tiles; only where CpuFeatures says amx_bf16.
 TANDEM_EXPORT void tandem_attend_units_amx(const tandem::AttentionStep* step, const tandem::Bfloat16* cache,
-                                            const tandem::Bfloat16* queries, int64_t query_stride, tandem::Bfloat16* out,
-                                            int64_t window) {
+                                            const tandem::Bfloat16* queries, int64_t query_stride,
+                                            tandem::Bfloat16* out, int64_t window) {
 #if TANDEM_AMX
   using namespace tandem;
   attend_units<AmxUnit>(*step, AttentionLayer<Bfloat16>{cache, queries, out, query_stride, window});

@@ -86,7 +86,7 @@ void silu_mul(const T* gate_up, T* out, int64_t num_rows, int64_t inner, int64_t
   });
 }
 
-// One step's rotation and write, shared by all layers; the field order is repeated in engine/kernels/cpu/elementwise.py.
+// One step's rotation and write, for all layers; the field order is repeated in engine/kernels/cpu/elementwise.py.
 struct RopeWrite {
   const float* cos;  // [num_rows, head_dim / 2], rows `angle_stride` elements apart
   const float* sin;
