@@ -3,14 +3,17 @@
 import argparse
 import asyncio
 import sys
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from bench import report
+from bench.engine_bench import options as engine_options
 from bench.errors import CannotMeasure
 from bench.report import Row
+from tandem.errors import ConfigError
 
 
 def main() -> int:
@@ -23,17 +26,22 @@ def main() -> int:
     scales.add_argument("--full", action="store_true", help="parity in every combination; about twice the time")
     spine.add_argument("--only", nargs="+", metavar="PART", choices=PARTS, help=f"some of: {', '.join(PARTS)}")
     spine.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
+    engine = subjects.add_parser("engine", help="speed against this machine's limits, peers and baselines; under 55 s")
+    engine_options.add_options(engine)
     options = parser.parse_args()
 
     err = Console(stderr=True, highlight=False)
     rows: list[Row] = []
     try:
-        asyncio.run(_spine(options, rows, err))
-    except CannotMeasure as error:
+        asyncio.run(_SUBJECTS[options.subject](options, rows, err))
+    except (CannotMeasure, ConfigError) as error:
         err.print(Text(str(error), style="red"), soft_wrap=True)
         return EXIT_CANNOT_MEASURE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     finally:
-        _tell(rows, options.json)
+        if options.json is not None:
+            report.write_json(options.json, rows)
     return 1 if report.num_missed(rows) else 0
 
 
@@ -42,23 +50,35 @@ async def _spine(options: argparse.Namespace, rows: list[Row], err: Console) -> 
     from bench.spine import Scale, measure
 
     scale = Scale.quick() if options.quick else Scale.full() if options.full else Scale()
-    async for part in measure(scale, options.only or (QUICK_PARTS if options.quick else PARTS), err):
-        rows += part
+    try:
+        async for part in measure(scale, options.only or (QUICK_PARTS if options.quick else PARTS), err):
+            rows += part
+    finally:
+        report.show(_out(), rows)
 
 
-def _tell(rows: list[Row], file: Path | None) -> None:
+async def _engine(options: argparse.Namespace, rows: list[Row], err: Console) -> None:
+    from bench.engine_bench.measure import measure
+
+    await measure(options, rows, out=_out(), err=err)
+
+
+def _out() -> Console:
     out = Console(highlight=False)
-    report.show(out if out.is_terminal else Console(highlight=False, width=WIDTH), rows)
-    if file is not None:
-        report.write_json(file, rows)
+    return out if out.is_terminal else Console(highlight=False, width=WIDTH)
 
 
 EXIT_CANNOT_MEASURE = 2
+EXIT_INTERRUPTED = 130
 WIDTH = 120
 """Of a table in a file or a pipe."""
 PARTS = ("logits", "gates", "startup", "speed", "parity", "bf16")
 QUICK_PARTS = PARTS[:-1]
 """bf16 has no goal, and the fewer prompts, the less its rate says."""
+_SUBJECTS: Mapping[str, Callable[[argparse.Namespace, list[Row], Console], Coroutine[None, None, None]]] = {
+    "spine": _spine,
+    "engine": _engine,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,9 +11,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any
@@ -44,6 +44,9 @@ class Setup:
     local_prefill_tokens: int | None = None
     """None leaves Tandem's default; 0 sends every prompt through both pools."""
     num_threads: int | None = None
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """More of the section, and of the next."""
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_colocated(self) -> bool:
@@ -58,7 +61,8 @@ class Setup:
         engine: dict[str, Any] = {"prefill_chunk_tokens": self.prefill_chunk_tokens, "device": "cpu"}
         if self.num_threads is not None:
             engine["num_threads"] = self.num_threads
-        content: dict[str, Any] = {"model": {"dtype": self.dtype}, "engine": engine, "router": router}
+        model = {"dtype": self.dtype, **self.model}
+        content: dict[str, Any] = {"model": model, "engine": engine | dict(self.engine), "router": router}
         if self.is_colocated:
             return content | {"prefill": {"replicas": 0}}
         if self.mode != MEMORY:
@@ -87,6 +91,8 @@ class RunningCluster:
     """On time.monotonic, when its first process was started."""
     ready_s: float
     """From then to `/readyz` saying 200."""
+    pids: tuple[int, ...]
+    """Of the processes started here; those have children."""
 
 
 @asynccontextmanager
@@ -115,7 +121,9 @@ async def running(setup: Setup) -> AsyncIterator[RunningCluster]:
         except ClusterFailed as error:
             log.seek(0)
             raise ClusterFailed(f"{error}\n{log.read()[-_LAST_WORDS:]}") from None
-        yield RunningCluster(url=url, started_s=started_s, ready_s=ready_s)
+        yield RunningCluster(
+            url=url, started_s=started_s, ready_s=ready_s, pids=tuple(process.pid for process in processes)
+        )
 
 
 def free_ports(count: int) -> list[int]:

@@ -5,11 +5,10 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _COMPARE: Mapping[str, Callable[[float, float], bool]] = {"<=": operator.le, ">=": operator.ge, "<": operator.lt}
 
@@ -50,8 +49,12 @@ def num_missed(rows: Sequence[Row]) -> int:
     return sum(row.met is False for row in rows)
 
 
-def show(console: Console, rows: Sequence[Row]) -> None:
-    """Print the table."""
+def show(console: "Console", rows: Sequence[Row]) -> None:
+    """Print the table. Rich is imported here: figures are also made where it is not installed."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("figure", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)

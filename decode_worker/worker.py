@@ -253,7 +253,9 @@ class DecodeWorker:
             task.times = PhaseTimes(prefill_queue_s=queue_s, prefill_s=max(0.0, now_s - task.arrived_s - queue_s))
             task.decoding_since_s = now_s
         reason = event.finish_reason
-        if reason is FinishReason.ERROR or reason is FinishReason.ABORT:
+        if reason is FinishReason.DEADLINE:
+            self._reports.failure(task, DeadlineExceeded("the request's time ran out in the queue"))
+        elif reason is FinishReason.ERROR or reason is FinishReason.ABORT:
             self._reports.failure(task, InternalError("the engine ended the request"))
         else:
             token: SampledToken | None = event.token

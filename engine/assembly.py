@@ -13,6 +13,7 @@ from engine.backends.options import BackendOptions
 from engine.backends.select import select_backend
 from engine.config import EngineConfig
 from engine.dry_run import measure_workspace_bytes
+from engine.kernels.cpu.threads import num_processors
 from engine.kv_cache import PagedKVCache
 from engine.memory import MemoryBudget, estimate_workspace_bytes, kv_layout, plan_memory
 from engine.model_config import ModelConfig, load_model_config
@@ -52,6 +53,9 @@ class EngineSpec:
     prefill_chunk_tokens: int
     max_running_requests: int
     max_waiting_requests: int
+    eviction: str
+    max_overtakes: int
+    priority_aging_s: float | None
     num_threads: int | None
     kernels: str
     quantization: str
@@ -106,7 +110,7 @@ def assemble(spec: EngineSpec, *, pool: Pool | None = None, progress: Progress |
     `pool` places a CPU pool in memory that peers can map. Raises ConfigError; RankLost when a rank dies meanwhile.
     """
     device = _device(spec.device, spec.tensor_parallel_size)
-    num_threads = spec.num_threads or max(1, (os.cpu_count() or 1) // max(1, spec.num_workers_here))
+    num_threads = spec.num_threads or max(1, num_processors() // max(1, spec.num_workers_here))
     if device.type == "cpu":
         torch.set_num_threads(num_threads)
     # Before the weights take theirs: the budget counts them itself.
@@ -118,6 +122,8 @@ def assemble(spec: EngineSpec, *, pool: Pool | None = None, progress: Progress |
         quantization=spec.quantization,
         deterministic=spec.deterministic,
         num_threads=num_threads,
+        # Alone, or every worker would bind its threads to the same first processors.
+        binds_threads=num_threads > 1 and spec.num_workers_here == 1,
     )
     config = load_model_config(spec.model_path)
     backend = select_backend(options)

@@ -8,7 +8,9 @@ preempted for it, and a request that grows must find room in what is left (`num_
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.block_moves import BlockCopy
 from engine.blocks import KVBlockPool, PoolExhausted
+from engine.eviction import EvictionPolicy
 from engine.kv_events import KVEventLog
 from engine.prefix_index import PrefixIndex
 from engine.request import Request
@@ -28,7 +30,8 @@ class _Pin:
 class PrefixMatch:
     """The leading blocks of a request that are here, and what taking the whole request would cost."""
 
-    blocks: tuple[BlockId, ...]
+    num_blocks: int
+    """Blocks of the prefix, found by name; valid until the next change of the index."""
     num_parked: int
     """Of these, how many stop being evictable when they are taken."""
     num_missing: int
@@ -43,14 +46,23 @@ class PrefixMatch:
 class BlockManager:
     """One worker's blocks."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, hasher: BlockHasher, events: KVEventLog) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        hasher: BlockHasher,
+        events: KVEventLog,
+        policy: EvictionPolicy | None = None,
+    ) -> None:
         self.pool = KVBlockPool(num_blocks)
-        self.index = PrefixIndex(events)
+        self.index = PrefixIndex(events, policy)
         self.block_size = block_size
         self._hashes_per_block = block_size // HASH_BLOCK_TOKENS
         self._hasher = hasher
         self._num_promised = 0
         self._pins: dict[RequestId, _Pin] = {}
+        self._copy_sources: list[BlockId] = []
 
     @property
     def num_promised(self) -> int:
@@ -80,7 +92,7 @@ class BlockManager:
     def allocate(self, num_blocks: int) -> list[BlockId]:
         """Take available blocks, evicting cache entries as needed; PoolExhausted takes none."""
         self._require(num_blocks)
-        return [self._take() for _ in range(num_blocks)]
+        return [self._take()] if num_blocks == 1 else [self._take() for _ in range(num_blocks)]
 
     def allocate_promised(self, num_blocks: int) -> list[BlockId]:
         """Turn a promise into blocks: cannot fail."""
@@ -105,31 +117,44 @@ class BlockManager:
         if max_tokens is not None:
             num_full = min(num_full, max_tokens // self.block_size)
         self._extend_names(request, num_full)
-        found: list[BlockId] = []
-        num_parked = 0
-        for i in range(num_full):
-            name = self._name(request, i)
-            block = self.index.find(name)
-            if block is None:
-                break
-            found.append(block)
-            num_parked += self.index.is_parked(name)
-        missing = self.blocks_for(request.num_tokens) - len(found)
-        return PrefixMatch(blocks=tuple(found), num_parked=num_parked, num_missing=missing)
+        hashes, per_block = request.block_hashes, self._hashes_per_block
+        found, in_use = self.index.measure(lambda i: hashes[(i + 1) * per_block - 1], num_full)
+        missing = self.blocks_for(request.num_tokens) - found
+        return PrefixMatch(num_blocks=found, num_parked=found - in_use, num_missing=missing)
 
     def take_prefix(self, request: Request, match: PrefixMatch) -> None:
         """Start the request's table with a prefix just matched; PoolExhausted takes nothing."""
         self._require(match.num_parked)
-        for block in match.blocks:
+        for i in range(match.num_blocks):
+            block = self.index.find(self.name(request, i))
+            if block is None:
+                raise InvariantError(f"request {request.request_id}: its prefix went away before it was taken")
             if self.pool.acquire(block) == 1:
                 self.index.unpark(block)
+            self.index.use(block)
             request.block_table.append(block)
-        request.num_computed_tokens = len(match.blocks) * self.block_size
+        request.num_computed_tokens = match.num_blocks * self.block_size
+
+    def fork(self, request: Request, source: BlockId) -> BlockCopy:
+        """Append the request's own copy of a block in use, which stays referenced until `end_copies`.
+
+        PoolExhausted takes nothing.
+        """
+        (target,) = self.allocate(1)
+        self.pool.acquire(source)
+        self._copy_sources.append(source)
+        request.block_table.append(target)
+        return BlockCopy(source, target)
+
+    def end_copies(self) -> None:
+        """The step's copies are made: their sources are only their owners' again."""
+        if self._copy_sources:
+            self.release(self._copy_sources)
+            self._copy_sources.clear()
 
     def grow(self, request: Request, blocks: Sequence[BlockId]) -> None:
         """Append blocks that were just allocated."""
-        for block in blocks:
-            request.block_table.append(block)
+        request.block_table.extend(blocks)
 
     def index_computed(self, request: Request, first_block: int) -> list[BlockId]:
         """Make the request's full computed blocks, from `first_block` on, findable by content.
@@ -142,10 +167,10 @@ class BlockManager:
         self._extend_names(request, num_full)
         displaced: list[BlockId] = []
         for i in range(first_block, num_full):
-            name, own = self._name(request, i), request.block_table[i]
+            name, own = self.name(request, i), request.block_table[i]
             canonical = self.index.find(name)
             if canonical is None:
-                parent = self._name(request, i - 1) if i else request.hash_root
+                parent = self.name(request, i - 1) if i else request.hash_root
                 self.index.insert(name, own, parent=parent, is_first=i == 0)
             elif self.index.is_parked(name):
                 self.pool.reclaim(self.index.rebind(name, own))
@@ -159,7 +184,8 @@ class BlockManager:
         if len(request.block_hashes) < num_blocks * self._hashes_per_block:
             self._hasher.extend(request.hash_root, request.block_hashes, request.token_ids)
 
-    def _name(self, request: Request, block_index: int) -> BlockHash:
+    def name(self, request: Request, block_index: int) -> BlockHash:
+        """Content name of one of the request's full blocks, once `match` or `index_computed` has gone so far."""
         return request.block_hashes[(block_index + 1) * self._hashes_per_block - 1]
 
     def release(self, blocks: Sequence[BlockId]) -> None:
@@ -196,8 +222,8 @@ class BlockManager:
         return request_id in self._pins
 
     def pinned_blocks(self) -> list[BlockId]:
-        """Every reference that only a pin keeps, for audits."""
-        return [block for pin in self._pins.values() for block in pin.lingering]
+        """Every reference that only a pin or a copy under way keeps, for audits."""
+        return [block for pin in self._pins.values() for block in pin.lingering] + self._copy_sources
 
     def clear_cache(self) -> None:
         """Forget every cached block that nobody uses."""

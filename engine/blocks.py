@@ -24,7 +24,7 @@ class KVBlockPool:
     def __init__(self, num_blocks: int) -> None:
         self._refs = array("i", [0]) * num_blocks
         # A stack: the block freed last is the likeliest to be in a cache, and low ids are used first.
-        self._free = [BlockId(i) for i in range(num_blocks - 1, -1, -1)]
+        self._free = list(map(BlockId, range(num_blocks - 1, -1, -1)))
         self._idle: set[BlockId] = set()
 
     @property

@@ -1,9 +1,21 @@
 """Bounds of one engine. Defaults live with the cluster's configuration, never here: a value is stated once."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from engine.eviction import POLICIES
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.errors import ConfigError
+
+_AT_LEAST_ONE = (
+    "num_blocks",
+    "block_size",
+    "max_model_len",
+    "max_batched_tokens",
+    "prefill_chunk_tokens",
+    "max_running_requests",
+    "max_waiting_requests",
+    "kv_event_capacity",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +31,8 @@ class EngineConfig:
     max_batched_tokens: int
     """Tokens computed in one step, over all requests."""
     prefill_chunk_tokens: int
-    """Tokens of one request computed in one step: bounds how long a long prompt delays the others."""
+    """Prompt tokens computed in one step, given to requests in order: bounds how long prompts delay the sequences
+    that are being generated, and how long a later prompt delays an earlier one."""
     max_running_requests: int
     """Rows of one step."""
     max_waiting_requests: int
@@ -28,12 +41,24 @@ class EngineConfig:
     """KV events kept between two steps; beyond it they are dropped as a visible gap."""
     eos_token_ids: frozenset[int]
     """The model's own end tokens."""
+    eviction: str
+    """Which cached block is given up first: a key of `engine.eviction.POLICIES`."""
+    max_overtakes: int
+    """How many requests with more of their prompt cached may leave the queue before one that came earlier; 0: none."""
+    priority_aging_s: float | None
+    """A request one level lower ranks as if it had arrived so much later; None: strictly after all above it."""
 
     def __post_init__(self) -> None:
-        for bound in fields(self):
-            value = getattr(self, bound.name)
-            if bound.name != "eos_token_ids" and value < 1:
-                raise ConfigError(f"engine.{bound.name} must be at least 1, not {value}")
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"engine.{name} must be at least 1, not {value}")
+        if self.max_overtakes < 0:
+            raise ConfigError(f"engine.max_overtakes must be at least 0, not {self.max_overtakes}")
+        if self.priority_aging_s is not None and not self.priority_aging_s > 0.0:
+            raise ConfigError(f"engine.priority_aging_s must be above 0, not {self.priority_aging_s}")
+        if self.eviction not in POLICIES:
+            raise ConfigError(f"engine.eviction must be one of {', '.join(POLICIES)}, not {self.eviction!r}")
         if self.block_size % HASH_BLOCK_TOKENS:
             raise ConfigError(f"engine.block_size must be a multiple of {HASH_BLOCK_TOKENS}, not {self.block_size}")
 

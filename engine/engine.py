@@ -111,6 +111,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
+            self._runner.bind_thread()
             while self._wait():
                 # Those here now; later ones wait for the next turn, or a storm of calls would stop all steps.
                 for _ in range(len(self._calls)):

@@ -61,6 +61,10 @@ class PagedKVCache:
         """One layer's blocks, `[num_blocks, 2, num_kv_heads, block_size, head_dim]`."""
         return self._layers[index]
 
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole blocks over all layers; int64 `[num_copies]` each, no target among the sources."""
+        self.tensor[:, targets] = self.tensor[:, sources]
+
     def host_view(self) -> memoryview | None:
         """The pool's bytes, writable, without a copy; None when they are not in host memory."""
         if self.tensor.device.type != "cpu":

@@ -5,20 +5,19 @@ dropped and the next numbers show the gap, upon which the reader reloads the who
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tandem.ids import BlockHash
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class Stored(NamedTuple):
     """A full block can be found under its name; its parent was stored before it."""
 
     name: BlockHash
     parent: BlockHash
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evicted:
+class Evicted(NamedTuple):
     """A name is gone; its children went before it."""
 
     name: BlockHash

@@ -1,7 +1,7 @@
 """What a single request may ask for, and when it has had it."""
 
 from engine.config import EngineConfig
-from engine.request import FinishReason, Request
+from engine.request import EndRule, FinishReason, Request
 from tandem.errors import ContextLengthExceeded, InvalidRequest, RequestTooLarge
 
 
@@ -27,16 +27,29 @@ def check_size(request: Request, config: EngineConfig) -> None:
         )
 
 
+def end_rule(request: Request, config: EngineConfig) -> EndRule:
+    """What ends the request, as three figures that a token can be held against."""
+    params = request.params
+    stops = frozenset(params.stop_token_ids)
+    return EndRule(
+        token_ids=stops if params.ignore_eos else stops | config.eos_token_ids,
+        min_tokens=request.num_prompt_tokens + max(1, params.min_tokens),
+        max_tokens=max(
+            request.num_prompt_tokens + 1,
+            min(request.num_prompt_tokens + params.max_tokens, config.max_sequence_tokens),
+        ),
+    )
+
+
 def finish_reason(request: Request, config: EngineConfig) -> FinishReason | None:
     """Why the request ends with its last token, or None when it goes on."""
-    params, num_output = request.params, request.num_output_tokens
-    if num_output < 1:
+    if request.num_output_tokens < 1:
         return None
-    last = request.token_ids[-1]
-    if num_output >= params.min_tokens and (
-        last in params.stop_token_ids or (not params.ignore_eos and last in config.eos_token_ids)
-    ):
+    return reason_of(request.end_rule or end_rule(request, config), request.token_ids[-1], request.num_tokens)
+
+
+def reason_of(rule: EndRule, last_token: int, num_tokens: int) -> FinishReason | None:
+    """Why a sequence of so many tokens ends with this one. At least one of them is output."""
+    if last_token in rule.token_ids and num_tokens >= rule.min_tokens:
         return FinishReason.STOP
-    if num_output >= params.max_tokens or request.num_tokens >= config.max_sequence_tokens:
-        return FinishReason.LENGTH
-    return None
+    return FinishReason.LENGTH if num_tokens >= rule.max_tokens else None

@@ -10,7 +10,7 @@ from engine.layers.attention import AttentionBackend
 from engine.models.decoder import Decoder
 from engine.request import Batch, SampledToken
 from engine.sampler import Sampler
-from engine.step_inputs import StepInputs, build_step_inputs
+from engine.step_inputs import IntArray, StepInputBuilder, StepInputs
 from tandem.errors import ConfigError
 
 
@@ -40,6 +40,7 @@ class ModelRunner:
         self.model = model
         self.kv_cache = kv_cache
         self._announce = announce
+        self._inputs = StepInputBuilder(kv_cache.block_size)
         self._attention = attention or model.backend.attention(model.attention_spec, kv_cache)
         self._sampler = Sampler(
             eos_token_ids=model.config.eos_token_ids, device=model.device, kernels=model.backend.sampling()
@@ -50,7 +51,7 @@ class ModelRunner:
         if not batch.items:
             return []
         with torch.inference_mode():
-            inputs = build_step_inputs(batch, self.kv_cache.block_size)
+            inputs = self._inputs.build(batch)
             if self._announce is not None:
                 self._announce(inputs)
             logits = self.compute(inputs)
@@ -58,21 +59,29 @@ class ModelRunner:
                 return []
             return self._sampler.sample(logits, [item.request for item in batch.items if item.samples])
 
+    def bind_thread(self) -> None:
+        """See Runner."""
+        self.model.backend.bind_thread()
+
     @torch.inference_mode()
     def compute(self, inputs: StepInputs) -> Tensor | None:
         """Fill the cache; float32 logits of the rows that sample, `[num_samples, vocab_size]`, None without any.
 
         Of a model on several ranks, rank 0 has the logits.
         """
-        hidden = self.hidden_states(inputs)
-        if not len(inputs.sample_rows):
-            return None
-        if len(inputs.sample_rows) < hidden.shape[0] or len(inputs.starts) > 1:
-            hidden = hidden.index_select(0, torch.from_numpy(inputs.sample_rows).to(hidden.device))
-        return self.model.logits(hidden)
+        if len(inputs.copies):
+            sources, targets = torch.from_numpy(inputs.copies).to(self.kv_cache.tensor.device).unbind(1)
+            self.kv_cache.copy_blocks(sources, targets)
+        rows = inputs.sample_rows
+        everyone = len(rows) == len(inputs.token_ids) and bool((rows[1:] > rows[:-1]).all())
+        hidden = self.hidden_states(inputs, None if everyone else rows)
+        return self.model.logits(hidden) if len(rows) else None
 
-    def hidden_states(self, inputs: StepInputs) -> Tensor:
-        """Last hidden states, `[num_rows, hidden_size]`, in the rows' order; fills the cache on the way."""
-        device = self.model.device
-        token_ids = torch.from_numpy(inputs.token_ids).to(device, non_blocking=True)
-        return self.model.forward(token_ids, self._attention.plan(inputs))
+    def hidden_states(self, inputs: StepInputs, wanted: IntArray | None = None) -> Tensor:
+        """Last hidden states of the wanted rows, or of all in their order; fills the cache on the way."""
+        token_ids = self._to_device(inputs.token_ids)
+        rows = None if wanted is None else self._to_device(wanted)
+        return self.model.forward(token_ids, self._attention.plan(inputs), rows)
+
+    def _to_device(self, array: IntArray) -> Tensor:
+        return torch.from_numpy(array).to(self.model.device, non_blocking=True)

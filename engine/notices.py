@@ -27,24 +27,14 @@ class Notices:
     def __bool__(self) -> bool:
         return bool(self._events or self._admissions or self._progress or self._preemptions or len(self._kv_events))
 
-    def token(self, request: Request, token: SampledToken, reason: FinishReason | None) -> None:
-        """The request's last token was sampled just now; it may also be its end."""
-        self._tell(request, request.num_output_tokens - 1, token, reason)
+    def token(self, request: Request, index: int, token: SampledToken, reason: FinishReason | None) -> None:
+        """The request's output token at `index` was sampled just now; it may also be its end."""
+        self._events.append(TokenEvent(request.request_id, index, token, reason, request.num_cached_tokens))
 
     def end(self, request: Request, reason: FinishReason) -> None:
         """The request ended without another token."""
-        self._tell(request, request.num_output_tokens, None, reason)
-
-    def _tell(self, request: Request, index: int, token: SampledToken | None, reason: FinishReason | None) -> None:
-        self._events.append(
-            TokenEvent(
-                request_id=request.request_id,
-                index=index,
-                token=token,
-                finish_reason=reason,
-                num_cached_tokens=request.num_cached_tokens,
-            )
-        )
+        index = request.num_output_tokens
+        self._events.append(TokenEvent(request.request_id, index, None, reason, request.num_cached_tokens))
 
     def admission(self, request: Request, now: float) -> None:
         """The request left the queue for the first time."""

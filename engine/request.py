@@ -9,7 +9,9 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
+from engine.block_moves import BlockCopy, BlockLoad, BlockOffload
 from tandem.errors import InvariantError
 from tandem.ids import BlockHash, BlockId, RequestId
 from tandem.outputs import FinishReason as FinishReason
@@ -39,10 +41,12 @@ _NEXT: dict[RequestState, frozenset[RequestState]] = {
 class BlockTable:
     """A request's ordered physical blocks, as a C int array that a runner can view without copying."""
 
-    __slots__ = ("_ids",)
+    __slots__ = ("_ids", "version")
 
     def __init__(self, ids: Iterable[BlockId] = ()) -> None:
         self._ids = array("i", ids)
+        self.version = 0
+        """Changes with every edit that is not an append: whoever mirrors a table copies only what is new."""
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -62,15 +66,32 @@ class BlockTable:
         """Add the block for the next `block_size` tokens."""
         self._ids.append(block)
 
+    def extend(self, blocks: Iterable[BlockId]) -> None:
+        """Add the blocks for the next tokens, in order."""
+        self._ids.extend(blocks)
+
     def replace(self, index: int, block: BlockId) -> None:
         """Point at an equal block instead: the one place where a table is not append-only (deduplication)."""
         self._ids[index] = block
+        self.version += 1
 
     def clear(self) -> list[BlockId]:
         """Give up every block, in order."""
         ids = [BlockId(i) for i in self._ids]
         del self._ids[:]
+        self.version += 1
         return ids
+
+
+class EndRule(NamedTuple):
+    """When a request is over, worked out once (`engine.limits.end_rule`) and looked at after every token."""
+
+    token_ids: frozenset[int]
+    """Sampling one of these ends the request, once it has `min_tokens`."""
+    min_tokens: int
+    """Of its whole sequence, prompt and output."""
+    max_tokens: int
+    """Of its whole sequence."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -88,6 +109,8 @@ class Request:
     arrival_s: float = 0.0
     priority: int = 0
     """Lower is sooner."""
+    deadline_s: float | None = None
+    """On the clock of `arrival_s`. Until it runs, earlier deadlines go first, and one that has passed ends it."""
     prefill_only: bool = False
     """Compute the prompt, sample one token, then hold the blocks for a hand-off."""
     state: RequestState = RequestState.WAITING
@@ -98,6 +121,8 @@ class Request:
     block_table: BlockTable = field(default_factory=BlockTable)
     block_hashes: list[BlockHash] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    end_rule: EndRule | None = None
+    """The scheduler's, from `params` and the model; None before it has seen the request."""
 
     @property
     def num_tokens(self) -> int:
@@ -121,9 +146,11 @@ class Request:
         self.state = state
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchItem:
-    """One request's share of a step: the next `num_tokens` tokens after `start`."""
+class BatchItem(NamedTuple):
+    """One request's share of a step: the next `num_tokens` tokens after `start`.
+
+    A tuple, as `TokenEvent` is: every step makes one per request, and a frozen dataclass costs five times as much.
+    """
 
     request: Request
     start: int
@@ -134,22 +161,27 @@ class BatchItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one step computes; built by the scheduler, executed by a runner."""
+    """What one step computes; built by the scheduler, executed by a runner.
+
+    Blocks are moved first (see `engine.block_moves` for the order), then the items' tokens are computed.
+    """
 
     items: tuple[BatchItem, ...]
+    offloads: tuple[BlockOffload, ...] = ()
+    loads: tuple[BlockLoad, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         """Rows of the step's hidden states."""
-        return sum(item.num_tokens for item in self.items)
+        return sum([item.num_tokens for item in self.items])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One new token of one request, or its end, or both."""
 
     request_id: RequestId
-    index: int
+    index: int  # type: ignore[assignment]  # nobody searches an event: the tuple's own `index` is not missed
     """Position of the token in the output, from 0; equals the number of outputs when only an end is told."""
     token: SampledToken | None
     finish_reason: FinishReason | None

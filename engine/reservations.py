@@ -91,7 +91,7 @@ class Reservations:
         if max_held_tokens is None:  # what an earlier attempt brought was computed for this request: no cache hit
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         grant = Grant(num_held_tokens=request.num_computed_tokens, num_blocks=match.num_missing)
-        self._reserved[transfer_id] = _Reservation(request=request, grant=grant, num_held_blocks=len(match.blocks))
+        self._reserved[transfer_id] = _Reservation(request=request, grant=grant, num_held_blocks=match.num_blocks)
         self._request_ids.add(request.request_id)
         return grant
 

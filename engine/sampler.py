@@ -16,6 +16,8 @@ from engine.sampling_kernels import DrawParams, SamplingKernels, TorchSampling
 from tandem.sampling import SamplingParams
 
 _NEVER = float("-inf")
+_MAX_GROUP_ELEMENTS = 2**21
+"""Logits handled together: penalties and log-probabilities take several times their memory, at every batch size."""
 
 
 class Sampler:
@@ -35,6 +37,15 @@ class Sampler:
 
     def sample(self, logits: Tensor, requests: Sequence[Request]) -> list[SampledToken]:
         """One token for each row of float32 `[num_rows, vocab_size]` logits, which are left as they are."""
+        if logits.shape[0] == 0:
+            return []
+        group = max(1, _MAX_GROUP_ELEMENTS // logits.shape[1])
+        tokens: list[SampledToken] = []
+        for begin in range(0, len(requests), group):
+            tokens += self._sample_group(logits[begin : begin + group], requests[begin : begin + group])
+        return tokens
+
+    def _sample_group(self, logits: Tensor, requests: Sequence[Request]) -> list[SampledToken]:
         adjusted = self._adjust(logits, requests)
         random_rows = [i for i, request in enumerate(requests) if not request.params.greedy]
         if len(random_rows) == len(requests):

@@ -1,14 +1,11 @@
-"""What the engine computes next: requests catch up with their tokens, within budgets, oldest first.
+"""What the engine computes next: requests catch up with their tokens, within budgets, in rank order.
 
 One step is `schedule` → a runner executes the batch → `commit`. There is no prefill and no decode phase: a request's
 `num_computed_tokens` trails its tokens by a prompt, by one, or by everything after a preemption, and each step
 closes some of the gap. Blocks for all known tokens are taken when a request is admitted, so only sampling makes a
 request grow, and a `prefill_only` request, which samples once, is never preempted under a running hand-off.
 
-Progress: a total rank (priority, arrival, id) orders everything. A request that finds no block preempts the
-last-ranked one, itself if need be, never one before it; the queue is admitted strictly in rank order, and while
-its head finds no room nothing else enters, reservations included. So the first-ranked request always advances,
-unless all blocks are held by hand-offs, which end by lease.
+Who gets a share of a step, and whose blocks, is `engine.planner`'s to say; this is the door and the accounts.
 """
 
 from collections import Counter
@@ -17,14 +14,18 @@ from collections.abc import Sequence
 from engine.block_manager import BlockManager
 from engine.blocks import PoolExhausted
 from engine.config import EngineConfig
+from engine.eviction import eviction_policy
 from engine.kv_events import KVEventLog
-from engine.limits import check_size, finish_reason
+from engine.limits import check_size, end_rule, finish_reason, reason_of
 from engine.notices import Notices
-from engine.request import Batch, BatchItem, FinishReason, Request, RequestState, SampledToken
-from engine.request_queue import RequestQueue, rank
+from engine.planner import Planner
+from engine.preemption import Offloading
+from engine.request import Batch, FinishReason, Request, RequestState, SampledToken
+from engine.request_queue import Ranking
 from engine.reservations import Reservations
+from engine.roster import Roster
 from engine.step import Load, StepOutput
-from engine.step_plan import StepPlan
+from engine.tiers import OffloadTier
 from tandem.block_hash import BlockHasher
 from tandem.errors import InvalidRequest, InvariantError, Overloaded
 from tandem.ids import BlockId, RequestId
@@ -38,20 +39,33 @@ class Scheduler:
     Between `schedule` and the `commit` of its batch nothing may be called: the runner works on live tables.
     """
 
-    def __init__(self, config: EngineConfig, hasher: BlockHasher) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        hasher: BlockHasher,
+        *,
+        tier: OffloadTier | None = None,
+        block_bytes: int = 0,
+    ) -> None:
+        """`tier` takes the KV of preempted requests where that costs less than computing it again; `block_bytes` is
+        then the size of a block over all layers, and `offloading.rates` must be kept up to date.
+        """
         self._config = config
         kv_events = KVEventLog(config.kv_event_capacity)
         self.blocks = BlockManager(
-            num_blocks=config.num_blocks, block_size=config.block_size, hasher=hasher, events=kv_events
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            hasher=hasher,
+            events=kv_events,
+            policy=eviction_policy(config.eviction),
         )
         self.reservations = Reservations(self.blocks, screen=self._screen_reservation, adopt=self._adopt_reserved)
-        self._requests: dict[RequestId, Request] = {}
-        self._waiting = RequestQueue()
-        self._num_waiting_tokens = 0
-        self._running = RequestQueue()
-        self._was_admitted: set[RequestId] = set()
-        self._head_is_blocked = False
+        self.offloading = Offloading(self.blocks, tier, block_bytes=block_bytes) if tier is not None else None
+        self._roster = Roster(Ranking(config.priority_aging_s))
         self._notices = Notices(kv_events)
+        self._planner = Planner(
+            config, blocks=self.blocks, roster=self._roster, notices=self._notices, offloading=self.offloading
+        )
 
     # Entering and leaving
 
@@ -61,20 +75,20 @@ class Scheduler:
         Raises InvalidRequest, ContextLengthExceeded, RequestTooLarge (it can never run), Overloaded (queue full).
         """
         self._screen(request)
-        if len(self._waiting) >= self._config.max_waiting_requests:
-            raise Overloaded(f"{len(self._waiting)} requests are waiting", retry_after_s=_RETRY_AFTER_S)
+        if len(self._roster.waiting) >= self._config.max_waiting_requests:
+            raise Overloaded(f"{len(self._roster.waiting)} requests are waiting", retry_after_s=_RETRY_AFTER_S)
         self._adopt(request)
 
     def match_prefix(self, request: Request) -> int:
         """Tokens of the request whose KV is here now. Pins nothing: `reserve` and admission look again and pin."""
-        return len(self.blocks.match(request).blocks) * self._config.block_size
+        return self.blocks.match(request).num_blocks * self._config.block_size
 
     def abort(self, request_id: RequestId) -> bool:
         """End a request in any state with reason "abort"; False when it is unknown or already over.
 
         One that is still reserved is ended through `reservations`, which know whether its writer is quiet.
         """
-        request = self._requests.get(request_id)
+        request = self._roster.requests.get(request_id)
         if request is None:
             return False
         self._end(request, FinishReason.ABORT)
@@ -82,7 +96,7 @@ class Scheduler:
 
     def release_held(self, request_id: RequestId) -> bool:
         """Let go of a finished prefill after its hand-off; False when it is not (or no longer) held."""
-        request = self._requests.get(request_id)
+        request = self._roster.requests.get(request_id)
         if request is None or request.state is not RequestState.HELD:
             return False
         self._retire(request)
@@ -93,7 +107,7 @@ class Scheduler:
 
         Counted: one per transfer. InvalidRequest when the request is not here.
         """
-        if request_id not in self._requests:
+        if request_id not in self._roster.requests:
             raise InvalidRequest(f"request {request_id} is not here")
         self.blocks.pin(request_id)
 
@@ -103,7 +117,7 @@ class Scheduler:
 
     def _screen(self, request: Request) -> None:
         request_id = request.request_id
-        if request_id in self._requests or self.reservations.has_request(request_id):
+        if request_id in self._roster.requests or self.reservations.has_request(request_id):
             raise InvalidRequest(f"request {request_id} is already here")
         if finish_reason(request, self._config) is None:
             check_size(request, self._config)
@@ -112,33 +126,20 @@ class Scheduler:
         self._screen(request)
         if finish_reason(request, self._config) is not None:
             raise InvalidRequest(f"request {request.request_id} is already complete")
-        if self._head_is_blocked:
+        if self._planner.head_is_blocked:
             raise PoolExhausted("requests before this one wait for KV blocks", retry_after_s=_RETRY_AFTER_S)
 
     def _adopt(self, request: Request) -> None:
         """Take over a request that holds all its KV but the last token's, or none at all."""
-        self._requests[request.request_id] = request
+        request.end_rule = end_rule(request, self._config)
+        self._roster.enter(request)
         reason = finish_reason(request, self._config)
-        if len(request.block_table):
-            request.move_to(RequestState.RUNNING)
-            self._running.add(request)
-        else:
-            self._enqueue(request)
         if reason is not None:
             self._end(request, reason)
 
     def _adopt_reserved(self, request: Request) -> None:
-        # Its reservation was its admission: the prefix found then is what it was spared, not what landed since.
-        self._was_admitted.add(request.request_id)
+        self._planner.admitted_elsewhere(request)
         self._adopt(request)
-
-    def _enqueue(self, request: Request) -> None:
-        self._waiting.add(request)
-        self._num_waiting_tokens += request.num_tokens
-
-    def _dequeue(self, request: Request) -> None:
-        self._waiting.remove(request)
-        self._num_waiting_tokens -= request.num_tokens
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         # A held prefill whose one token was also its last has told its end already.
@@ -148,150 +149,62 @@ class Scheduler:
         self._retire(request)
 
     def _retire(self, request: Request) -> None:
-        if request.state is RequestState.WAITING:
-            self._dequeue(request)
-        elif request.state is RequestState.RUNNING:
-            self._running.remove(request)
-        request.move_to(RequestState.FINISHED)
-        self.blocks.surrender(request.request_id, request.block_table.clear())
-        del self._requests[request.request_id]
-        self._was_admitted.discard(request.request_id)
+        self._roster.leave(request)
+        self._planner.forget(request)
         self._notices.forget(request.request_id)
 
-    # Choosing a batch
+    # One step
 
     def schedule(self, now: float) -> Batch | None:
         """Choose the next step's work; None when nothing can run until somebody adds, releases or aborts.
 
-        `now` is on the clock of the requests' `arrival_s`. Costs O(running requests + admitted blocks).
+        `now` is on the clock of the requests' `arrival_s`; whoever waited beyond its `deadline_s` ends here, told by
+        the next output. Costs O(running requests + admitted blocks).
         """
-        plan = StepPlan(
-            max_tokens=self._config.max_batched_tokens,
-            max_rows=self._config.max_running_requests,
-            chunk_tokens=self._config.prefill_chunk_tokens,
-        )
-        self._plan_running(plan)
-        # After a preemption the room is for those who run; only when it left nobody may the queue be asked.
-        if not plan.has_preempted or not len(plan):
-            self._plan_waiting(plan, now)
-        return plan.batch()
-
-    def _plan_running(self, plan: StepPlan) -> None:
-        """Requests one token behind come first, since somebody reads along; then the chunks of longer gaps."""
-        running = list(self._running)
-        behind = [request for request in running if request.num_uncomputed_tokens > 1]
-        # One row is kept for the oldest even if it is in the middle of its prompt: everybody progresses in turn.
-        spare = 1 if behind and behind[0] is running[0] else 0
-        for request in running:
-            if request.num_uncomputed_tokens == 1 and plan.has_room(spare):
-                self._plan_one(request, plan)
-        for request in behind:
-            if plan.has_room():
-                self._plan_one(request, plan)
-
-    def _plan_one(self, request: Request, plan: StepPlan) -> None:
-        """Schedule a running request, taking blocks from those behind it when there are no others."""
-        if request.state is not RequestState.RUNNING:
-            return
-        num_missing = self.blocks.blocks_for(request.num_tokens) - len(request.block_table)
-        while num_missing > self.blocks.num_available:
-            victim = self._last_preemptible()
-            if victim is None or rank(victim) <= rank(request):
-                self._preempt(request, plan)
-                return
-            self._preempt(victim, plan)
-        if num_missing:
-            self.blocks.grow(request, self.blocks.allocate(num_missing))
-        plan.add(request)
-
-    def _last_preemptible(self) -> Request | None:
-        """The last-ranked running request whose blocks would really come free."""
-        for request in reversed(self._running):
-            if not request.prefill_only and not self.blocks.is_pinned(request.request_id):
-                return request
-        return None
-
-    def _preempt(self, request: Request, plan: StepPlan) -> None:
-        """Back to the queue, nothing computed; what it had computed stays findable while memory allows."""
-        plan.drop(request)
-        plan.has_preempted = True
-        self._head_is_blocked = True
-        self._running.remove(request)
-        self.blocks.surrender(request.request_id, request.block_table.clear())
-        request.num_computed_tokens = 0
-        request.num_preemptions += 1
-        request.move_to(RequestState.WAITING)
-        self._enqueue(request)
-        self._notices.preemption(request)
-
-    def _plan_waiting(self, plan: StepPlan, now: float) -> None:
-        """Admit from the head of the queue; a head without room preempts only lower priorities, else all wait."""
-        self._head_is_blocked = False
-        while len(self._waiting) and plan.has_room() and len(self._running) < self._config.max_running_requests:
-            request = self._waiting.first()
-            if not self._take_blocks(request):
-                victim = self._last_preemptible()
-                if victim is None or victim.priority <= request.priority:
-                    self._head_is_blocked = True
-                    return
-                self._preempt(victim, plan)
-                continue
-            self._dequeue(request)
-            request.move_to(RequestState.RUNNING)
-            self._running.add(request)
-            self._note_admission(request, now)
-            plan.add(request)
-            if plan.has_preempted:
-                return
-
-    def _take_blocks(self, request: Request) -> bool:
-        """Take all blocks that the request needs now, or none."""
-        # Beside others some room stays for their growth, or the newcomer would be preempted at once.
-        margin = 1 + self._config.num_blocks // 100 if len(self._running) else 0
-        match = self.blocks.match(request)
-        if match.cost + margin > self.blocks.num_available:
-            return False
-        self.blocks.take_prefix(request, match)
-        self.blocks.grow(request, self.blocks.allocate(match.num_missing))
-        return True
-
-    def _note_admission(self, request: Request, now: float) -> None:
-        if request.request_id in self._was_admitted:
-            return
-        self._was_admitted.add(request.request_id)
-        request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        self._notices.admission(request, now)
-
-    # Taking in the results
+        for request in self._roster.deadlines.expired(now):
+            self._end(request, FinishReason.DEADLINE)
+        return self._planner.plan(now)
 
     def commit(self, batch: Batch, sampled: Sequence[SampledToken]) -> StepOutput:
         """Account for an executed batch: one sampled token per sampling item, in order."""
-        if len(sampled) != sum(item.samples for item in batch.items):
+        if len(sampled) != sum([item.samples for item in batch.items]):
             raise InvariantError(f"{len(sampled)} tokens sampled for {len(batch.items)} items")
+        self._planner.executed()
+        size = self._config.block_size
         tokens = iter(sampled)
-        for item in batch.items:
-            self._commit_item(item, next(tokens) if item.samples else None)
+        for request, start, num_tokens, samples in batch.items:
+            end = start + num_tokens
+            request.num_computed_tokens = end
+            if start // size != end // size:
+                displaced = self.blocks.index_computed(request, start // size)
+                if displaced:
+                    self.blocks.surrender(request.request_id, displaced)
+            if request.prefill_only:
+                self._notices.progress(request, size)
+            if samples:
+                self._commit_token(request, next(tokens))
+        # Every row computed a token; every sample added one that is not computed yet.
+        self._roster.backlog_tokens += len(sampled) - batch.num_tokens
+        self._settle(batch)
         return self.drain()
 
-    def _commit_item(self, item: BatchItem, token: SampledToken | None) -> None:
-        request = item.request
-        request.num_computed_tokens = item.start + item.num_tokens
-        displaced = self.blocks.index_computed(request, item.start // self._config.block_size)
-        if displaced:
-            self.blocks.surrender(request.request_id, displaced)
-        if request.prefill_only:
-            self._notices.progress(request, self._config.block_size)
-        if token is None:
-            return
+    def _commit_token(self, request: Request, token: SampledToken) -> None:
         request.token_ids.append(token.token_id)
-        reason = finish_reason(request, self._config)
-        request.finish_reason = reason
-        self._notices.token(request, token, reason)
-        if request.prefill_only:
-            self._running.remove(request)
-            request.move_to(RequestState.HELD)
-        elif reason is not None:
-            self._retire(request)
+        rule = request.end_rule or end_rule(request, self._config)
+        num_tokens = len(request.token_ids)
+        reason = None
+        if num_tokens >= rule.max_tokens or token.token_id in rule.token_ids:
+            request.finish_reason = reason = reason_of(rule, token.token_id, num_tokens)
+        self._notices.token(request, num_tokens - request.num_prompt_tokens - 1, token, reason)
+
+    def _settle(self, batch: Batch) -> None:
+        """Those that have all they came for leave the batch."""
+        for request, _, _, samples in batch.items:
+            if samples:
+                if request.prefill_only:
+                    self._roster.hold(request)
+                elif request.finish_reason is not None:
+                    self._retire(request)
 
     # Telling
 
@@ -310,14 +223,13 @@ class Scheduler:
         return self._notices.drain(self.load())
 
     def load(self) -> Load:
-        """The worker's occupation now; O(running requests)."""
-        backlog = self._num_waiting_tokens + sum(request.num_uncomputed_tokens for request in self._running)
+        """The worker's occupation now; O(1) beside quarantines."""
         return Load(
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
-            num_held=len(self._requests) - len(self._running) - len(self._waiting),
+            num_running=len(self._roster.running),
+            num_waiting=len(self._roster.waiting),
+            num_held=self._roster.num_held,
             num_reservations=len(self.reservations),
-            num_backlog_tokens=backlog,
+            num_backlog_tokens=self._roster.backlog_tokens,
             num_blocks=self.blocks.pool.num_blocks,
             num_used_blocks=self.blocks.pool.num_used,
             num_evictable_blocks=self.blocks.pool.num_idle,
@@ -328,8 +240,9 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Every reference count is accounted for by its owners; O(num_blocks), for tests and audits."""
         self.blocks.check_invariants()
+        self._roster.check_invariants()
         owned = self.reservations.references() + self.blocks.pinned_blocks()
-        for request in self._requests.values():
+        for request in self._roster.requests.values():
             owned.extend(request.block_table)
         owners = Counter(owned)
         for block in map(BlockId, range(self.blocks.pool.num_blocks)):

@@ -2,17 +2,28 @@
 
 Rows are ordered for the attention backends: first the sequences with a single row (decoding, mostly), longest
 first, then those with several (prefill chunks). Numpy only; nothing here keeps a view of a request's arrays.
+
+`StepInputBuilder` remembers the block tables of the step before and copies only what is new in them, so that a step's
+cost grows with its rows and not with the length of what they attend to.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.request import Batch, BatchItem
+from engine.request import Batch, Request
 from tandem.errors import InvariantError
 
 IntArray = NDArray[np.int64]
+
+_ROOM = 1.5
+"""How much larger than needed the remembered tables are made."""
+
+
+def _no_copies() -> IntArray:
+    return np.empty((0, 2), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +40,7 @@ class StepInputs:
     """Sequences with one row; they are the first, and their lengths never increase."""
     sample_rows: IntArray  # last row of each sampling item, in the batch's order
     block_size: int
+    copies: IntArray = field(default_factory=_no_copies)  # [num_copies, 2], blocks (source, target), copied first
 
     @property
     def lengths(self) -> IntArray:
@@ -38,51 +50,130 @@ class StepInputs:
 
 def build_step_inputs(batch: Batch, block_size: int) -> StepInputs:
     """Lay out a batch; InvariantError when an item has fewer tokens or blocks than it computes."""
-    items = batch.items
-    order = sorted(range(len(items)), key=lambda i: (items[i].num_tokens > 1, -items[i].start))
-    ordered = [items[i] for i in order]
-    starts = np.array([item.start for item in ordered], dtype=np.int64)
-    counts = np.array([item.num_tokens for item in ordered], dtype=np.int64)
-    ends = np.cumsum(counts)
-    num_blocks = -(-(starts + counts) // block_size)
-    token_ids, tables = _gather(ordered, ends, num_blocks.tolist())
-    rows = np.arange(int(ends[-1]), dtype=np.int64)
-    positions = rows + np.repeat(starts - (ends - counts), counts)
-    sequence = np.repeat(np.arange(len(items), dtype=np.int64), counts)
-    blocks = tables[sequence, positions // block_size]
-    last_row = np.empty(len(items), dtype=np.int64)
-    last_row[order] = ends - 1
-    return StepInputs(
-        token_ids=token_ids,
-        positions=positions,
-        slots=blocks * block_size + positions % block_size,
-        tables=tables,
-        starts=starts,
-        counts=counts,
-        num_single=int((counts == 1).sum()),
-        sample_rows=last_row[[item.samples for item in items]],
-        block_size=block_size,
-    )
+    return StepInputBuilder(block_size).build(batch)
 
 
-def _gather(ordered: list[BatchItem], ends: IntArray, num_blocks: list[int]) -> tuple[IntArray, IntArray]:
-    token_ids = np.empty(int(ends[-1]), dtype=np.int64)
-    tables = np.zeros((len(ordered), max(num_blocks)), dtype=np.int64)
-    row = 0
-    for i, (item, needed) in enumerate(zip(ordered, num_blocks, strict=True)):
-        request = item.request
-        end = item.start + item.num_tokens
-        ids = request.block_table.ids
-        if item.num_tokens < 1 or end > len(request.token_ids) or len(ids) < needed:
-            raise InvariantError(
-                f"request {request.request_id}: step over tokens {item.start}..{end} has "
-                f"{len(request.token_ids)} tokens and {len(ids)} of {needed} blocks"
-            )
-        tables[i, :needed] = np.frombuffer(ids, dtype=ids.typecode, count=needed)
-        if item.num_tokens == 1:
-            token_ids[row] = request.token_ids[item.start]
+class StepInputBuilder:
+    """Lays out one batch after the other."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._tables: IntArray = np.zeros((0, 0), dtype=np.int64)
+        # What each row of the remembered tables holds: whose blocks, how many of them, and of which edit.
+        self._requests: list[Request] = []
+        self._versions: list[int] = []
+        self._filled: list[int] = []
+
+    def build(self, batch: Batch) -> StepInputs:
+        """The arrays of a batch. `tables` is a view that the next call may overwrite; all others are new.
+
+        InvariantError when an item has fewer tokens or blocks than it computes.
+        """
+        requests, starts_given, counts_given, samples = zip(*batch.items, strict=True)
+        starts = np.array(starts_given, dtype=np.int64)
+        counts = np.array(counts_given, dtype=np.int64)
+        _check(requests, starts, counts, self._block_size)
+        order = np.lexsort((-starts, counts > 1))
+        starts, counts = starts[order], counts[order]
+        ordered = [requests[i] for i in order.tolist()]
+        ends = np.cumsum(counts)
+        num_single = int(np.count_nonzero(counts == 1))
+        sequence, positions = _rows(starts, counts, ends, num_single)
+        tables = self._gather_tables(ordered, -(-(starts + counts) // self._block_size))
+        blocks = tables[sequence, positions // self._block_size]
+        last_row = np.empty(len(ordered), dtype=np.int64)
+        last_row[order] = ends - 1
+        return StepInputs(
+            token_ids=_gather_tokens(ordered, starts, counts, num_single),
+            positions=positions,
+            slots=blocks * self._block_size + positions % self._block_size,
+            tables=tables,
+            starts=starts,
+            counts=counts,
+            num_single=num_single,
+            sample_rows=last_row[np.array(samples, dtype=bool)],
+            block_size=self._block_size,
+            copies=np.array(batch.copies, dtype=np.int64).reshape(-1, 2),
+        )
+
+    def _gather_tables(self, requests: list[Request], needed: IntArray) -> IntArray:
+        """Block ids, `[num_seqs, max_blocks]`."""
+        wanted, width = needed.tolist(), int(needed.max())
+        if len(requests) > self._tables.shape[0] or width > self._tables.shape[1]:
+            shape = (int(len(requests) * _ROOM) + 1, int(width * _ROOM) + 1)
+            self._tables = np.zeros(np.maximum(shape, self._tables.shape), dtype=np.int64)
+            self._requests, self._versions, self._filled = [], [], []
+        versions = [request.block_table.version for request in requests]
+        # Usually nobody came or went, and only those that crossed a block's end have something new.
+        if requests == self._requests and versions == self._versions:
+            stale = np.flatnonzero(np.array(self._filled, dtype=np.int64) != needed).tolist()
         else:
-            tokens = np.frombuffer(request.token_ids, dtype=request.token_ids.typecode)
-            token_ids[row : row + item.num_tokens] = tokens[item.start : end]
-        row += item.num_tokens
-    return token_ids, tables
+            self._keep(requests, versions)
+            stale = [i for i, (kept, now) in enumerate(zip(self._filled, wanted, strict=True)) if kept != now]
+        for i in stale:
+            self._fill(i, requests[i], wanted[i])
+        return self._tables[: len(requests), :width]
+
+    def _keep(self, requests: list[Request], versions: list[int]) -> None:
+        """Move each remembered row to where its request is now; the others hold nothing."""
+        # Requests compare by identity, and none of those remembered can have died: they are held here.
+        rows = {id(request): i for i, request in enumerate(self._requests)}
+        sources, filled = [], []
+        for request, version in zip(requests, versions, strict=True):
+            row = rows.get(id(request), -1)
+            is_kept = row >= 0 and self._versions[row] == version
+            sources.append(row if is_kept else -1)
+            filled.append(self._filled[row] if is_kept else 0)
+        used = max(len(self._requests), len(requests))
+        width = max([*self._filled, 0])
+        moved = self._tables[sources, :width]
+        moved[np.array(sources, dtype=np.int64) < 0] = 0
+        self._tables[:used, :width] = 0
+        self._tables[: len(requests), :width] = moved
+        self._requests, self._versions, self._filled = list(requests), versions, filled
+
+    def _fill(self, row: int, request: Request, needed: int) -> None:
+        """Bring one row up to date, zero after its `needed` blocks."""
+        filled = self._filled[row]
+        ids = request.block_table.ids
+        if needed > filled:
+            self._tables[row, filled:needed] = ids[filled:needed]
+        else:
+            self._tables[row, needed:filled] = 0
+        self._filled[row] = needed
+
+
+def _check(requests: Sequence[Request], starts: IntArray, counts: IntArray, block_size: int) -> None:
+    """InvariantError when a request has fewer tokens or blocks than the step computes of it."""
+    ends = starts + counts
+    num_tokens = np.array([len(request.token_ids) for request in requests], dtype=np.int64)
+    num_blocks = np.array([len(request.block_table.ids) for request in requests], dtype=np.int64)
+    wrong = np.flatnonzero((counts < 1) | (ends > num_tokens) | (ends > num_blocks * block_size))
+    if len(wrong):
+        i = int(wrong[0])
+        raise InvariantError(
+            f"request {requests[i].request_id}: step over tokens {starts[i]}..{ends[i]} has "
+            f"{num_tokens[i]} tokens and {num_blocks[i]} blocks"
+        )
+
+
+def _rows(starts: IntArray, counts: IntArray, ends: IntArray, num_single: int) -> tuple[IntArray, IntArray]:
+    """Of every row: the sequence it belongs to, and its position there."""
+    sequences = np.arange(len(starts), dtype=np.int64)
+    if num_single == len(starts):
+        return sequences, starts.copy()
+    rows = np.arange(int(ends[-1]), dtype=np.int64)
+    return np.repeat(sequences, counts), rows + np.repeat(starts - (ends - counts), counts)
+
+
+def _gather_tokens(requests: list[Request], starts: IntArray, counts: IntArray, num_single: int) -> IntArray:
+    firsts = starts.tolist()
+    singles = [
+        request.token_ids[start] for request, start in zip(requests[:num_single], firsts[:num_single], strict=True)
+    ]
+    parts = [np.array(singles, dtype=np.int64)]
+    for i in range(num_single, len(requests)):
+        ids = requests[i].token_ids
+        chunk = np.frombuffer(ids, dtype=ids.typecode, count=int(counts[i]), offset=firsts[i] * ids.itemsize)
+        parts.append(chunk.astype(np.int64))
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -1,45 +1,75 @@
-"""A batch in the making: what is left of the step's budgets, and who has a share."""
+"""A batch in the making: what is left of the step's budgets, who has a share, and which blocks move first."""
 
+from engine.block_moves import BlockCopy, BlockLoad, BlockOffload
 from engine.request import Batch, BatchItem, Request
+from tandem.errors import InvariantError
 from tandem.ids import RequestId
 
 
 class StepPlan:
-    """Budgets of one step; a request has at most one share."""
+    """Budgets of one step; a request has at most one share.
 
-    __slots__ = ("_chunk_tokens", "_items", "_rows_left", "_tokens_left", "has_preempted")
+    `tokens_left` and `rows_left` bound everybody, `chunk_left` only those that are more than one token behind.
+    """
+
+    __slots__ = ("_copies", "_items", "_loads", "_moving", "chunk_left", "has_preempted", "rows_left", "tokens_left")
 
     def __init__(self, *, max_tokens: int, max_rows: int, chunk_tokens: int) -> None:
-        self._tokens_left = max_tokens
-        self._rows_left = max_rows
-        self._chunk_tokens = chunk_tokens
-        self._items: dict[RequestId, BatchItem] = {}
+        self.tokens_left = max_tokens
+        self.rows_left = max_rows
+        self.chunk_left = chunk_tokens
         self.has_preempted = False
+        self._items: list[BatchItem] = []
+        self._loads: list[BlockLoad] = []
+        self._copies: list[BlockCopy] = []
+        self._moving: set[RequestId] = set()
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def has_room(self, spare: int = 0) -> bool:
-        """Whether a share of one token fits and leaves `spare` such shares for others."""
-        return self._tokens_left > spare and self._rows_left > spare
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether a request that is so far behind could have a share."""
+        return self.tokens_left > 0 and self.rows_left > 0 and (num_tokens == 1 or self.chunk_left > 0)
+
+    def add_token(self, request: Request) -> None:
+        """Give a request that is one token behind that token."""
+        self._items.append(BatchItem(request, request.num_computed_tokens, 1, True))
+        self.tokens_left -= 1
+        self.rows_left -= 1
 
     def add(self, request: Request) -> None:
-        """Give a request as many of its next tokens as its chunk and the budget allow."""
-        num_tokens = min(request.num_uncomputed_tokens, self._chunk_tokens, self._tokens_left)
-        start = request.num_computed_tokens
-        samples = start + num_tokens == request.num_tokens
-        item = BatchItem(request=request, start=start, num_tokens=num_tokens, samples=samples)
-        self._items[request.request_id] = item
-        self._tokens_left -= num_tokens
-        self._rows_left -= 1
+        """Give a request as many of its next tokens as the budgets allow."""
+        gap = request.num_uncomputed_tokens
+        if gap == 1:
+            self.add_token(request)
+            return
+        num_tokens = min(gap, self.chunk_left, self.tokens_left)
+        self._items.append(BatchItem(request, request.num_computed_tokens, num_tokens, num_tokens == gap))
+        self.chunk_left -= num_tokens
+        self.tokens_left -= num_tokens
+        self.rows_left -= 1
+
+    def move(self, request: Request, *, loads: list[BlockLoad], copies: list[BlockCopy]) -> None:
+        """Fill some of a newcomer's blocks before the step computes."""
+        self._loads += loads
+        self._copies += copies
+        self._moving.add(request.request_id)
 
     def drop(self, request: Request) -> None:
-        """Take a share back, if the request has one."""
-        item = self._items.pop(request.request_id, None)
-        if item is not None:
-            self._tokens_left += item.num_tokens
-            self._rows_left += 1
+        """Take a share back, if the request has one. InvariantError for a newcomer whose blocks are yet to be filled:
+        what its preemption would save does not exist.
+        """
+        if request.request_id in self._moving:
+            raise InvariantError(f"request {request.request_id} was admitted and preempted in one step")
+        for i, item in enumerate(self._items):
+            if item.request is request:
+                del self._items[i]
+                self.tokens_left += item.num_tokens
+                self.rows_left += 1
+                if item.num_tokens > 1 or not item.samples:
+                    self.chunk_left += item.num_tokens
+                return
 
-    def batch(self) -> Batch | None:
-        """The finished batch; None when nobody has a share."""
-        return Batch(items=tuple(self._items.values())) if self._items else None
+    def batch(self, offloads: tuple[BlockOffload, ...] = ()) -> Batch:
+        """The finished batch."""
+        return Batch(items=tuple(self._items), offloads=offloads, loads=tuple(self._loads), copies=tuple(self._copies))

@@ -16,7 +16,7 @@ from engine.wire import hello_to_pb
 from kv_transfer.messages import PrefillJob
 from kv_transfer.sender_hub import SenderHub
 from prefill_worker.task import PrefillTask
-from tandem.errors import InternalError, InvalidRequest
+from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest
 from tandem.ids import RequestId, TransferId
 from tandem.outputs import FinishReason
 from tandem.session_port import SessionPort
@@ -136,7 +136,9 @@ class PrefillWorker:
 
     def _on_event(self, hub: SenderHub, task: PrefillTask, event: TokenEvent) -> None:
         if event.token is None:
-            if event.finish_reason is FinishReason.ERROR:
+            if event.finish_reason is FinishReason.DEADLINE:
+                hub.failed(task.job.transfer_id, DeadlineExceeded("the prompt's time ran out in the queue"))
+            elif event.finish_reason is FinishReason.ERROR:
                 hub.failed(task.job.transfer_id, InternalError("the engine ended the prefill"))
         elif not task.job.resume:
             hub.first_token(task.job.transfer_id, event.token, event.num_cached_tokens)

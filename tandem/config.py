@@ -63,7 +63,7 @@ class EngineConfig(Section):
     max_batched_tokens: PositiveInt = 2048
     """Most tokens computed in one step."""
     prefill_chunk_tokens: PositiveInt = 512
-    """Most tokens of one prompt computed in one step."""
+    """Most prompt tokens computed in one step, given to prompts in order: bounds the gap between a stream's tokens."""
     max_running_requests: PositiveInt = 256
     max_waiting_requests: PositiveInt = 1024
     """Beyond it new requests are refused with a Retry-After."""

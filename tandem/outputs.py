@@ -5,12 +5,14 @@ from enum import Enum
 
 
 class FinishReason(Enum):
-    """Why a choice ended. The values are OpenAI's words."""
+    """Why a choice ended. The values are OpenAI's words, where it has one."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    DEADLINE = "deadline"
+    """Its time ran out while it waited. Within a worker only: a router is told of it as a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,7 @@ _FINISH_TO_PB = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.ABORT: pb.FINISH_REASON_ABORT,
+    FinishReason.DEADLINE: pb.FINISH_REASON_ERROR,  # before ERROR itself, which is what the number means coming back
     FinishReason.ERROR: pb.FINISH_REASON_ERROR,
 }
 _FINISH_FROM_PB: dict[int, FinishReason] = {number: reason for reason, number in _FINISH_TO_PB.items()}

@@ -109,6 +109,10 @@ class Backend(Protocol):
         """Attention of all layers over one paged cache."""
         ...
 
+    def bind_thread(self) -> None:
+        """Called once, by the thread that will make all later calls."""
+        ...
+
     def sampling(self) -> SamplingKernels:
         """Argmax and random draws over logits."""
         ...

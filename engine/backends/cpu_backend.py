@@ -17,23 +17,26 @@ from engine.kernels.cpu.gemm import Arithmetic, Epilogue, PackedLinear, supports
 from engine.kernels.cpu.library import KernelLibrary, load_kernels
 from engine.kernels.cpu.onednn import OneDnnLinear, onednn_bf16
 from engine.kernels.cpu.sampling import CpuSampling
+from engine.kernels.cpu.threads import bind_team
 from engine.kv_cache import TORCH_DTYPES, PagedKVCache
 from engine.layers.attention import AttentionBackend, AttentionSpec
 from engine.layers.linear import TokenEmbedding
 from engine.sampling_kernels import SamplingKernels
 
+_CACHE_LINE_BYTES = 64
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class BufferedProjection:
     """A packed matrix that writes into its role's buffer."""
 
-    __slots__ = ("_buffers", "_linear", "_name")
+    __slots__ = ("_buffers", "_linear", "_name", "_padding")
 
-    def __init__(self, linear: PackedLinear | OneDnnLinear, buffers: Buffers, name: str) -> None:
+    def __init__(self, linear: PackedLinear | OneDnnLinear, buffers: Buffers, name: str, *, padding: int = 0) -> None:
         self._linear = linear
         self._buffers = buffers
         self._name = name
+        self._padding = padding
 
     @property
     def nbytes(self) -> int:
@@ -42,7 +45,9 @@ class BufferedProjection:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Projection."""
-        out = self._buffers.rows(self._name, x.shape[0], self._linear.columns, self._linear.out_dtype)
+        out = self._buffers.rows(
+            self._name, x.shape[0], self._linear.columns, self._linear.out_dtype, padding=self._padding
+        )
         self._linear(x, out)
         return out
 
@@ -99,6 +104,7 @@ class CpuBackend:
             raise KernelsUnavailable(f"compiled CPU kernels compute in float32 and bfloat16, not {options.dtype}")
         self._library = library
         self._threads = options.num_threads
+        self._binds_threads = options.binds_threads
         self._deterministic = options.deterministic
         self._quantize = options.quantization == "int8"
         self._has_packing = self.dtype is torch.float32 or supports(library.features, Arithmetic.BF16)
@@ -114,11 +120,14 @@ class CpuBackend:
 
     def projection(self, weight: Tensor, bias: Tensor | None, role: Role) -> Projection:
         """See Backend."""
-        return self._project(weight, bias, role.value, Epilogue.STORE)
+        linear = self._pack(weight, bias, Epilogue.STORE, quantize=self._quantize)
+        return BufferedProjection(linear, self._buffers, role.value)
 
     def gated(self, weight: Tensor, bias: Tensor | None) -> Projection:
         """See Backend."""
-        return self._project(weight, bias, "gated", Epilogue.GATED)
+        linear = self._pack(weight, bias, Epilogue.GATED, quantize=self._quantize)
+        # Its only reader takes rows at any distance; at a power of two they would share a few sets of the cache.
+        return BufferedProjection(linear, self._buffers, "gated", padding=_CACHE_LINE_BYTES // self.dtype.itemsize)
 
     def head(self, weight: Tensor) -> Projection:
         """See Backend. Never quantized: it decides between tokens, and its error is not averaged out by any layer."""
@@ -152,13 +161,14 @@ class CpuBackend:
             deterministic=self._deterministic,
         )
 
+    def bind_thread(self) -> None:
+        """See Backend. Threads that wait for each other at every product must not share a processor by accident."""
+        if self._binds_threads:
+            bind_team(self._library, self._threads)
+
     def sampling(self) -> SamplingKernels:
         """See Backend."""
         return CpuSampling(self._library, self._threads)
-
-    def _project(self, weight: Tensor, bias: Tensor | None, name: str, epilogue: Epilogue) -> Projection:
-        linear = self._pack(weight, bias, epilogue, quantize=self._quantize)
-        return BufferedProjection(linear, self._buffers, name)
 
     def _pack(
         self, weight: Tensor, bias: Tensor | None, epilogue: Epilogue, *, quantize: bool = False

@@ -15,3 +15,5 @@ class BackendOptions:
     quantization: str = "none"
     deterministic: bool = False
     num_threads: int = 1
+    binds_threads: bool = False
+    """The processors are this worker's own: each compute thread keeps to one of them."""

@@ -49,6 +49,11 @@ class TorchBackend:
         """See Backend."""
         return TorchAttention(spec, cache)
 
+    def bind_thread(self) -> None:
+        """See Backend."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
     def sampling(self) -> SamplingKernels:
         """See Backend."""
         return TorchSampling()

@@ -89,13 +89,24 @@ class Decoder:
         norms = tuple(layer.head_norm for layer in self.layers if layer.head_norm is not None)
         return AttentionSpec(config=self.config, rope=self.rope, head_norms=norms or None)
 
-    def forward(self, token_ids: Tensor, plan: AttentionPlan) -> Tensor:
-        """Hidden states before the final norm, `[num_rows, hidden_size]`, of int64 `[num_rows]` token ids."""
+    def forward(self, token_ids: Tensor, plan: AttentionPlan, wanted: Tensor | None = None) -> Tensor:
+        """Hidden states before the final norm, `[num_rows, hidden_size]`, of int64 `[num_rows]` token ids.
+
+        `wanted`: the rows whose hidden states are asked for, int64 `[num_wanted]`; all when absent. The others still
+        leave their keys and values in every layer, which is all that a prompt's inner tokens are computed for, so
+        behind the last attention they are dropped.
+        """
         residual = self.embedding(token_ids)
         delta = None
+        last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             qkv = layer.qkv(layer.attention_norm(residual, delta))
-            delta = layer.output(plan.attend(index, qkv))
+            attended = plan.attend(index, qkv)
+            if index == last and wanted is not None:
+                if not len(wanted):
+                    return residual[:0]
+                residual, attended = residual.index_select(0, wanted), attended.index_select(0, wanted)
+            delta = layer.output(attended)
             delta = layer.down(layer.gate_up(layer.mlp_norm(residual, delta)))
         return residual if delta is None else residual.add_(delta)
 

@@ -5,6 +5,7 @@ A rank of several reads its own parts of the tensors and nothing else of them (t
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,12 +20,37 @@ from engine.model_files import ModelDirectory
 from engine.models.decoder import Decoder, DecoderLayer, DecoderWeights
 from engine.parallel.group import ParallelGroup, SoloGroup
 from engine.parallel.layers import GatheredHead, RowParallel, VocabParallelEmbedding
-from engine.parallel.shard import Shard
+from engine.parallel.shard import Part, Shard
 from engine.weights import Checkpoint
 from tandem.errors import ConfigError
 
 Progress = Callable[[int, int], None]
 """Called with (tensors done, tensors in all)."""
+
+
+class TensorSource(Protocol):
+    """Where a model's tensors come from, by Hugging Face's names: a checkpoint, another program's, a generator."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all tensors."""
+        ...
+
+    def require(self, name: str, shape: tuple[int, ...]) -> None:
+        """Check that a tensor exists with this shape; ConfigError otherwise."""
+        ...
+
+    def tensor(self, name: str, part: Part | None = None) -> Tensor:
+        """A tensor, or a part of its rows or columns, of any float dtype on any device; read before the next call."""
+        ...
+
+    def forget(self, name: str) -> None:
+        """The tensor has been copied."""
+        ...
+
+    def fingerprint(self, config: ModelConfig) -> str:
+        """Name of this model's computation: equal for equal configuration and tensors."""
+        ...
 
 
 def load_model(
@@ -47,9 +73,21 @@ def load_model(
         backend = TorchBackend(device=device, dtype=TORCH_DTYPES[dtype])
     config = load_model_config(path)
     with Checkpoint(ModelDirectory(path)) as checkpoint:
-        model = _Loader(config, checkpoint, backend, group or SoloGroup(), progress).model()
+        model = build_model(config, checkpoint, backend=backend, progress=progress, group=group)
     return_freed_memory()  # what was packed and dropped leaves holes, as much as a tenth of the weights
     return model
+
+
+def build_model(
+    config: ModelConfig,
+    source: TensorSource,
+    *,
+    backend: Backend,
+    progress: Progress | None = None,
+    group: ParallelGroup | None = None,
+) -> Decoder:
+    """A Decoder of `source`'s tensors, one copied at a time; see `load_model`. Raises ConfigError."""
+    return _Loader(config, source, backend, group or SoloGroup(), progress).model()
 
 
 class _Loader:
@@ -58,13 +96,13 @@ class _Loader:
     def __init__(
         self,
         config: ModelConfig,
-        checkpoint: Checkpoint,
+        source: TensorSource,
         backend: Backend,
         group: ParallelGroup,
         progress: Progress | None,
     ) -> None:
         self._config = config
-        self._checkpoint = checkpoint
+        self._source = source
         self._backend = backend
         self._group = group
         self._progress = progress
@@ -79,7 +117,7 @@ class _Loader:
         embedding, head = self._ends()
         layers = [self._layer(f"model.layers.{i}.") for i in range(config.num_layers)]
         weights = DecoderWeights(embedding=embedding, layers=layers, norm=self._norm("model.norm"), head=head)
-        fingerprint = self._checkpoint.fingerprint(config)
+        fingerprint = self._source.fingerprint(config)
         return Decoder(self._shard.config, weights, backend=backend, fingerprint=fingerprint)
 
     def _ends(self) -> tuple[Embedding, Projection]:
@@ -100,11 +138,11 @@ class _Loader:
 
     def _check(self) -> None:
         for name, shape in self._shapes.items():
-            self._checkpoint.require(name, shape)
+            self._source.require(name, shape)
         ignored = {"lm_head.weight"} if self._config.tie_embeddings else set()
         unknown = sorted(
             name
-            for name in self._checkpoint.names - self._shapes.keys() - ignored
+            for name in self._source.names - self._shapes.keys() - ignored
             if not name.endswith("rotary_emb.inv_freq")
         )
         if unknown:
@@ -163,11 +201,11 @@ class _Loader:
     def _copy(self, name: str, target: Tensor) -> None:
         """This rank's part of a stored tensor, cast into `target`."""
         if target.numel():
-            target.copy_(self._checkpoint.tensor(name, self._shard.part(name)))
+            target.copy_(self._source.tensor(name, self._shard.part(name)))
             low, high = torch.aminmax(target)
             if not (torch.isfinite(low) and torch.isfinite(high)):
                 raise ConfigError(f"checkpoint: {name} has values that are not finite in {self._backend.dtype}")
-        self._checkpoint.forget(name)
+        self._source.forget(name)
         self._done += 1
         if self._progress is not None:
             self._progress(self._done, self._num_held)

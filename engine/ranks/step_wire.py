@@ -1,7 +1,7 @@
 """One step's inputs as one flat byte string, and back: what rank 0 tells the others. Numpy only.
 
-Six little-endian int32 (rows, sequences, blocks of the widest table, samples, `num_single`, `block_size`), then the
-arrays, of the same type.
+Seven little-endian int32 (rows, sequences, blocks of the widest table, samples, copies, `num_single`, `block_size`),
+then the arrays, of the same type.
 """
 
 import struct
@@ -11,7 +11,7 @@ import numpy as np
 from engine.step_inputs import StepInputs
 from tandem.errors import InvariantError
 
-_HEADER = struct.Struct("<6i")
+_HEADER = struct.Struct("<7i")
 _INT = np.dtype("<i4")
 
 
@@ -19,7 +19,13 @@ def encode_step(inputs: StepInputs) -> bytes:
     """The bytes of `inputs`."""
     num_seqs, max_blocks = inputs.tables.shape
     header = _HEADER.pack(
-        len(inputs.token_ids), num_seqs, max_blocks, len(inputs.sample_rows), inputs.num_single, inputs.block_size
+        len(inputs.token_ids),
+        num_seqs,
+        max_blocks,
+        len(inputs.sample_rows),
+        len(inputs.copies),
+        inputs.num_single,
+        inputs.block_size,
     )
     arrays = (
         inputs.token_ids,
@@ -28,6 +34,7 @@ def encode_step(inputs: StepInputs) -> bytes:
         inputs.starts,
         inputs.counts,
         inputs.sample_rows,
+        inputs.copies,
         inputs.tables,
     )
     return b"".join((header, *(array.astype(_INT).tobytes() for array in arrays)))
@@ -37,12 +44,12 @@ def decode_step(data: bytes | bytearray | memoryview) -> StepInputs:
     """What `encode_step` was given, in memory of its own; InvariantError when the sizes contradict each other."""
     if len(data) < _HEADER.size:
         raise InvariantError("a step's inputs are cut short")
-    rows, seqs, blocks, samples, num_single, block_size = _HEADER.unpack_from(data)
-    sizes = (rows, rows, rows, seqs, seqs, samples, seqs * blocks)
-    if min(rows, seqs, blocks, samples) < 0 or len(data) != _HEADER.size + sum(sizes) * _INT.itemsize:
+    rows, seqs, blocks, samples, copies, num_single, block_size = _HEADER.unpack_from(data)
+    sizes = (rows, rows, rows, seqs, seqs, samples, 2 * copies, seqs * blocks)
+    if min(rows, seqs, blocks, samples, copies) < 0 or len(data) != _HEADER.size + sum(sizes) * _INT.itemsize:
         raise InvariantError(f"{len(data)} bytes are no step of {rows} rows and {seqs} sequences of {blocks} blocks")
     values = np.frombuffer(data, dtype=_INT, offset=_HEADER.size).astype(np.int64)
-    token_ids, positions, slots, starts, counts, sample_rows, tables = np.split(values, np.cumsum(sizes[:-1]))
+    token_ids, positions, slots, starts, counts, sample_rows, moves, tables = np.split(values, np.cumsum(sizes[:-1]))
     return StepInputs(
         token_ids=token_ids,
         positions=positions,
@@ -53,4 +60,5 @@ def decode_step(data: bytes | bytearray | memoryview) -> StepInputs:
         num_single=num_single,
         sample_rows=sample_rows,
         block_size=block_size,
+        copies=moves.reshape(copies, 2),
     )

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 from engine.config import EngineConfig
 from engine.request import Batch, Request, SampledToken
@@ -33,14 +34,17 @@ CONFIG = EngineConfig(
     max_waiting_requests=100,
     kv_event_capacity=10_000,
     eos_token_ids=frozenset({EOS}),
+    eviction="lru",
+    max_overtakes=8,
+    priority_aging_s=None,
 )
 
 
-def config(**changes: int) -> EngineConfig:
+def config(**changes: Any) -> EngineConfig:
     return replace(CONFIG, **changes)
 
 
-def scheduler(**changes: int) -> Scheduler:
+def scheduler(**changes: Any) -> Scheduler:
     return Scheduler(config(**changes), BlockHasher(SECRET))
 
 
@@ -77,11 +81,16 @@ class LedgerRunner:
 
     def __init__(self, block_size: int = BLOCK) -> None:
         self.block_size = block_size
-        self.memory: dict[tuple[int, int], int] = {}
+        self.memory: dict[tuple[int, int], int | None] = {}
+        self.host: dict[int, list[int | None]] = {}
         self.num_computed = 0
+
+    def bind_thread(self) -> None:
+        pass
 
     def execute(self, batch: Batch) -> list[SampledToken]:
         sampled = []
+        self.move(batch)
         for item in batch.items:
             request, end = item.request, item.start + item.num_tokens
             state = self.read(request.block_table, item.start)[-1] if item.start else 7
@@ -92,6 +101,20 @@ class LedgerRunner:
             if item.samples:
                 sampled.append(SampledToken(token_id=next_token(self.read(request.block_table, end))))
         return sampled
+
+    def move(self, batch: Batch) -> None:
+        """Offloads, loads, copies. What is not there is moved as nothing, so that reading it fails."""
+        places = [*batch.offloads, *batch.loads, *batch.copies]
+        assert len({move.slot for move in batch.offloads}) == len(batch.offloads)
+        assert len({move.target for move in places[len(batch.offloads) :]}) == len(places) - len(batch.offloads)
+        for move in batch.offloads:
+            self.host[move.slot] = [self.memory.get((move.source, i)) for i in range(self.block_size)]
+        for move in batch.loads:
+            for i, entry in enumerate(self.host[move.slot]):
+                self.memory[move.target, i] = entry
+        for move in batch.copies:
+            for i in range(self.block_size):
+                self.memory[move.target, i] = self.memory.get((move.source, i))
 
     def read(self, blocks: Sequence[BlockId], num_tokens: int) -> list[int]:
         size = self.block_size
@@ -118,6 +141,7 @@ def request(
     prefill_only: bool = False,
     priority: int = 0,
     arrival_s: float = 0.0,
+    deadline_s: float | None = None,
     params: SamplingParams | None = None,
 ) -> Request:
     return Request(
@@ -129,6 +153,7 @@ def request(
         prefill_only=prefill_only,
         priority=priority,
         arrival_s=arrival_s,
+        deadline_s=deadline_s,
     )
 
 

@@ -83,7 +83,7 @@ def test_a_cached_prefix_cannot_be_pinned_out_of_a_promise() -> None:
     assert sched.load().num_evictable_blocks == 2
     sched.blocks.promise(3)
     match = sched.blocks.match(ledger.request(prompt))
-    assert (len(match.blocks), match.num_parked, match.num_missing) == (2, 2, 1)
+    assert (match.num_blocks, match.num_parked, match.num_missing) == (2, 2, 1)
     with pytest.raises(PoolExhausted):
         sched.blocks.take_prefix(ledger.request(prompt), match)
     sched.check_invariants()

@@ -57,6 +57,9 @@ class GatedRunner(LedgerRunner):
         self.entered = threading.Event()
         self.go_on = threading.Event()
 
+    def bind_thread(self) -> None:
+        pass
+
     def execute(self, batch: Batch) -> list[SampledToken]:
         self.entered.set()
         assert self.go_on.wait(WAIT_S)
@@ -64,6 +67,9 @@ class GatedRunner(LedgerRunner):
 
 
 class BrokenRunner(GatedRunner):
+    def bind_thread(self) -> None:
+        pass
+
     def execute(self, batch: Batch) -> list[SampledToken]:
         super().execute(batch)
         raise RuntimeError("the device is gone")
@@ -168,6 +174,9 @@ def test_a_broken_runner_ends_the_engine_loudly() -> None:
 
 
 class ShortRunner(LedgerRunner):
+    def bind_thread(self) -> None:
+        pass
+
     def execute(self, batch: Batch) -> list[SampledToken]:
         return super().execute(batch)[1:]
 

@@ -205,3 +205,17 @@ def test_budget_divides_the_limit_and_refuses_with_figures(full_model):
         plan_memory(limit_bytes=64 * 2**20, max_blocks=7, **common)
     with pytest.raises(ConfigError, match=r"0 fit"):
         plan_memory(limit_bytes=2**10, **common)
+
+
+def test_rows_that_nobody_asked_for_still_leave_their_keys_and_values(full_model):
+    tokens = random_tokens(random.Random(4), 30)
+    whole, part = Session(full_model), Session(full_model)
+    all_rows = whole.logits(whole.request(tokens, capacity=32), 30)
+    request = part.request(tokens, capacity=32)
+    inputs = build_step_inputs(Batch(items=(item(request, 0, 30),)), 4)
+    with torch.inference_mode():
+        assert part.runner.compute(inputs) is None
+        wanted = np.array([29, 3], dtype=np.int64)
+        hidden = part.runner.hidden_states(inputs, wanted)
+        torch.testing.assert_close(part.runner.model.logits(hidden), all_rows[wanted], rtol=0, atol=1e-5)
+    torch.testing.assert_close(whole.cache.tensor, part.cache.tensor)

@@ -1,13 +1,19 @@
 """Random histories of the pool with its index, and of the whole scheduler, against what must come out."""
 
+from typing import ClassVar
+
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from engine.block_manager import BlockManager
 from engine.blocks import PoolExhausted
+from engine.eviction import POLICIES, eviction_policy
 from engine.kv_events import Cleared, Evicted, KVEventLog, Stored
-from engine.request import FinishReason, Request, RequestState
+from engine.preemption import MeasuredRates
+from engine.request import Batch, FinishReason, Request, RequestState
+from engine.scheduler import Scheduler
+from engine.tiers import HostTier
 from tandem.block_hash import BlockHasher
 from tandem.ids import BlockHash, BlockId, RequestId, TransferId
 from tandem.sampling import SamplingParams
@@ -27,12 +33,17 @@ class PoolMachine(RuleBasedStateMachine):
     """Tables come, are computed, are pinned and go, in any order; promises are made, broken and kept."""
 
     tables = Bundle("tables")
+    eviction: ClassVar[str] = "lru"
 
     def __init__(self) -> None:
         super().__init__()
         self.events = KVEventLog(capacity=100_000)
         self.blocks = BlockManager(
-            num_blocks=12, block_size=ledger.BLOCK, hasher=BlockHasher(ledger.SECRET), events=self.events
+            num_blocks=12,
+            block_size=ledger.BLOCK,
+            hasher=BlockHasher(ledger.SECRET),
+            events=self.events,
+            policy=eviction_policy(self.eviction),
         )
         self.live: list[Request] = []
         self.pins: list[RequestId] = []
@@ -57,6 +68,27 @@ class PoolMachine(RuleBasedStateMachine):
         request.num_computed_tokens = min(request.num_tokens, request.num_computed_tokens + num_tokens)
         self.blocks.surrender(request.request_id, self.blocks.index_computed(request, first))
 
+    @rule(target=tables, source=tables, data=st.data())
+    def fork(self, source: Request, data: st.DataObject) -> object:
+        """A twin shares all full blocks that are computed and gets its own copy of the block after them."""
+        if source not in self.live or not self.blocks.num_available:
+            return multiple()
+        twin = ledger.request(source.token_ids)
+        match = self.blocks.match(twin)
+        if match.cost > self.blocks.num_available or match.num_blocks >= len(source.block_table):
+            return multiple()
+        self.blocks.take_prefix(twin, match)
+        copy = self.blocks.fork(twin, source.block_table[match.num_blocks])
+        assert copy.source != copy.target
+        assert self.blocks.pool.num_refs(copy.target) == 1
+        self.blocks.grow(twin, self.blocks.allocate(match.num_missing - 1))
+        self.live.append(twin)
+        if data.draw(st.booleans()):
+            self.live.remove(source)
+            self.blocks.surrender(source.request_id, source.block_table.clear())
+        self.blocks.end_copies()
+        return twin
+
     @rule(request=tables)
     def pin(self, request: Request) -> None:
         if request in self.live:
@@ -70,6 +102,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(request=consumes(tables))
     def give_up(self, request: Request) -> None:
+        if request not in self.live:
+            return
         self.live.remove(request)
         self.blocks.surrender(request.request_id, request.block_table.clear())
 
@@ -117,19 +151,53 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.mirror == {entry.name: entry.parent for entry in self.blocks.index.snapshot()[1]}
 
 
+class LfuPoolMachine(PoolMachine):
+    """The same where the least often used goes first."""
+
+    eviction = "lfu"
+
+
+class PrefixPoolMachine(PoolMachine):
+    """The same where the deepest and least shared goes first."""
+
+    eviction = "prefix"
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """A worker in all its roles at once; every request that ends by itself must have said what recursion says."""
 
     @initialize(
-        num_blocks=st.integers(12, 30), chunk=st.integers(1, 40), budget=st.integers(1, 60), rows=st.integers(1, 5)
+        num_blocks=st.integers(12, 30),
+        chunk=st.integers(1, 40),
+        budget=st.integers(1, 60),
+        rows=st.integers(1, 5),
+        num_slots=st.integers(0, 12),
+        policy=st.tuples(st.sampled_from(sorted(POLICIES)), st.integers(0, 3), st.sampled_from([None, 4.0])),
     )
-    def start(self, num_blocks: int, chunk: int, budget: int, rows: int) -> None:
-        self.sched = ledger.scheduler(
+    def start(
+        self,
+        num_blocks: int,
+        chunk: int,
+        budget: int,
+        rows: int,
+        num_slots: int,
+        policy: tuple[str, int, float | None],
+    ) -> None:
+        config = ledger.config(
             num_blocks=num_blocks,
             max_model_len=120,
             prefill_chunk_tokens=chunk,
             max_batched_tokens=budget,
             max_running_requests=rows,
+            eviction=policy[0],
+            max_overtakes=policy[1],
+            priority_aging_s=policy[2],
+        )
+        self.tier = HostTier(num_slots)
+        self.sched = Scheduler(config, BlockHasher(ledger.SECRET), tier=self.tier, block_bytes=1)
+        # Copying is next to free: whatever fits in the tier goes there.
+        self.sched.offloading.rates = MeasuredRates(
+            prefill_tokens_per_s=1.0, offload_bytes_per_s=1e9, load_bytes_per_s=1e9
         )
         self.runner = LedgerRunner()
         self.now = 0.0
@@ -145,11 +213,24 @@ class SchedulerMachine(RuleBasedStateMachine):
     def expected(self, request: Request) -> list[int]:
         return ledger.continuation(self.prompts[request.request_id], request.params, limit=120)
 
-    def make(self, prompt: list[int], max_tokens: int, *, prefill_only: bool, priority: int) -> Request:
+    def make(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        prefill_only: bool,
+        priority: int,
+        patience_s: float | None = None,
+    ) -> Request:
         self.now += 1.0
         params = SamplingParams(max_tokens=max_tokens)
         request = ledger.request(
-            prompt, params=params, prefill_only=prefill_only, priority=priority, arrival_s=self.now
+            prompt,
+            params=params,
+            prefill_only=prefill_only,
+            priority=priority,
+            arrival_s=self.now,
+            deadline_s=None if patience_s is None else self.now + patience_s,
         )
         self.requests[request.request_id] = request
         self.prompts[request.request_id] = prompt
@@ -166,13 +247,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefill_only=st.booleans(),
         priority=st.integers(0, 1),
         seen=st.integers(0, 3),
+        patience_s=st.none() | st.integers(1, 6),
+        num_choices=st.sampled_from([1, 1, 1, 2, 4]),
     )
-    def add(self, prompt: list[int], max_tokens: int, prefill_only: bool, priority: int, seen: int) -> None:
-        request = self.make(prompt, max_tokens, prefill_only=prefill_only, priority=priority)
-        resumed = self.expected(request)[:seen]
-        request.token_ids.extend(resumed)
-        self.told[request.request_id] = resumed
-        self.sched.add(request)
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        prefill_only: bool,
+        priority: int,
+        seen: int,
+        patience_s: float | None,
+        num_choices: int,
+    ) -> None:
+        for _ in range(num_choices):
+            request = self.make(prompt, max_tokens, prefill_only=prefill_only, priority=priority, patience_s=patience_s)
+            resumed = self.expected(request)[:seen]
+            request.token_ids.extend(resumed)
+            self.told[request.request_id] = resumed
+            self.sched.add(request)
 
     @rule(steps=st.integers(1, 12))
     def step(self, steps: int) -> None:
@@ -181,9 +274,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             if batch is None:
                 self.take_output(self.sched.drain())
                 return
+            self.check_writes(batch)
             self.take_output(self.sched.commit(batch, self.runner.execute(batch)))
             for transfer_id in self.stale_writers:
                 self.write_garbage(transfer_id)
+
+    def check_writes(self, batch: Batch) -> None:
+        """Nobody writes where anybody else reads; a copy's source is read before that."""
+        pool = self.sched.blocks.pool
+        read = [copy.source for copy in batch.copies]
+        for item in batch.items:
+            table, end = item.request.block_table, item.start + item.num_tokens
+            for i in range(item.start // ledger.BLOCK, -(-end // ledger.BLOCK)):
+                assert pool.num_refs(table[i]) - read.count(table[i]) == 1
+        assert not {*read} & {copy.target for copy in batch.copies}
 
     def take_output(self, output: object) -> None:
         for event in output.events:  # type: ignore[attr-defined]
@@ -309,7 +413,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             request = self.requests[request_id]
             expected = self.expected(request)
             assert told == expected[: len(told)]
-            if request_id in self.ended and self.ended[request_id] is not FinishReason.ABORT:
+            cut_short = (None, FinishReason.ABORT, FinishReason.DEADLINE)
+            if self.ended.get(request_id) not in cut_short:
                 assert told == expected
 
     @invariant()
@@ -337,6 +442,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.take_output(self.sched.drain())
         self.nobody_says_anything_else()
         ledger.assert_empty(self.sched)
+        assert self.tier.num_free == self.tier.num_slots
 
 
 PoolMachine.TestCase.settings = settings(
@@ -350,5 +456,9 @@ SchedulerMachine.TestCase.settings = settings(
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+for machine in (LfuPoolMachine, PrefixPoolMachine):
+    machine.TestCase.settings = settings(PoolMachine.TestCase.settings, max_examples=60)
 TestPool = PoolMachine.TestCase
+TestLfuPool = LfuPoolMachine.TestCase
+TestPrefixPool = PrefixPoolMachine.TestCase
 TestScheduler = SchedulerMachine.TestCase

@@ -157,9 +157,9 @@ def test_credit_is_hard_and_growth_preempts_growth_instead() -> None:
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     for k in range(2):
         sched.add(ledger.request([k] * 20, params=params, arrival_s=float(k)))
-    batch = sched.schedule(0.0)
-    assert batch is not None
-    sched.commit(batch, runner.execute(batch))
+        batch = sched.schedule(0.0)
+        assert batch is not None
+        sched.commit(batch, runner.execute(batch))
     incoming = ledger.request(PROMPT)
     sched.reservations.reserve(T1, incoming)
     with pytest.raises(PoolExhausted):

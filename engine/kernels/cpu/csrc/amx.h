@@ -24,6 +24,7 @@ constexpr int64_t kBlockRows = 32;   // two tiles of rows times two tiles of col
 constexpr int64_t kL1Steps = 16;     // 32 KB of weights stay in the 48 KB L1 while rows stream past them
 constexpr int64_t kL2Steps = 32;     // depth of the rows kept in L2: 2 KB each
 constexpr int64_t kChunkRows = 256;  // rows kept in L2
+constexpr int64_t kApartRows = 160;  // rows a thread from which on threads take rows, not columns
 constexpr int64_t kBandPanels = 8;   // panels that a thread takes at a time, and past which each part of the rows goes
 constexpr int64_t kFewRows = 32;     // up to here weights are used once per load, and memory sets the pace
 constexpr int64_t kAhead = 8 * 1024; // bytes between the weights being used and those being asked for
@@ -286,10 +287,33 @@ void many_rows(const Linear& w, const Chunk& chunk, Range panels, Writer& writer
   }
 }
 
-// Walks all rows chunk by chunk: the team packs a chunk together with `pack(its rows, chunk)`, then each
-// thread takes bands of panels until none is left.
+// Every thread takes whole chunks: it packs its own rows into its own L2, and walks all panels. Nobody waits, and the
+// threads, side by side among the weights, fetch them from memory once.
 template <class Dot, class Sums, class Pack>
-void all_rows(const Linear& w, const Call& call, const float* row_scales, int64_t threads, const Pack& pack) {
+void rows_apart(const Linear& w, const Call& call, const float* row_scales, int64_t threads, const Pack& pack) {
+  const int64_t steps = ceil_div(w.depth * Dot::kBytes, kRowBytes), panels = panels_of(w);
+  const int64_t chunks = round_up(ceil_div(call.rows, kChunkRows), threads);
+  const int64_t chunk_rows = round_up(ceil_div(call.rows, chunks), 16);
+  parallel(threads, [&](int thread, int team) {
+    configure(16, 16);
+    char* packed = scratches().rows.array<char>(round_up(chunk_rows, kBlockRows) * steps * kRowBytes);
+    for (int64_t first = thread * chunk_rows; first < call.rows; first += team * chunk_rows) {
+      const Chunk chunk{packed, first, std::min(chunk_rows, call.rows - first), steps};
+      pack(Range{0, round_up(chunk.count, 16)}, chunk);
+      with_writer<Sums>(w, call, row_scales, [&](auto&& writer) {
+        for (int64_t panel = 0; panel < panels; panel += kBandPanels) {
+          many_rows<Dot>(w, chunk, Range{panel, std::min(panels, panel + kBandPanels)}, writer);
+        }
+        writer.flush();
+      });
+    }
+    _tile_release();
+  });
+}
+
+// The team packs one chunk after the other together; each thread takes bands of panels until none is left.
+template <class Dot, class Sums, class Pack>
+void rows_together(const Linear& w, const Call& call, const float* row_scales, int64_t threads, const Pack& pack) {
   const int64_t steps = ceil_div(w.depth * Dot::kBytes, kRowBytes), panels = panels_of(w);
   const int64_t chunks = ceil_div(call.rows, kChunkRows);
   const int64_t chunk_rows = round_up(ceil_div(call.rows, chunks), kBlockRows);
@@ -316,6 +340,16 @@ void all_rows(const Linear& w, const Call& call, const float* row_scales, int64_
     }
     _tile_release();
   });
+}
+
+// Walks all rows; `pack(rows of the chunk, chunk)` brings them into tiles.
+template <class Dot, class Sums, class Pack>
+void all_rows(const Linear& w, const Call& call, const float* row_scales, int64_t threads, const Pack& pack) {
+  if (threads > 1 && call.rows >= threads * kApartRows) {
+    rows_apart<Dot, Sums>(w, call, row_scales, threads, pack);
+  } else {
+    rows_together<Dot, Sums>(w, call, row_scales, threads, pack);
+  }
 }
 
 }  // namespace amx

@@ -1,0 +1,97 @@
+"""How much memory a process tree takes, and how much of it is its own rather than files' pages."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_FIELDS = ("VmHWM", "VmRSS", "RssAnon", "RssShmem")
+_PERIOD_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Peaks over a process's life so far, its children included, in bytes."""
+
+    peak_bytes: int
+    """Everything resident, files' pages too (VmHWM): what the kernel counts against a container's limit at worst."""
+    private_bytes: int
+    """RssAnon + RssShmem: what cannot be dropped and read again."""
+
+    def joined(self, other: "Footprint") -> "Footprint":
+        """The larger of each."""
+        return Footprint(
+            peak_bytes=max(self.peak_bytes, other.peak_bytes),
+            private_bytes=max(self.private_bytes, other.private_bytes),
+        )
+
+
+NOTHING = Footprint(peak_bytes=0, private_bytes=0)
+
+
+def family(pid: int) -> tuple[int, ...]:
+    """A process and all its children; none when it has ended. Looks at every process of the machine."""
+    with suppress(psutil.NoSuchProcess):
+        return (pid, *(child.pid for child in psutil.Process(pid).children(recursive=True)))
+    return ()
+
+
+def footprint(pids: Iterable[int]) -> Footprint:
+    """Of some processes together, now; those that have ended hold nothing."""
+    statuses = [parse_status(text) for text in _statuses(pids)]
+    return Footprint(
+        # A program may reset its own peak (proc(5), clear_refs): what is resident now counts in any case.
+        peak_bytes=sum(max(status["VmHWM"], status["VmRSS"]) for status in statuses),
+        private_bytes=sum(status["RssAnon"] + status["RssShmem"] for status in statuses),
+    )
+
+
+def parse_status(text: str) -> Mapping[str, int]:
+    """The memory lines of /proc/PID/status, in bytes; zero for an absent one."""
+    found = dict(re.findall(r"^(\w+):\s*(\d+) kB$", text, re.MULTILINE))
+    return {name: int(found.get(name, 0)) * 1024 for name in _FIELDS}
+
+
+def _statuses(pids: Iterable[int]) -> list[str]:
+    texts = []
+    for pid in pids:
+        with suppress(OSError):
+            texts.append(Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))
+    return texts
+
+
+class Watch:
+    """The largest footprint seen while somebody watches."""
+
+    def __init__(self) -> None:
+        self.peak = NOTHING
+
+    def look(self, pids: Iterable[int]) -> None:
+        """Take a sample."""
+        self.peak = self.peak.joined(footprint(pids))
+
+    @asynccontextmanager
+    async def over(self, pid: int) -> AsyncIterator[None]:
+        """Sample a process, and its children of now, to the end of the context.
+
+        A peak between two samples is seen in VmHWM only. Cheap on purpose, since it runs beside what is measured:
+        later children are looked for once, at the end.
+        """
+        task = asyncio.create_task(self._watch(family(pid)))
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            self.look(family(pid))
+
+    async def _watch(self, pids: tuple[int, ...]) -> None:
+        while True:
+            self.look(pids)
+            # The kernel has no event for memory in use: sampling is all there is.
+            await asyncio.sleep(_PERIOD_S)

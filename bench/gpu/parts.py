@@ -1,0 +1,41 @@
+"""The parts of the suite, in the order in which they run, each with its budget. Imports nothing of them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One thing to find out, in a process of its own."""
+
+    name: str
+    module: str
+    function: str
+    """`(Stage) -> Findings`."""
+    budget_s: float
+
+
+def _part(name: str, where: str, budget_s: float) -> Part:
+    module, _, function = where.rpartition(".")
+    return Part(name=name, module=f"bench.gpu.{module}", function=function, budget_s=budget_s)
+
+
+PARTS = (
+    _part("environment", "machine.environment", 20),
+    _part("ceilings", "machine.ceilings", 20),
+    _part("parity.flash_decode", "attention_parity.flash_decode_parity", 32),
+    _part("parity.paged_prefill", "attention_parity.paged_prefill_parity", 32),
+    _part("parity.rope_kv", "row_parity.rope_kv_parity", 18),
+    _part("parity.add_rms_norm", "row_parity.add_rms_norm_parity", 12),
+    _part("parity.silu_mul", "row_parity.silu_mul_parity", 12),
+    _part("parity.gemm_fixed", "row_parity.gemm_fixed_parity", 15),
+    _part("parity.sampling", "row_parity.sampling_parity", 15),
+    _part("parity.engine", "engine_parity.engine_parity", 50),
+    _part("speed.decode", "model_speed.decode", 55),
+    _part("speed.prefill", "model_speed.prefill", 30),
+    _part("speed.transformers", "transformers_peer.continuous_batching", 75),
+    _part("speed.flash_decode", "kernel_speed.flash_decode_speed", 25),
+    _part("speed.paged_prefill", "kernel_speed.paged_prefill_speed", 25),
+    _part("speed.rows", "kernel_speed.row_kernels_speed", 20),
+    _part("memory.quantised_kv", "quantised_kv.sequences_held", 20),
+    _part("hand-off.cuda_ipc", "hand_off.cuda_ipc", 10),
+)

@@ -1,0 +1,84 @@
+"""How many sequences a quantised cache holds in the memory of a plain one, and attention over all of them at once."""
+
+import torch
+
+from bench.gpu.cases import attention_shape, decode_launch, error_share, int32
+from bench.gpu.stage import Findings, Stage
+from bench.gpu.timing import seconds_per_call
+from bench.report import figure
+from engine.kernels.triton import reference
+from engine.kernels.triton.flash_decode import flash_decode
+from engine.kernels.triton.pages import LARGEST_CODE, LayerPages
+
+HELD_GOAL = 2.0
+"""Times as many sequences (issue 3)."""
+_LENGTH, _SMALL_LENGTH = 2048, 48
+_POOL_BYTES, _SMALL_POOL_BYTES = 2 << 30, 1 << 16
+"""Of one layer; the others are like it."""
+_BLOCK_SIZE = 16
+_TOLERANCE = 2e-2
+_NUM_CHECKED = 3
+
+
+def sequences_held(stage: Stage) -> Findings:
+    """Allocated for real, filled, and attended to."""
+    plain = getattr(torch, stage.dtype)
+    held: dict[torch.dtype, int] = {}
+    # The interpreter has no eight-bit floats worth the name; integers are laid out alike.
+    others = (torch.int8,) if stage.is_small else (torch.float8_e4m3fn, torch.int8)
+    for dtype in (plain, *others):
+        name = str(dtype).removeprefix("torch.").removesuffix("_e4m3fn")
+        layer, num_seqs = _full_pool(stage, dtype)
+        held[dtype] = num_seqs
+        yield figure(f"kv.{name}.sequences", num_seqs, f"of {sequence_length(stage)} tokens")
+        seconds, share = _attended(stage, layer, num_seqs)
+        yield figure(f"kv.{name}.attention", seconds / num_seqs * 1e6, "us a sequence")
+        yield figure(f"kv.{name}.error", share, "of tolerance", at_most=1.0)
+        if dtype != plain:
+            judged = stage.goal(HELD_GOAL) if dtype == torch.float8_e4m3fn else None
+            yield figure(f"kv.{name}.gain", num_seqs / held[plain], "x", at_least=judged)
+        del layer
+
+
+def sequence_length(stage: Stage) -> int:
+    """Tokens of each sequence."""
+    return _SMALL_LENGTH if stage.is_small else _LENGTH
+
+
+def _full_pool(stage: Stage, dtype: torch.dtype) -> tuple[LayerPages, int]:
+    """As many whole sequences as the pool's bytes hold, scales included; codes and scales of random keys and values."""
+    kv_heads, head_dim = (2, 32) if stage.is_small else (8, 128)
+    scale_bytes = torch.float32.itemsize if dtype in LARGEST_CODE else 0
+    block_bytes = 2 * kv_heads * _BLOCK_SIZE * (head_dim * dtype.itemsize + scale_bytes)
+    blocks_each = sequence_length(stage) // _BLOCK_SIZE
+    num_seqs = (_SMALL_POOL_BYTES if stage.is_small else _POOL_BYTES) // (block_bytes * blocks_each)
+    shape = (num_seqs * blocks_each, 2, kv_heads, _BLOCK_SIZE, head_dim)
+    if dtype not in LARGEST_CODE:
+        return LayerPages(pages=torch.randn(shape, dtype=dtype, device=stage.place)), num_seqs
+    scales = torch.rand(shape[:-1], device=stage.place) * (2 / LARGEST_CODE[dtype])
+    codes = torch.empty(shape, dtype=dtype, device=stage.place)
+    step = max(1, (64 << 20) // (codes[0].numel() * 4))  # the float32 numbers of a few blocks at a time
+    for begin in range(0, shape[0], step):
+        part = torch.rand(codes[begin : begin + step].shape, device=stage.place).sub_(0.5)
+        codes[begin : begin + step] = part.mul_(2 * LARGEST_CODE[dtype]).to(dtype)
+    return LayerPages(pages=codes, scales=scales), num_seqs
+
+
+def _attended(stage: Stage, layer: LayerPages, num_seqs: int) -> tuple[float, float]:
+    """Seconds of one layer's attention over all sequences, and the error of a few of them."""
+    place, length = stage.place, sequence_length(stage)
+    dtype = getattr(torch, stage.dtype)
+    queries = torch.randn(num_seqs, layer.num_kv_heads * 4, layer.head_dim, device=place).to(dtype)
+    tables = torch.randperm(layer.pages.shape[0], device=place).to(torch.int32).view(num_seqs, -1)
+    lengths = int32([length] * num_seqs, place)
+    out = torch.empty_like(queries)
+    launch = decode_launch(stage, attention_shape(layer.head_dim, dtype, layer.pages.dtype))
+
+    def call(_number: int) -> None:
+        flash_decode(queries, layer, out, tables=tables, lengths=lengths, window=None, workspace=None, launch=launch)
+
+    seconds = seconds_per_call(call, place, calls=2, tries=3)
+    some = torch.randint(num_seqs, (_NUM_CHECKED,), device=place)
+    starts, counts = int32([length - 1] * _NUM_CHECKED, place), int32([1] * _NUM_CHECKED, place)
+    expected = reference.attention(queries[some], layer, tables=tables[some], starts=starts, counts=counts, window=None)
+    return seconds, error_share(out[some], expected, _TOLERANCE)

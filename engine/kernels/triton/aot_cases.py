@@ -1,0 +1,239 @@
+"""Every kernel with the argument types and sizes it is launched with: what ahead-of-time compilation compiles.
+
+Sizes are those of the launchers in this package; a case names a kernel, its variant, the types of its arguments, its
+constants and its launch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from engine.kernels.triton.activation import silu_mul_kernel
+from engine.kernels.triton.flash_decode import flash_decode_kernel, merge_parts_kernel
+from engine.kernels.triton.gemm_fixed import gemm_fixed_kernel
+from engine.kernels.triton.norm import add_rms_norm_kernel
+from engine.kernels.triton.paged_prefill import paged_prefill_kernel
+from engine.kernels.triton.pages import power_of_two
+from engine.kernels.triton.rope_kv import rope_kv_kernel
+from engine.kernels.triton.sampling import edit_kernel, prepare_kernel, select_kernel
+from engine.kernels.triton.tuning import AttentionShape, LaunchTable
+
+_FLOATS = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
+_EIGHT_BIT = {"int8": ("i8", 127.0), "fp8": ("fp8e4nv", 448.0)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AotCase:
+    """One specialisation of one kernel."""
+
+    name: str
+    kernel: Any
+    types: dict[str, str]
+    """Triton's names of the types of arguments that are not constants, `*bf16` for a pointer."""
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    representative: bool = False
+    """Compiled in every test run; the others nightly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Variant:
+    """One attention shape."""
+
+    dtype: str
+    cache: str
+    head_dim: int
+    group: int
+    window: int = 0
+    deterministic: bool = False
+    representative: bool = False
+
+    @property
+    def shape(self) -> AttentionShape:
+        return AttentionShape(head_dim=self.head_dim, eight_bit=self.cache != "same", wide=self.dtype == "fp32")
+
+    @property
+    def name(self) -> str:
+        parts = [self.dtype, self.cache, f"d{self.head_dim}", f"g{self.group}"]
+        parts += [f"w{self.window}"] * bool(self.window) + ["fixed"] * self.deterministic
+        return "-".join(parts)
+
+    @property
+    def pages(self) -> dict[str, str]:
+        if self.cache == "same":
+            return {"pages_ptr": f"*{self.dtype}"}
+        return {"pages_ptr": f"*{_EIGHT_BIT[self.cache][0]}", "scales_ptr": "*fp32"}
+
+    @property
+    def geometry(self) -> dict[str, Any]:
+        constants = {"GROUP": self.group, "NUM_KV_HEADS": 8, "HEAD_DIM": self.head_dim, "BLOCK_SIZE": 16}
+        constants |= {"WINDOW": self.window, "BLOCK_D": power_of_two(self.head_dim, 16)}
+        return constants if self.cache != "same" else constants | {"scales_ptr": None}
+
+
+def all_cases(table: LaunchTable) -> Iterator[AotCase]:
+    """Every kernel, all dtypes, representative shapes, launched as `table` says."""
+    for variant in _variants():
+        yield _prefill(variant, table)
+        yield from _decode(variant, table)
+    for dtype in _FLOATS:
+        yield from _elementwise(dtype, table)
+        for cache in ("same", *_EIGHT_BIT):
+            for head_dim in (64, 80, 128, 256):
+                yield _rope(dtype, cache, head_dim)
+    yield from _sampling()
+
+
+def _variants() -> Iterator[_Variant]:
+    for dtype in _FLOATS:
+        for cache in ("same", *_EIGHT_BIT):
+            for head_dim in (32, 64, 80, 96, 128, 256):
+                main = dtype == "bf16" and head_dim == 128
+                yield _Variant(dtype=dtype, cache=cache, head_dim=head_dim, group=4, representative=main)
+                if head_dim in (64, 128, 256):
+                    yield _Variant(dtype=dtype, cache=cache, head_dim=head_dim, group=4, deterministic=True)
+            yield _Variant(dtype=dtype, cache=cache, head_dim=128, group=4, window=4096)
+        for group in (1, 7, 8, 16):
+            yield _Variant(dtype=dtype, cache="same", head_dim=128, group=group)
+    yield _Variant(dtype="fp32", cache="same", head_dim=64, group=2, deterministic=True, representative=True)
+
+
+def _prefill(v: _Variant, table: LaunchTable) -> AotCase:
+    launch = table.prefill(v.shape, deterministic=v.deterministic)
+    types = {"queries_ptr": f"*{v.dtype}", **v.pages, "out_ptr": f"*{v.dtype}", "tables_ptr": "*i32"}
+    types |= {"row_starts_ptr": "*i32", "starts_ptr": "*i32", "query_stride": "i32", "out_stride": "i32"}
+    types |= {"table_stride": "i32", "num_seqs": "i32", "score_scale": "fp32"}
+    return AotCase(
+        name=f"paged_prefill {v.name}",
+        kernel=paged_prefill_kernel,
+        types=types,
+        constants=v.geometry
+        | {
+            "FIXED_KEYS": launch.fixed_keys,
+            "BLOCK_M": max(launch.block_m, power_of_two(v.group, 16)),
+            "BLOCK_N": launch.block_n,
+        },
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        representative=v.representative,
+    )
+
+
+def _decode(v: _Variant, table: LaunchTable) -> Iterator[AotCase]:
+    launch = table.decode(v.shape, deterministic=v.deterministic)
+    types = {"queries_ptr": f"*{v.dtype}", **v.pages, "out_ptr": f"*{v.dtype}", "sums_ptr": "*fp32"}
+    types |= {"stats_ptr": "*fp32", "tables_ptr": "*i32", "lengths_ptr": "*i32", "query_stride": "i32"}
+    types |= {"out_stride": "i32", "table_stride": "i32", "score_scale": "fp32"}
+    split = {"NUM_SPLITS": 16, "MIN_KEYS": launch.min_keys, "FIXED_KEYS": launch.fixed_keys, "BLOCK_N": launch.block_n}
+    yield AotCase(
+        name=f"flash_decode {v.name}",
+        kernel=flash_decode_kernel,
+        types=types,
+        constants=v.geometry | split | {"BLOCK_M": max(launch.block_m, power_of_two(v.group, 16))},
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        representative=v.representative,
+    )
+    if v.cache == "same":
+        kept = {name: v.geometry[name] for name in ("HEAD_DIM", "WINDOW", "BLOCK_D")}
+        pointers = ("out_ptr", "sums_ptr", "stats_ptr", "lengths_ptr", "out_stride")
+        yield AotCase(
+            name=f"merge_parts {v.name}",
+            kernel=merge_parts_kernel,
+            types={name: types[name] for name in pointers},
+            constants=kept | split | {"BLOCK_S": 16},
+            representative=v.representative,
+        )
+
+
+def _rope(dtype: str, cache: str, head_dim: int) -> AotCase:
+    types = {name: f"*{dtype}" for name in ("qkv_ptr", "pages_ptr", "query_norm_ptr", "key_norm_ptr")}
+    types |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "slots_ptr": "*i64"}
+    types |= {"qkv_stride": "i32", "angle_stride": "i32", "eps": "fp32"}
+    constants: dict[str, Any] = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": head_dim // 2, "BLOCK_SIZE": 16}
+    constants |= {"LARGEST": 0.0, "BLOCK_HALF": power_of_two(head_dim // 2), "BLOCK_HEADS": 8, "scales_ptr": None}
+    if cache != "same":
+        code, constants["LARGEST"] = _EIGHT_BIT[cache]
+        types |= {"pages_ptr": f"*{code}", "scales_ptr": "*fp32"}
+        del constants["scales_ptr"]
+    return AotCase(
+        name=f"rope_kv {dtype}-{cache}-d{head_dim}",
+        kernel=rope_kv_kernel,
+        types=types,
+        constants=constants,
+        num_warps=2,
+        representative=dtype == "bf16" and head_dim == 128,
+    )
+
+
+def _elementwise(dtype: str, table: LaunchTable) -> Iterator[AotCase]:
+    main = dtype == "bf16"
+    pointer = f"*{dtype}"
+    for size in (1024, 4096, 8192):
+        types = {name: pointer for name in ("residual_ptr", "delta_ptr", "weight_ptr", "out_ptr")}
+        yield AotCase(
+            name=f"add_rms_norm {dtype}-{size}",
+            kernel=add_rms_norm_kernel,
+            types=types | {"delta_stride": "i32", "eps": "fp32"},
+            constants={"SIZE": size, "BLOCK": size},
+            num_warps=min(16, size // 512),
+            representative=main and size == 4096,
+        )
+    yield AotCase(
+        name=f"silu_mul {dtype}",
+        kernel=silu_mul_kernel,
+        types={"stacked_ptr": pointer, "out_ptr": pointer, "stacked_stride": "i32", "size": "i32"},
+        constants={"BLOCK": 1024},
+        representative=main,
+    )
+    launch = table.gemm(wide=dtype == "fp32")
+    types = {name: pointer for name in ("x_ptr", "weight_ptr", "bias_ptr", "out_ptr")}
+    constants = {"OUT": 6144, "DEPTH": 4096, "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n, "TOGETHER": 8}
+    yield AotCase(
+        name=f"gemm_fixed {dtype}",
+        kernel=gemm_fixed_kernel,
+        types=types | {"num_rows": "i32", "x_stride": "i32"},
+        constants=constants | {"BLOCK_K": launch.block_k},
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        representative=main,
+    )
+
+
+def _sampling() -> Iterator[AotCase]:
+    edits = {"logits_ptr": "*fp32", "rows_ptr": "*i32", "token_ids_ptr": "*i32", "values_ptr": "*fp32"}
+    yield AotCase(
+        name="sampling edit",
+        kernel=edit_kernel,
+        types=edits | {"count": "i32", "vocab_size": "i32"},
+        constants={"BLOCK": 128},
+    )
+    floats = ("logits_ptr", "scaled_ptr", "noisy_ptr", "temperature_ptr")
+    counters = {name: "*i64" for name in ("seed_ptr", "position_ptr", "choice_ptr")}
+    marks = {"counts_ptr": "*i32", "slots_ptr": "*i32"}
+    factors = {name: "*fp32" for name in ("repetition_ptr", "presence_ptr", "frequency_ptr")}
+    yield AotCase(
+        name="sampling prepare",
+        kernel=prepare_kernel,
+        types={name: "*fp32" for name in floats} | counters | marks | factors | {"vocab_size": "i32"},
+        constants={"BLOCK": 1024},
+        representative=True,
+    )
+    cuts = {name: "*fp32" for name in ("scaled_ptr", "noisy_ptr", "temperature_ptr", "min_p_ptr", "top_p_ptr")}
+    yield AotCase(
+        name="sampling select",
+        kernel=select_kernel,
+        types=cuts | {"out_ptr": "*i64", "top_k_ptr": "*i64", "vocab_size": "i32"} | marks,
+        constants={"BLOCK": 4096},
+        num_warps=16,
+        representative=True,
+    )
+    none = dict.fromkeys(("temperature_ptr", "min_p_ptr", "top_p_ptr", "top_k_ptr", "counts_ptr", "slots_ptr"))
+    yield AotCase(
+        name="sampling argmax",
+        kernel=select_kernel,
+        types={"scaled_ptr": "*fp32", "noisy_ptr": "*fp32", "out_ptr": "*i64", "vocab_size": "i32"},
+        constants={"BLOCK": 4096, **none},
+        num_warps=16,
+    )

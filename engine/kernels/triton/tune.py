@@ -1,0 +1,165 @@
+"""Time launch candidates on the GPU at hand and write its table: `python -m engine.kernels.triton.tune [--out FILE]`.
+
+Every attention entry of the GPU's present table is tried with neighbouring tiles, warps and stages, on shapes of an
+8B model: prefill of 4,096 tokens, and decoding of 16 sequences of 4,096. Candidates that do not compile or fit are
+skipped. A candidate's time is the median of repeated launches, warm, by `triton.testing.do_bench`. Entries of the
+deterministic mode and of the product are copied: their tiles decide results, and tables may not.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from engine.kernels.triton.flash_decode import DecodeWorkspace, choose_splits, flash_decode
+from engine.kernels.triton.paged_prefill import paged_prefill
+from engine.kernels.triton.pages import LayerPages
+from engine.kernels.triton.reference import quantised
+from engine.kernels.triton.tuning import TABLES, AttentionShape, DecodeLaunch, LaunchTable, PrefillLaunch, load_table
+
+_HEADS, _KV_HEADS, _BLOCK_SIZE = 32, 8, 16
+_TOKENS = 4096
+_SEQUENCES = 16
+
+
+class _Bench:
+    """One attention shape's tensors on the device."""
+
+    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
+        self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        dtype = torch.float32 if shape.wide else torch.bfloat16
+        num_blocks = _SEQUENCES * _TOKENS // _BLOCK_SIZE
+        pages = torch.randn(num_blocks, 2, _KV_HEADS, _BLOCK_SIZE, shape.head_dim, device=device)
+        if shape.eight_bit:
+            codes, scales = quantised(pages, torch.float8_e4m3fn)
+            self._layer = LayerPages(pages=codes, scales=scales)
+        else:
+            self._layer = LayerPages(pages=pages.to(dtype))
+        self._queries = torch.randn(_TOKENS, _HEADS, shape.head_dim, device=device).to(dtype)
+        self._out = torch.empty_like(self._queries)
+        order = torch.randperm(num_blocks, device=device, dtype=torch.int32)
+        self._tables = order.view(_SEQUENCES, -1)
+
+    def prefill_ms(self, launch: PrefillLaunch) -> float:
+        """One fresh sequence."""
+
+        def run() -> None:
+            paged_prefill(
+                self._queries,
+                self._layer,
+                self._out,
+                tables=self._tables[:1],
+                row_starts=self._int32(0, _TOKENS),
+                starts=self._int32(0),
+                window=None,
+                launch=launch,
+            )
+
+        return _median_ms(run)
+
+    def decode_ms(self, launch: DecodeLaunch) -> float:
+        """A batch of long ones, split by the rule."""
+        head_dim, device = self._queries.shape[2], self._queries.device
+        splits = choose_splits(
+            batch=_SEQUENCES, num_kv_heads=_KV_HEADS, max_length=_TOKENS, num_sms=self._num_sms, launch=launch
+        )
+        workspace = DecodeWorkspace.allocate(_SEQUENCES, _HEADS, splits, head_dim, device) if splits > 1 else None
+        lengths = torch.full((_SEQUENCES,), _TOKENS, dtype=torch.int32, device=device)
+
+        def run() -> None:
+            flash_decode(
+                self._queries[:_SEQUENCES],
+                self._layer,
+                self._out[:_SEQUENCES],
+                tables=self._tables,
+                lengths=lengths,
+                window=None,
+                workspace=workspace,
+                launch=launch,
+            )
+
+        return _median_ms(run)
+
+    def _int32(self, *values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self._queries.device)
+
+
+def _median_ms(run: Callable[[], None]) -> float:
+    return float(triton.testing.do_bench(run, return_mode="median"))
+
+
+def prefill_candidates(launch: PrefillLaunch) -> Iterator[PrefillLaunch]:
+    """The table's own launch first, then its neighbours."""
+    yield launch
+    for block_m, block_n, num_warps, num_stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
+        yield replace(launch, block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
+
+
+def decode_candidates(launch: DecodeLaunch) -> Iterator[DecodeLaunch]:
+    """The table's own launch first, then its neighbours."""
+    yield launch
+    for block_n, num_warps, num_stages, least in itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4, 5), (128, 256)):
+        yield replace(launch, block_n=block_n, num_warps=num_warps, num_stages=num_stages, min_keys=least)
+
+
+def fastest(candidates: Iterator[Any], time_ms: Callable[[Any], float]) -> tuple[Any, float]:
+    """The candidate of the least time, and that time. Raises ValueError when none can be launched."""
+    best, best_ms = None, float("inf")
+    for candidate in candidates:
+        try:
+            taken_ms = time_ms(candidate)
+        except (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError):
+            continue
+        if taken_ms < best_ms:
+            best, best_ms = candidate, taken_ms
+    if best is None:
+        raise ValueError("no candidate can be launched on this GPU")
+    return best, best_ms
+
+
+def tuned_table(table: LaunchTable, gpu: str, bench: Callable[[AttentionShape], Any]) -> dict[str, Any]:
+    """A table for `gpu`, with every attention entry of `table` as fast as found; progress goes to stderr."""
+    raw = table.as_json()
+    made: dict[str, Any] = {"gpu": gpu, "source": f"timed on {gpu} with triton {triton.__version__}"}
+    for kernel in ("prefill", "decode"):
+        made[kernel] = []
+        for entry in raw[kernel]:
+            eight_bit, wide = bool(entry.get("eight_bit")), bool(entry.get("wide"))
+            shape = AttentionShape(head_dim=entry["head_dim"], eight_bit=eight_bit, wide=wide)
+            timer = bench(shape)
+            if kernel == "prefill":
+                launch, taken_ms = fastest(prefill_candidates(table.prefill(shape)), timer.prefill_ms)
+            else:
+                launch, taken_ms = fastest(decode_candidates(table.decode(shape)), timer.decode_ms)
+            sys.stderr.write(f"{kernel} {shape}: {taken_ms:.4f} ms with {launch}\n")
+            made[kernel].append({**asdict(shape), **asdict(launch)})
+    return made | {"fixed": raw["fixed"], "gemm": raw["gemm"]}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Tune and write; 2 without a GPU."""
+    parser = argparse.ArgumentParser(prog="python -m engine.kernels.triton.tune", description="tune launch tables")
+    parser.add_argument("--out", type=Path, help="default: the GPU's name among the shipped tables")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        sys.stderr.write("tuning needs a GPU, and torch sees none\n")
+        return 2
+    gpu = torch.cuda.get_device_name()
+    device = torch.device("cuda")
+    made = tuned_table(load_table(gpu), gpu, lambda shape: _Bench(shape, device))
+    path = options.out or TABLES / f"{gpu.lower().replace(' ', '-')}.json"
+    path.write_text(json.dumps(made, indent=2) + "\n")
+    sys.stdout.write(f"{path}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""Launch parameters by GPU and shape, from JSON tables beside this module.
+
+The shipped tables were chosen from resource counts of ahead-of-time compilation for sm_90 (registers, spills, shared
+memory; `python -m engine.kernels.triton.aot`) and from what the shapes suggest. They have not been measured on
+hardware. `python -m engine.kernels.triton.tune` times candidates on the GPU at hand and writes a table of its own.
+
+A table is `{"gpu": name or prefix, "source": how it was made, "prefill": [...], "decode": [...], "fixed": [...],
+"gemm": [...]}`, where "fixed" is what both kinds of attention use in deterministic mode; an
+entry holds a launch's fields and, for attention, `head_dim`, the largest padded head size it is for, and `eight_bit`
+and `wide` (float32 queries), what it is for. The first entry that fits is taken, so order is part of a table.
+"""
+
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tandem.errors import ConfigError
+
+TABLES = Path(__file__).parent / "tables"
+DEFAULT_TABLE = "default"
+FIXED_KEYS = 512
+"""Keys per run in deterministic mode: a multiple of every table's `block_n`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillLaunch:
+    """One program of paged prefill."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    fixed_keys: int = 0
+    """Above zero: results do not depend on chunking."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLaunch:
+    """One program of flash decoding."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    block_m: int = 16
+    min_keys: int = 128
+    """Fewest keys worth a program."""
+    fixed_keys: int = 0
+    """Above zero: results do not depend on lengths."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmLaunch:
+    """One program of the batch-invariant product."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """What a launch of attention depends on."""
+
+    head_dim: int
+    eight_bit: bool = False
+    """The cache is quantised."""
+    wide: bool = False
+    """Queries are float32."""
+
+
+_Launch = TypeVar("_Launch", PrefillLaunch, DecodeLaunch, GemmLaunch)
+
+
+class LaunchTable:
+    """One GPU's parameters."""
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        self.gpu = str(raw.get("gpu", ""))
+        self.source = str(raw.get("source", ""))
+        self._raw = raw
+
+    def prefill(self, shape: AttentionShape, *, deterministic: bool = False) -> PrefillLaunch:
+        """For paged prefill. ConfigError when the table has no entry that fits."""
+        if not deterministic:
+            return _launch(PrefillLaunch, self._fitting("prefill", shape))
+        return replace(_launch(PrefillLaunch, self._fitting("fixed", shape)), fixed_keys=FIXED_KEYS)
+
+    def decode(self, shape: AttentionShape, *, deterministic: bool = False) -> DecodeLaunch:
+        """For flash decoding; in deterministic mode with the tiles of prefill, whose results it must equal."""
+        if not deterministic:
+            return _launch(DecodeLaunch, self._fitting("decode", shape))
+        prefill = self.prefill(shape, deterministic=True)
+        return DecodeLaunch(
+            block_m=prefill.block_m,
+            block_n=prefill.block_n,
+            num_warps=prefill.num_warps,
+            num_stages=prefill.num_stages,
+            fixed_keys=prefill.fixed_keys,
+        )
+
+    def gemm(self, *, wide: bool) -> GemmLaunch:
+        """For the batch-invariant product; `wide`: of float32."""
+        for entry in self._entries("gemm"):
+            if bool(entry.get("wide")) == wide:
+                return _launch(GemmLaunch, entry)
+        raise ConfigError(f"the launch table of {self.gpu!r:.60} has no gemm entry for wide={wide}")
+
+    def as_json(self) -> dict[str, Any]:
+        """What was read; not to be changed."""
+        return self._raw
+
+    def _fitting(self, kernel: str, shape: AttentionShape) -> dict[str, Any]:
+        for entry in self._entries(kernel):
+            same = bool(entry.get("eight_bit")) == shape.eight_bit and bool(entry.get("wide")) == shape.wide
+            if same and shape.head_dim <= int(entry["head_dim"]):
+                return entry
+        raise ConfigError(f"the launch table of {self.gpu!r:.60} has no {kernel} entry for {shape}")
+
+    def _entries(self, kernel: str) -> list[dict[str, Any]]:
+        entries = self._raw.get(kernel)
+        if not isinstance(entries, list):
+            raise ConfigError(f"the launch table of {self.gpu!r:.60} has no list {kernel!r}")
+        return entries
+
+
+def load_table(gpu_name: str, directory: Path = TABLES) -> LaunchTable:
+    """The table whose `gpu` is the longest prefix of `gpu_name`, as torch.cuda.get_device_name() gives it; or default.
+
+    Raises ConfigError when a table cannot be read.
+    """
+    tables = [LaunchTable(_read(path)) for path in sorted(directory.glob("*.json"))]
+    fit = [table for table in tables if gpu_name.startswith(table.gpu) or table.gpu == DEFAULT_TABLE]
+    if not fit:
+        raise ConfigError(f"no launch table in {directory}")
+    return max(fit, key=lambda table: 0 if table.gpu == DEFAULT_TABLE else len(table.gpu))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"launch table {path}: {error}") from error
+    if not isinstance(raw, dict) or not raw.get("gpu"):
+        raise ConfigError(f"launch table {path}: must be an object that names its gpu")
+    return raw
+
+
+def _launch(kind: type[_Launch], entry: dict[str, Any]) -> _Launch:
+    names = {field.name for field in fields(kind)}
+    try:
+        return kind(**{name: int(value) for name, value in entry.items() if name in names})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"launch table entry {entry}: {error}") from error

@@ -1,0 +1,228 @@
+"""Chooses what one step computes: decode first, then prompts in order, within the step's budgets.
+
+Sequences that are one token behind come first, since somebody reads along. What is left goes, in rank order and at
+most `prefill_chunk_tokens` in all, to those further behind: running ones and, from the queue, newcomers that rank
+before them. So a prompt's first token waits for no later prompt's chunk, and a step never gets longer than its decodes
+and one chunk.
+
+Progress: one total rank orders everything. A request that finds no block preempts the last-ranked one, itself if need
+be, never one before it; and while the queue's head finds no room nothing else enters, reservations included. So the
+first-ranked request always advances, unless all blocks are held by hand-offs, which end by lease.
+"""
+
+from engine.block_manager import BlockManager, PrefixMatch
+from engine.config import EngineConfig
+from engine.in_flight import InFlight
+from engine.notices import Notices
+from engine.preemption import Offloading
+from engine.queue_order import QueueOrder
+from engine.request import Batch, Request, RequestState
+from engine.request_queue import Rank
+from engine.roster import Roster
+from engine.step_plan import StepPlan
+from tandem.ids import RequestId
+
+
+class Planner:
+    """Between a roster of requests and the blocks they need."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        blocks: BlockManager,
+        roster: Roster,
+        notices: Notices,
+        offloading: Offloading | None = None,
+    ) -> None:
+        """`offloading`: where preempted requests' KV may go; without it everything is recomputed."""
+        self.head_is_blocked = False
+        """The first of the queue finds no room: nothing may enter before it."""
+        self._config = config
+        self._blocks = blocks
+        self._roster = roster
+        self._notices = notices
+        self._offloading = offloading
+        self._in_flight = InFlight(blocks)
+        self._order = QueueOrder(roster.waiting, blocks, self._in_flight, max_overtakes=config.max_overtakes)
+        self._was_admitted: set[RequestId] = set()
+
+    def admitted_elsewhere(self, request: Request) -> None:
+        """Its reservation was its admission: the prefix found then is what it was spared, not what landed since."""
+        self._was_admitted.add(request.request_id)
+
+    def surrender(self, request: Request) -> None:
+        """The request gives up its blocks, and nobody can share them any more."""
+        self._in_flight.leave(request)
+        self._blocks.surrender(request.request_id, request.block_table.clear())
+
+    def forget(self, request: Request) -> None:
+        """The request is over."""
+        self.surrender(request)
+        self._in_flight.forget(request)
+        self._was_admitted.discard(request.request_id)
+        self._order.forget(request.request_id)
+        if self._offloading is not None:
+            self._offloading.drop(request.request_id)
+
+    def executed(self) -> None:
+        """The batch is computed: its moves are done."""
+        self._blocks.end_copies()
+        if self._offloading is not None:
+            self._offloading.executed()
+
+    # Running requests
+
+    def plan(self, now: float) -> Batch | None:
+        """The next step's work; None when nothing can run. O(running requests + admitted blocks)."""
+        plan = StepPlan(
+            max_tokens=self._config.max_batched_tokens,
+            max_rows=self._config.max_running_requests,
+            chunk_tokens=self._config.prefill_chunk_tokens,
+        )
+        self._in_flight.begin_step()
+        self.head_is_blocked = False
+        for request in self._plan_decodes(plan):
+            if plan.has_room(2):
+                self._admit(plan, now, before=self._roster.rank(request))
+                self._plan_one(request, plan)
+        # After a preemption the room is for those who run; only when it left nobody may the queue be asked.
+        self._admit(plan, now, before=None)
+        if not len(plan):
+            return None
+        return plan.batch(self._offloading.take_offloads() if self._offloading is not None else ())
+
+    def _plan_decodes(self, plan: StepPlan) -> list[Request]:
+        """Plan those one token behind; returns the others, in order."""
+        running = list(self._roster.running)
+        behind: list[Request] = []
+        size = self._blocks.block_size
+        running_state = RequestState.RUNNING
+        # One row is kept for the oldest even if it is in the middle of its prompt: everybody progresses in turn.
+        spare = 1 if running and running[0].num_uncomputed_tokens > 1 else 0
+        room = min(plan.tokens_left, plan.rows_left) - spare
+        for request in running:
+            num_computed = request.num_computed_tokens
+            if len(request.token_ids) - num_computed > 1:
+                behind.append(request)
+            elif room <= 0:
+                continue
+            elif num_computed % size and request.state is running_state:
+                # The token before it has a block with room for this one.
+                plan.add_token(request)
+                room -= 1
+            else:
+                self._plan_one(request, plan)
+                room = min(plan.tokens_left, plan.rows_left) - spare
+        return behind
+
+    def _plan_one(self, request: Request, plan: StepPlan) -> None:
+        """Schedule a running request, taking blocks from those behind it when there are no others."""
+        if request.state is not RequestState.RUNNING or not plan.has_room(request.num_uncomputed_tokens):
+            return
+        num_missing = self._blocks.blocks_for(request.num_tokens) - len(request.block_table)
+        while num_missing > self._blocks.num_available:
+            victim = self._last_preemptible()
+            if victim is None or self._roster.rank(victim) <= self._roster.rank(request):
+                self._preempt(request, plan)
+                return
+            self._preempt(victim, plan)
+        if num_missing > 0:
+            self._blocks.grow(request, self._blocks.allocate(num_missing))
+        plan.add(request)
+
+    def _last_preemptible(self) -> Request | None:
+        """The last-ranked running request whose blocks would really come free."""
+        for request in reversed(self._roster.running):
+            if not request.prefill_only and not self._blocks.is_pinned(request.request_id):
+                return request
+        return None
+
+    def _preempt(self, request: Request, plan: StepPlan) -> None:
+        """Back to the queue; what it had computed is saved, or stays findable while memory allows."""
+        plan.drop(request)
+        plan.has_preempted = True
+        self.head_is_blocked = True
+        if self._offloading is not None:
+            self._offloading.save(request)
+        self.surrender(request)
+        self._roster.requeue(request)
+        request.num_preemptions += 1
+        self._notices.preemption(request)
+
+    # The queue
+
+    def _admit(self, plan: StepPlan, now: float, *, before: Rank | None) -> None:
+        """Admit from the queue, those that rank before `before`; a head without room preempts only lower priorities."""
+        if len(plan) and (plan.has_preempted or self.head_is_blocked):
+            return
+        while len(self._roster.running) < self._config.max_running_requests and plan.has_room(1):
+            if before is not None and self._next_ranks_after(before):
+                return
+            choice = self._order.choose(may_wait=len(plan) > 0)
+            if choice is None or (before is not None and self._roster.rank(choice.head.request) > before):
+                return
+            head = choice.head
+            if not self._fits(head.match):
+                victim = self._last_preemptible()
+                if victim is None or not self._yields(victim, head.request):
+                    self.head_is_blocked = True
+                    return
+                self._preempt(victim, plan)
+                continue
+            best = choice.best
+            if not self._fits(best.match):
+                best = head
+            if not self._start(best.request, best.match, plan, now):
+                return
+            if best is not head:
+                self._order.left(choice)
+            if plan.has_preempted:
+                return
+
+    def _next_ranks_after(self, rank: Rank) -> bool:
+        waiting = self._roster.waiting
+        return not len(waiting) or self._roster.rank(waiting.first()) > rank
+
+    def _yields(self, victim: Request, request: Request) -> bool:
+        """Whether a running request makes room for a waiting one: only for a higher priority, and one before it."""
+        return victim.priority > request.priority and self._roster.rank(victim) > self._roster.rank(request)
+
+    def _fits(self, match: PrefixMatch) -> bool:
+        # Beside others some room stays for their growth, or the newcomer would be preempted at once.
+        margin = 1 + self._config.num_blocks // 100 if len(self._roster.running) else 0
+        return match.cost + margin <= self._blocks.num_available
+
+    def _start(self, request: Request, match: PrefixMatch, plan: StepPlan, now: float) -> bool:
+        """Give a waiting request its blocks and a share of the step; False when the step has no tokens for it."""
+        offloading, found = self._offloading, match.num_blocks
+        num_saved = 0 if offloading is None else offloading.num_saved_tokens(request, found)
+        twin = None if num_saved else self._in_flight.twin(request, found)
+        num_here = num_saved or (twin.num_tokens if twin is not None else found * self._blocks.block_size)
+        if not plan.has_room(request.num_tokens - num_here):
+            return False
+        self._blocks.take_prefix(request, match)
+        if twin is not None:
+            plan.move(request, loads=[], copies=[self._blocks.fork(request, twin.block)])
+            request.num_computed_tokens = twin.num_tokens
+        missing = self._blocks.blocks_for(request.num_tokens) - len(request.block_table)
+        self._blocks.grow(request, self._blocks.allocate(missing))
+        if offloading is not None:
+            if num_saved:
+                plan.move(request, loads=offloading.resume(request), copies=[])
+                self._blocks.release(self._blocks.index_computed(request, found))
+            else:
+                offloading.drop(request.request_id)
+        self._roster.admit(request)
+        self._in_flight.forget(request)
+        self._in_flight.enter(request)
+        self._note_admission(request, now)
+        plan.add(request)
+        return True
+
+    def _note_admission(self, request: Request, now: float) -> None:
+        if request.request_id in self._was_admitted:
+            return
+        self._was_admitted.add(request.request_id)
+        request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        self._notices.admission(request, now)

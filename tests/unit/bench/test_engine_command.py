@@ -1,0 +1,101 @@
+"""The command: what its options mean, what it draws, what it says when it cannot."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.engine_bench import contestants, options, plot
+from bench.engine_bench.baselines import _BASELINES
+from bench.engine_bench.figures import Summary
+from bench.engine_bench.measure import Scale, make_subject, pool_blocks
+from bench.engine_bench.rounds import Cell
+from bench.errors import CannotMeasure
+from bench.make_model import write_model
+from bench.peers.environments import ENVIRONMENTS
+from bench.shapes import SHAPES
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    options.add_options(parser)
+    return parser.parse_args(arguments)
+
+
+def test_names_on_the_command_line_are_those_of_the_modules() -> None:
+    assert set(options.SHAPE_NAMES) == SHAPES.keys()
+    assert set(options.PEER_NAMES) == ENVIRONMENTS.keys() == set(contestants.PEERS)
+    assert set(options.BASELINE_NAMES) == _BASELINES.keys()
+
+
+def test_parts_and_peers_follow_from_the_flags() -> None:
+    assert options.parts(parsed()) == options.DEFAULT_PARTS
+    assert options.parts(parsed("--full")) == options.PARTS
+    assert options.parts(parsed("--baseline", "no-kv-cache")) == ("baselines",)
+    assert options.parts(parsed("--only", "worker")) == ("worker",)
+    assert options.peers(parsed()) == ()
+    assert options.peers(parsed("--full")) == options.PEER_NAMES
+    assert options.peers(parsed("--full", "--peer", "vllm")) == ("vllm",)
+
+
+def test_only_the_bare_command_hurries() -> None:
+    assert Scale.of(parsed()).limit_s is not None
+    assert Scale.of(parsed("--full")).limit_s is None
+    peers = Scale.of(parsed("--peer", "vllm"))
+    assert peers.limit_s is None
+    assert peers.num_rounds == 3
+    assert {cell.num_tokens for cell in peers.cells} == {128}
+
+
+def test_the_pool_holds_the_largest_job() -> None:
+    cell = Cell(concurrency=16, prompt_tokens=512, num_tokens=128)
+    assert 16 * 40 <= pool_blocks((cell,)) <= 16 * 44
+    busy = Cell(concurrency=16, prompt_tokens=512, num_tokens=128, with_newcomers=True)
+    assert pool_blocks((busy,)) > pool_blocks((cell,))
+
+
+def test_a_model_with_too_short_a_context_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, SHAPES["tiny"])
+    given = parsed("--model", str(tmp_path), "--full")
+    with pytest.raises(CannotMeasure, match="holds 1024 tokens"):
+        make_subject(given, Scale.of(given), lambda _: None)
+
+
+def test_settings_reach_the_engine_and_others_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, SHAPES["tiny"])
+    given = parsed("--model", str(tmp_path), "--set", "engine.prefill_chunk_tokens=64", "--threads", "1")
+    stage = make_subject(given, Scale.of(given), lambda _: None).stage
+    assert stage.overrides()["engine.prefill_chunk_tokens"] == 64
+    assert stage.overrides()["engine.num_threads"] == 1
+    given = parsed("--model", str(tmp_path), "--set", "router.port=1")
+    with pytest.raises(CannotMeasure, match=r"engine\.KEY"):
+        make_subject(given, Scale.of(given), lambda _: None)
+
+
+def summary(contestant: str) -> Summary:
+    return Summary(
+        contestant=contestant,
+        cell=Cell(concurrency=4, prompt_tokens=512, num_tokens=128),
+        prefill_tokens_per_s=1000,
+        decode_tokens_per_s=50,
+        first_token_s=1,
+        gap_p50_s=0.1,
+        gap_p99_s=0.2,
+        read_bytes_per_s=1e10,
+        limit_share=0.5,
+        flops_per_s=1e12,
+        machine_bytes_per_s=2e10,
+    )
+
+
+def test_without_matplotlib_the_plot_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(CannotMeasure, match="pip install"):
+        plot.draw(tmp_path / "a.png", [summary("tandem")], title="t")
+
+
+def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot.draw(tmp_path / "a.png", [summary("tandem"), summary("somebody else")], title="t")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

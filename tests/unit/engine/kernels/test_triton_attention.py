@@ -1,0 +1,226 @@
+"""Paged prefill and flash decoding against plain torch: random shapes, ragged batches, quantised caches."""
+
+import random
+
+import pytest
+import torch
+
+from tests.unit.engine.kernels.triton_interpreter import interpreted, make_pages, make_tables, randn  # isort: skip
+from engine.kernels.triton import reference
+from engine.kernels.triton.flash_decode import DecodeWorkspace, choose_splits, flash_decode
+from engine.kernels.triton.paged_prefill import paged_prefill, row_starts_of
+from engine.kernels.triton.pages import LayerPages
+from engine.kernels.triton.tuning import DecodeLaunch, PrefillLaunch
+from tandem.errors import ConfigError
+
+__all__ = ["interpreted"]
+
+HEAD_DIMS = (32, 64, 80, 96, 128, 256)
+GROUPS = (1, 2, 3, 4, 5, 7, 8, 16)
+CACHES = ("same", "same", "int8", "fp8")
+EIGHT_BIT = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
+
+
+def int32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+class Case:
+    """A random cache and batch; seeds cycle through group sizes, head sizes, caches and dtypes together."""
+
+    def __init__(self, seed, *, single):
+        rng = self.rng = random.Random(seed)
+        self.dtype = (torch.float32, torch.float16)[seed % 2]
+        self.group, self.head_dim = GROUPS[seed % len(GROUPS)], HEAD_DIMS[seed % len(HEAD_DIMS)]
+        self.num_kv_heads = rng.choice([1, 2, 3])
+        self.block_size = rng.choice([4, 16])
+        self.window = rng.choice([None, None, 1, 7, 20, 40])
+        self.counts = [1] * rng.randint(1, 4) if single else [rng.choice([0, 1, 2, 9, 17, 33]) for _ in range(4)]
+        self.starts = [rng.choice([0, 0, 1, 15, 16, 31, 50, 75]) for _ in self.counts]
+        self.lengths = [start + count for start, count in zip(self.starts, self.counts, strict=True)]
+        num_blocks = sum(-(-length // self.block_size) for length in self.lengths) + 3
+        self.layer = make_pages(
+            rng,
+            num_blocks=num_blocks,
+            num_kv_heads=self.num_kv_heads,
+            block_size=self.block_size,
+            head_dim=self.head_dim,
+            dtype=EIGHT_BIT.get(rng.choice(CACHES), self.dtype),
+        )
+        self.tables = make_tables(rng, self.lengths, self.block_size, num_blocks)
+        heads = self.num_kv_heads * (self.group + 2)  # a row as it lies in the projection, keys and values behind it
+        rows = randn(rng, sum(self.counts), heads, self.head_dim, dtype=self.dtype)
+        self.queries = rows[:, : self.num_kv_heads * self.group]
+
+    def expected(self):
+        return reference.attention(
+            self.queries,
+            self.layer,
+            tables=self.tables,
+            starts=int32(self.starts),
+            counts=int32(self.counts),
+            window=self.window,
+        )
+
+    def prefill(self, launch, rows=slice(None), starts=None, counts=None):
+        queries = self.queries[rows]
+        out = torch.full_like(queries, 77.0, memory_format=torch.contiguous_format)
+        paged_prefill(
+            queries,
+            self.layer,
+            out,
+            tables=self.tables,
+            row_starts=row_starts_of(int32(self.counts if counts is None else counts)),
+            starts=int32(self.starts if starts is None else starts),
+            window=self.window,
+            launch=launch,
+        )
+        return out
+
+    def decode(self, launch, splits, lengths=None):
+        out = torch.full_like(self.queries, 77.0, memory_format=torch.contiguous_format)
+        workspace = None
+        if splits > 1:
+            workspace = DecodeWorkspace.allocate(len(out) + 1, self.queries.shape[1], splits, self.head_dim, "cpu")
+            workspace.sums.fill_(float("nan"))
+            workspace.stats.fill_(float("nan"))
+        flash_decode(
+            self.queries,
+            self.layer,
+            out,
+            tables=self.tables,
+            lengths=int32(self.lengths if lengths is None else lengths),
+            window=self.window,
+            workspace=workspace,
+            launch=launch,
+        )
+        return out
+
+    def check(self, out):
+        torch.testing.assert_close(out.float(), self.expected(), atol=TOLERANCE[self.dtype], rtol=TOLERANCE[self.dtype])
+
+
+def prefill_case(seed):
+    case = Case(seed, single=False)
+    block_m, block_n = case.rng.choice([(16, 16), (32, 16), (64, 32)])
+    case.check(case.prefill(PrefillLaunch(block_m=block_m, block_n=block_n, num_warps=4, num_stages=2)))
+
+
+def decode_case(seed):
+    case = Case(seed, single=True)
+    launch = DecodeLaunch(block_n=case.rng.choice([16, 32]), num_warps=4, num_stages=2, min_keys=16)
+    case.check(case.decode(launch, case.rng.choice([1, 2, 3, 8])))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_prefill_is_attention(seed):
+    prefill_case(seed)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_decode_is_attention(seed):
+    decode_case(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 400))
+def test_attention_over_many_shapes(seed):
+    prefill_case(seed)
+    decode_case(seed)
+
+
+def test_rows_of_nobody_are_left_alone():
+    case = Case(4, single=False)
+    case.queries = torch.cat((case.queries, torch.full_like(case.queries[:3], float("nan"))))
+    out = case.prefill(PrefillLaunch(block_m=16, block_n=16, num_warps=4, num_stages=2))
+    assert (out[-3:] == 77.0).all()
+    case.queries = case.queries[:-3]
+    case.check(out[:-3])
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("fixed_keys", [0, 32])
+def test_padding_gets_zeros(splits, fixed_keys):
+    """A CUDA graph's spare rows: length 0, whatever the query and the table hold."""
+    case = Case(6, single=True)
+    case.starts = case.starts[:1] * 3
+    case.queries = torch.cat((case.queries[:1], torch.full_like(case.queries[:2], 9.0)))
+    case.tables = torch.cat((case.tables[:1], torch.full_like(case.tables[:1], 2**30).expand(2, -1)))
+    launch = DecodeLaunch(block_n=16, num_warps=4, num_stages=2, min_keys=16, fixed_keys=fixed_keys)
+    out = case.decode(launch, splits, lengths=[case.lengths[0], 0, 0])
+    assert (out[1:] == 0.0).all()
+    assert out[0].isfinite().all()
+
+
+def test_offsets_do_not_wrap():
+    """Blocks beyond 2^31 elements: the cache is memory that is reserved, and touched only where it is used."""
+    head_dim, block_size, block = 128, 16, 2**20
+    pages = torch.empty(block + 2, 2, 1, block_size, head_dim, dtype=torch.float16)
+    assert block * pages.stride(0) >= 2**32
+    layer = LayerPages(pages=pages)
+    rng = random.Random(1)
+    pages[block : block + 2] = randn(rng, 2, 2, 1, block_size, head_dim, dtype=torch.float16)
+    queries = randn(rng, 1, 2, head_dim, dtype=torch.float16)
+    tables, out = int32([[block + 1, block]]), torch.empty_like(queries)
+    expected = reference.attention(queries, layer, tables=tables, starts=int32([20]), counts=int32([1]), window=None)
+    launch = DecodeLaunch(block_n=16, num_warps=4, num_stages=2)
+    flash_decode(queries, layer, out, tables=tables, lengths=int32([21]), window=None, workspace=None, launch=launch)
+    torch.testing.assert_close(out.float(), expected, atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_fixed_runs_give_the_same_bits_in_any_chunks(seed):
+    """Decode equals prefill, whole or in pieces, alone or in company, bit for bit."""
+    case = Case(2 * seed, single=False)  # float32
+    launch = PrefillLaunch(block_m=64, block_n=16, num_warps=4, num_stages=2, fixed_keys=32)
+    whole = case.prefill(launch)
+    begin = 0
+    for sequence, (start, count) in enumerate(zip(case.starts, case.counts, strict=True)):
+        tables, first = case.tables, case.rng.randint(0, count)
+        case.tables = tables[sequence : sequence + 1]
+        for offset, size in ((0, first), (first, count - first)):
+            rows = slice(begin + offset, begin + offset + size)
+            assert torch.equal(case.prefill(launch, rows, [start + offset], [size]), whole[rows])
+        if count:
+            decode = DecodeLaunch(block_m=64, block_n=16, num_warps=4, num_stages=2, fixed_keys=32)
+            queries, case.queries = case.queries, case.queries[begin + count - 1 : begin + count]
+            for spare in (0, 3):
+                splits = choose_splits(
+                    batch=1, num_kv_heads=1, max_length=case.lengths[sequence] + 32 * spare, num_sms=1, launch=decode
+                )
+                one = case.decode(decode, splits, lengths=[case.lengths[sequence]])
+                assert torch.equal(one[0], whole[begin + count - 1])
+            case.queries = queries
+        case.tables = tables
+        begin += count
+
+
+def test_splits_fill_the_machine_and_no_more():
+    launch = DecodeLaunch(block_n=64, num_warps=4, num_stages=3, min_keys=128)
+
+    def splits(batch, max_length, fixed_keys=0):
+        chosen = (
+            launch if not fixed_keys else DecodeLaunch(block_n=64, num_warps=4, num_stages=3, fixed_keys=fixed_keys)
+        )
+        return choose_splits(batch=batch, num_kv_heads=8, max_length=max_length, num_sms=132, launch=chosen)
+
+    assert splits(1, 8192) == 32  # 2 * 132 programs over 8 heads
+    assert splits(1, 512) == 4
+    assert splits(64, 8192) == 1
+    assert splits(1, 1) == 1
+    assert splits(4, 8192) == 8
+    assert splits(64, 8192, fixed_keys=512) == 16
+    assert splits(1, 8193, fixed_keys=512) == 32
+
+
+def test_a_cache_and_its_scales_must_match():
+    pages = torch.zeros(2, 2, 1, 4, 8)
+    with pytest.raises(ConfigError, match="takes no scales"):
+        LayerPages(pages=pages, scales=torch.zeros(2, 2, 1, 4))
+    with pytest.raises(ConfigError, match="needs scales"):
+        LayerPages(pages=pages.to(torch.int8))
+    with pytest.raises(ConfigError, match="one per token and head"):
+        LayerPages(pages=pages.to(torch.int8), scales=torch.zeros(2, 2, 1))
+    with pytest.raises(ConfigError, match="contiguous"):
+        LayerPages(pages=pages.transpose(3, 4))

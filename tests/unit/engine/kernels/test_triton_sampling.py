@@ -1,0 +1,255 @@
+"""Sampling kernels against the torch sampler: the same words, the same noise, the same tokens."""
+
+import random
+from array import array
+
+import pytest
+import torch
+
+from tests.unit.engine.kernels.triton_interpreter import interpreted, interpreting  # isort: skip
+import triton
+import triton.language as tl
+
+from engine.kernels.triton.cutoffs import kth_largest
+from engine.kernels.triton.noise import accurate_log, gumbel_tile, philox_words
+from engine.kernels.triton.sampling import LogitEdits, Penalties, TokenCounts, TritonSampling
+from engine.philox import gumbel_noise, philox4x32
+from engine.request import Request
+from engine.sampler import Sampler
+from engine.sampling_kernels import DrawParams, TorchSampling
+from tandem.ids import BlockHash, RequestId
+from tandem.sampling import SamplingParams
+
+__all__ = ["interpreted"]
+
+
+with interpreting():
+
+    @triton.jit
+    def words_kernel(out_ptr, position, choice, seed_ptr, BLOCK: tl.constexpr):
+        seed = tl.load(seed_ptr)
+        quad = tl.arange(0, BLOCK)
+        words = philox_words(quad, position, choice, (seed & 0xFFFFFFFF).to(tl.uint32), (seed >> 32).to(tl.uint32))
+        for number in tl.static_range(4):
+            tl.store(out_ptr + quad * 4 + number, words[number].to(tl.int64))
+
+    @triton.jit
+    def noise_kernel(out_ptr, first, position, choice, seed_ptr, BLOCK: tl.constexpr):
+        tile = gumbel_tile(first, position, choice, tl.load(seed_ptr), BLOCK)
+        tl.store(out_ptr + tl.arange(0, BLOCK), tile)
+
+    @triton.jit
+    def log_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
+        index = tl.arange(0, BLOCK)
+        tl.store(out_ptr + index, accurate_log(tl.load(x_ptr + index)))
+
+    @triton.jit
+    def kth_kernel(x_ptr, out_ptr, size, k, BLOCK: tl.constexpr):
+        tl.store(out_ptr, kth_largest(x_ptr, size, k, BLOCK))
+
+
+SEEDS = (0, 1, 2**31, 2**32 + 5, 2**63 - 1, -1, -(2**63), 0x123456789ABCDEF)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_words_are_philoxs(seed):
+    out, quads = torch.empty(64, 4, dtype=torch.int64), torch.arange(64)
+    words_kernel[(1,)](out, 77, 3, torch.tensor([seed]), BLOCK=64)
+    key = torch.tensor(seed & 0xFFFFFFFF), torch.tensor((seed >> 32) & 0xFFFFFFFF)
+    expected = philox4x32((quads, torch.tensor(77), torch.tensor(3), torch.tensor(0)), key)
+    assert torch.equal(out & 0xFFFFFFFF, torch.stack(expected, -1))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_noise_is_the_samplers(seed):
+    out = torch.empty(1024)
+    noise_kernel[(1,)](out, 4096, 12, 1, torch.tensor([seed]), BLOCK=1024)
+    expected = gumbel_noise(torch.tensor([seed]), torch.tensor([12]), torch.tensor([1]), 5120)[0, 4096:]
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-6)
+
+
+def test_logarithms_keep_their_digits_near_one():
+    near_one = 1.0 + torch.linspace(-0.3, 0.3, 1024, dtype=torch.float64).pow(3)
+    wide = torch.logspace(-37.5, 38, 1024, dtype=torch.float64)
+    for x in (near_one.float(), wide.float()):
+        out = torch.empty_like(x)
+        log_kernel[(1,)](x, out, BLOCK=1024)
+        torch.testing.assert_close(out.double(), x.double().log(), atol=1e-12, rtol=3e-7)
+
+
+def test_the_kth_largest_of_floats_of_every_kind():
+    rng = random.Random(0)
+    x = torch.randn(700, generator=torch.Generator().manual_seed(1)) * 10.0 ** torch.arange(-30, 40, 0.1)[:700]
+    x[::7] = x[3].clone()
+    x[::11] = float("-inf")
+    x[::13] = 0.0
+    ordered = x.sort(descending=True).values
+    for k in [1, 2, 699, 700, *(rng.randint(1, 700) for _ in range(12))]:
+        out = torch.empty(1)
+        kth_kernel[(1,)](x, out, 700, k, BLOCK=256)
+        assert out.item() == ordered[k - 1].item()
+
+
+def draw_params(rng, rows, greedy=0.0):
+    def column(dtype, choose):
+        return torch.tensor([choose() for _ in range(rows)], dtype=dtype)
+
+    return DrawParams(
+        temperature=column(torch.float32, lambda: 0.0 if rng.random() < greedy else rng.choice([0.3, 0.7, 1.0, 1.5])),
+        min_p=column(torch.float32, lambda: rng.choice([0.0, 0.0, 0.01, 0.1, 0.5, 1.0])),
+        top_p=column(torch.float32, lambda: rng.choice([1.0, 1.0, 0.1, 0.5, 0.9, 0.95, 0.999])),
+        top_k=column(torch.int64, lambda: rng.choice([0, -1, 1, 2, 5, 50, 1000, 10**6])),
+        seed=column(torch.int64, lambda: rng.getrandbits(63) - 2**62),
+        position=column(torch.int64, lambda: rng.randrange(5000)),
+        choice=column(torch.int64, lambda: rng.randrange(16)),
+    )
+
+
+def draw_case(vocab_size, rows, seed=0):
+    rng = random.Random(vocab_size + seed)
+    generator = torch.Generator().manual_seed(vocab_size + seed)
+    for spread in (0.5, 2.0, 6.0):
+        logits = torch.randn(rows, vocab_size, generator=generator) * spread
+        logits[-1, : vocab_size // 2] = float("-inf")  # banned
+        logits[-2] = -logits[-2].abs() - 1.0
+        params = draw_params(rng, rows)
+        drawn, expected = TritonSampling().draw(logits, params), TorchSampling().draw(logits, params)
+        assert torch.equal(drawn, expected)
+
+
+@pytest.mark.parametrize(("vocab_size", "rows"), [(1, 4), (3, 8), (65, 16), (2048, 8), (4099, 8), (32_003, 2)])
+def test_draws_the_samplers_token(vocab_size, rows):
+    draw_case(vocab_size, rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(("vocab_size", "rows"), [(2048, 32), (65_536, 8), (152_064, 8)])
+def test_draws_over_large_vocabularies(vocab_size, rows, seed):
+    draw_case(vocab_size, rows, seed + 1)
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.9}])
+def test_ties_with_the_last_one_kept_are_kept(cut):
+    logits = torch.full((40, 64), -4.0)
+    logits[:, ::8] = 2.0  # eight equal ones: each of them is the third, holds the half, is the largest
+    rows = len(logits)
+    values = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **cut}
+    params = DrawParams(
+        temperature=torch.ones(rows),
+        min_p=torch.full((rows,), values["min_p"]),
+        top_p=torch.full((rows,), values["top_p"]),
+        top_k=torch.full((rows,), values["top_k"]),
+        seed=torch.arange(rows),
+        position=torch.zeros(rows, dtype=torch.int64),
+        choice=torch.zeros(rows, dtype=torch.int64),
+    )
+    drawn = TritonSampling().draw(logits, params)
+    assert torch.equal(drawn, TorchSampling().draw(logits, params))
+    assert sorted(set(drawn.tolist())) == list(range(0, 64, 8))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 15, 5000])
+def test_argmax_takes_the_first(vocab_size):
+    logits = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(0)).round()
+    logits[2] = float("-inf")
+    logits[3] = 1.0
+    expected = torch.from_numpy(logits.numpy().argmax(axis=-1))
+    assert torch.equal(TritonSampling().argmax(logits), expected)
+
+
+def request(rng, vocab_size, row):
+    prompt, output = ([rng.randrange(vocab_size) for _ in range(n)] for n in (9, rng.choice([0, 1, 12])))
+    return Request(
+        request_id=RequestId(str(row)),
+        token_ids=array("i", [*prompt, *output]),
+        num_prompt_tokens=len(prompt),
+        params=SamplingParams(
+            temperature=rng.choice([0.0, 0.8, 1.2]),
+            top_p=rng.choice([1.0, 0.9]),
+            top_k=rng.choice([0, 20]),
+            seed=rng.getrandbits(40),
+            repetition_penalty=rng.choice([1.0, 1.3]),
+            presence_penalty=rng.choice([0.0, 0.7]),
+            frequency_penalty=rng.choice([0.0, 0.4, -0.4]),
+            logit_bias={rng.randrange(vocab_size): rng.uniform(-3, 3) for _ in range(rng.choice([0, 4]))} or None,
+            min_tokens=rng.choice([0, 5]),
+            stop_token_ids=(1, 2),
+        ),
+        hash_root=BlockHash(b""),
+        choice_index=rng.randrange(3),
+    )
+
+
+def edits_of(requests, sampler):
+    edits = [(i, t, v) for i, r in enumerate(requests) for t, v in (r.params.logit_bias or {}).items()]
+    edits += [(i, t, float("-inf")) for i, r in enumerate(requests) for t in sampler._banned(r)]
+    edits.append((-1, 0, 5.0))  # padding
+    return LogitEdits(
+        rows=torch.tensor([e[0] for e in edits], dtype=torch.int32),
+        token_ids=torch.tensor([e[1] for e in edits], dtype=torch.int32),
+        values=torch.tensor([e[2] for e in edits]),
+    )
+
+
+def test_the_whole_of_sampling_is_the_samplers():
+    """Biases, bans and penalties too, from state that lives on the device and is updated by the kernel."""
+    rng, vocab_size, rows = random.Random(5), 600, 24
+    requests = [request(rng, vocab_size, row) for row in range(rows)]
+    logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(3)) * 2
+    sampler = Sampler(eos_token_ids=(3,))
+    expected = [token.token_id for token in sampler.sample(logits, requests)]
+
+    counts = TokenCounts.allocate(rows + 2, vocab_size, "cpu")
+    counts.counts.fill_(7)  # what an earlier request left
+    slots = rng.sample(range(rows + 2), rows)
+    for slot, r in zip(slots, requests, strict=True):
+        ids = torch.tensor(r.token_ids, dtype=torch.int64)
+        counts.restart(slot, ids[: r.num_prompt_tokens], ids[r.num_prompt_tokens :])
+    before = counts.counts.clone()
+    original = logits.clone()
+
+    def column(dtype, name):
+        return torch.tensor([getattr(r.params, name) for r in requests], dtype=dtype)
+
+    chosen = TritonSampling().choose(
+        logits,
+        DrawParams(
+            temperature=column(torch.float32, "temperature"),
+            min_p=column(torch.float32, "min_p"),
+            top_p=column(torch.float32, "top_p"),
+            top_k=column(torch.int64, "top_k"),
+            seed=column(torch.int64, "seed"),
+            position=torch.tensor([r.num_output_tokens for r in requests]),
+            choice=torch.tensor([r.choice_index for r in requests]),
+        ),
+        penalties=Penalties(
+            counts=counts,
+            slots=torch.tensor(slots, dtype=torch.int32),
+            repetition=column(torch.float32, "repetition_penalty"),
+            presence=column(torch.float32, "presence_penalty"),
+            frequency=column(torch.float32, "frequency_penalty"),
+        ),
+        edits=edits_of(requests, sampler),
+    )
+    assert chosen.tolist() == expected
+    assert torch.equal(logits, original)
+    before[torch.tensor(slots), chosen] += 2
+    assert torch.equal(counts.counts, before)
+
+
+def test_rows_without_penalties_need_no_slot():
+    logits = torch.randn(2, 100, generator=torch.Generator().manual_seed(0))
+    counts = TokenCounts.allocate(1, 100, "cpu")
+    penalties = Penalties(
+        counts=counts,
+        slots=torch.tensor([-1, 0], dtype=torch.int32),
+        repetition=torch.ones(2),
+        presence=torch.zeros(2),
+        frequency=torch.zeros(2),
+    )
+    params = draw_params(random.Random(0), 2, greedy=1.0)
+    chosen = TritonSampling().choose(logits, params, penalties=penalties)
+    assert torch.equal(chosen, logits.argmax(-1))
+    assert counts.counts.sum() == 2
+    assert counts.counts[0, chosen[1]] == 2
