@@ -183,11 +183,14 @@ def _parts(
     ranks.use_pool(layout, budget.num_blocks, memory)
     own = None if memory is None else memory.buffer[: budget.kv_bytes]
     cache = PagedKVCache(layout, num_blocks=budget.num_blocks, device=device, buffer=own)
+    runner = ModelRunner(model, cache, announce=ranks.announce)
+    if size == 1:
+        runner.record_graphs(max_rows=spec.max_running_requests, max_length=context)
     hasher = BlockHasher(spec.secret)
     engine_config = _engine_config(spec, context, budget.num_blocks, frozenset(config.eos_token_ids))
     return EngineParts(
         scheduler=Scheduler(engine_config, hasher),
-        runner=ModelRunner(model, cache, announce=ranks.announce),
+        runner=runner,
         config=engine_config,
         model=config,
         layout=layout,
@@ -247,7 +250,7 @@ def _device(name: str, num_ranks: int) -> torch.device:
         raise ConfigError(
             f"tensor_parallel_size is {num_ranks}; torch sees {torch.cuda.device_count()} CUDA devices here"
         )
-    return torch.device("cuda", 0) if num_ranks > 1 else torch.device("cuda")
+    return torch.device("cuda", 0)
 
 
 def _limit_bytes(spec: EngineSpec, device: torch.device) -> int:

@@ -37,6 +37,8 @@ class Entry:
     num_children: int = 0
     """Entries whose parent it is."""
     is_parked: bool = False
+    floor: float = 0.0
+    """The policy's own age mark of when it was last used."""
 
 
 class EvictionPolicy(Protocol):
@@ -114,8 +116,9 @@ Worth = Callable[[Entry], float]
 class LeastWorth:
     """Greedy-dual order over the parked leaves: O(log n) each.
 
-    A leaf's key is its worth plus the key of the last one evicted before it was parked. So keys of what is never used
-    again are overtaken in time, however high they once were, and no clock is needed.
+    A leaf's key is its worth plus the highest key evicted before it was last used (not: before it became a leaf, or
+    the beginnings of dead chains would grow young again as their ends go). So keys of what is never used again are
+    overtaken in time, however high they once were, and no clock is needed.
     """
 
     __slots__ = ("_floor", "_heap", "_serial", "_serials", "_worth")
@@ -130,6 +133,7 @@ class LeastWorth:
 
     def park(self, entry: Entry) -> None:
         """See EvictionPolicy."""
+        entry.floor = self._floor
         if not entry.num_children:
             self.became_leaf(entry)
 
@@ -144,7 +148,7 @@ class LeastWorth:
         """See EvictionPolicy."""
         self._serial += 1
         self._serials[entry.name] = self._serial
-        heapq.heappush(self._heap, (self._floor + self._worth(entry), self._serial, entry.name))
+        heapq.heappush(self._heap, (entry.floor + self._worth(entry), self._serial, entry.name))
 
     def evict(self) -> BlockHash:
         """See EvictionPolicy."""
@@ -152,7 +156,7 @@ class LeastWorth:
             key, serial, name = heapq.heappop(self._heap)
             if self._serials.get(name) == serial:
                 del self._serials[name]
-                self._floor = key
+                self._floor = max(self._floor, key)
                 return name
         raise InvariantError("nothing to evict")
 
@@ -175,7 +179,7 @@ def frequency(entry: Entry) -> float:
 
 
 def shared_prefix(entry: Entry) -> float:
-    """Uses beyond the first, discounted by depth: what one request alone needed is worth next to nothing."""
+    """Uses, discounted by depth: a deep block helps only a request whose whole beginning is equal."""
     return entry.num_uses / (1.0 + log2(1.0 + entry.depth))
 
 

@@ -1,4 +1,4 @@
-"""malloc keeps what was freed; a process that measures itself, or has just dropped as much as it kept, wants it gone."""
+"""malloc keeps what was freed; a process that measures itself, or has just dropped much, wants it given back."""
 
 import contextlib
 import ctypes

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from engine.backends.backend import StepGraphs
 from engine.kv_cache import PagedKVCache
 from engine.layers.attention import AttentionBackend
 from engine.models.decoder import Decoder
@@ -40,6 +41,7 @@ class ModelRunner:
         self.model = model
         self.kv_cache = kv_cache
         self._announce = announce
+        self._graphs: StepGraphs | None = None
         self._inputs = StepInputBuilder(kv_cache.block_size)
         self._attention = attention or model.backend.attention(model.attention_spec, kv_cache)
         self._sampler = Sampler(
@@ -59,6 +61,13 @@ class ModelRunner:
                 return []
             return self._sampler.sample(logits, [item.request for item in batch.items if item.samples])
 
+    def record_graphs(self, *, max_rows: int, max_length: int) -> None:
+        """Let the backend record decoding steps ahead, if it can; before the first step, with the pool in place."""
+        with torch.inference_mode():
+            self._graphs = self.model.backend.graphs(
+                self.model, self._attention, max_rows=max_rows, max_length=max_length
+            )
+
     def bind_thread(self) -> None:
         """See Runner."""
         self.model.backend.bind_thread()
@@ -72,6 +81,10 @@ class ModelRunner:
         if len(inputs.copies):
             sources, targets = torch.from_numpy(inputs.copies).to(self.kv_cache.tensor.device).unbind(1)
             self.kv_cache.copy_blocks(sources, targets)
+        if self._graphs is not None:
+            logits = self._graphs.logits(inputs)
+            if logits is not None:
+                return logits
         rows = inputs.sample_rows
         everyone = len(rows) == len(inputs.token_ids) and bool((rows[1:] > rows[:-1]).all())
         hidden = self.hidden_states(inputs, None if everyone else rows)

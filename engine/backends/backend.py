@@ -6,7 +6,7 @@ where it runs. Results may lie in buffers that belong to the backend: each says 
 """
 
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,10 @@ from torch import Tensor
 from engine.kv_cache import PagedKVCache
 from engine.layers.attention import AttentionBackend, AttentionSpec
 from engine.sampling_kernels import SamplingKernels
+from engine.step_inputs import StepInputs
+
+if TYPE_CHECKING:
+    from engine.models.decoder import Decoder
 
 
 class Role(Enum):
@@ -63,6 +67,14 @@ class Embedding(Protocol):
         ...
 
 
+class StepGraphs(Protocol):
+    """Whole steps recorded once and replayed."""
+
+    def logits(self, inputs: StepInputs) -> Tensor | None:
+        """Fill the cache; logits of the rows that sample, valid until the next call; None: no recording serves."""
+        ...
+
+
 class Backend(Protocol):
     """Everything a decoder needs from one device. Weights are in the backend's dtype, on its device, contiguous."""
 
@@ -107,6 +119,12 @@ class Backend(Protocol):
 
     def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> AttentionBackend:
         """Attention of all layers over one paged cache."""
+        ...
+
+    def graphs(
+        self, model: "Decoder", attention: AttentionBackend, *, max_rows: int, max_length: int
+    ) -> StepGraphs | None:
+        """Steps of up to `max_rows` decoding rows recorded ahead; None where recording gains nothing."""
         ...
 
     def bind_thread(self) -> None:

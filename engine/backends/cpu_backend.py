@@ -4,6 +4,8 @@ What the processor lacks is replaced piece by piece: without AMX the bfloat16 pr
 stays. In the steady state a step allocates nothing here: every result lies in a buffer with its own name.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,9 @@ from engine.kv_cache import TORCH_DTYPES, PagedKVCache
 from engine.layers.attention import AttentionBackend, AttentionSpec
 from engine.layers.linear import TokenEmbedding
 from engine.sampling_kernels import SamplingKernels
+
+if TYPE_CHECKING:
+    from engine.models.decoder import Decoder
 
 _CACHE_LINE_BYTES = 64
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16)
@@ -160,6 +165,9 @@ class CpuBackend:
             num_threads=self._threads,
             deterministic=self._deterministic,
         )
+
+    def graphs(self, model: "Decoder", attention: AttentionBackend, *, max_rows: int, max_length: int) -> None:
+        """See Backend: operators are called one by one."""
 
     def bind_thread(self) -> None:
         """See Backend. Threads that wait for each other at every product must not share a processor by accident."""

@@ -5,11 +5,13 @@ that a token's result depends on neither its company, nor chunks, nor the step. 
 allocator: in the steady state nothing is allocated on the device.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.backends.backend import Role
+from engine.backends.backend import Role, StepGraphs
 from engine.backends.cuda_attention import CudaAttention
 from engine.backends.options import BackendOptions
 from engine.kernels.triton.activation import silu_mul
@@ -18,10 +20,16 @@ from engine.kernels.triton.norm import add_rms_norm
 from engine.kernels.triton.sampling import TritonSampling
 from engine.kernels.triton.tuning import GemmLaunch, load_table
 from engine.kv_cache import TORCH_DTYPES, PagedKVCache
-from engine.layers.attention import AttentionSpec
+from engine.layers.attention import AttentionBackend, AttentionSpec
 from engine.layers.linear import TokenEmbedding
 from engine.sampling_kernels import SamplingKernels
 from tandem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.models.decoder import Decoder
+
+_MAX_GRAPH_ROWS = 256
+"""Beyond it a step computes long enough to hide its launches."""
 
 
 class CudaProjection:
@@ -99,6 +107,8 @@ class CudaBackend:
         gpu = torch.cuda.get_device_name(options.device) if options.device.type == "cuda" else ""
         self._table = load_table(gpu)
         self._deterministic = options.deterministic
+        self._attention: CudaAttention | None = None
+        self._block_size = 0
         self._gemm = self._table.gemm(wide=self.dtype is torch.float32) if options.deterministic else None
 
     def projection(self, weight: Tensor, bias: Tensor | None, role: Role) -> CudaProjection:
@@ -127,7 +137,28 @@ class CudaBackend:
 
     def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> CudaAttention:
         """See Backend."""
-        return CudaAttention(spec, cache, self._table, deterministic=self._deterministic)
+        self._block_size = cache.block_size
+        self._attention = CudaAttention(spec, cache, self._table, deterministic=self._deterministic)
+        return self._attention
+
+    def graphs(
+        self, model: "Decoder", attention: AttentionBackend, *, max_rows: int, max_length: int
+    ) -> StepGraphs | None:
+        """See Backend. `attention` is the last that this backend made."""
+        if self.device.type != "cuda" or self._attention is None or attention is not self._attention:
+            return None
+        from engine.backends.cuda_graphs import CudaRecorder, DecodeGraphs, graph_batch_sizes
+
+        graphs = DecodeGraphs(
+            model,
+            self._attention,
+            CudaRecorder(self.device),
+            batch_sizes=graph_batch_sizes(min(max_rows, _MAX_GRAPH_ROWS)),
+            max_length=max_length,
+            block_size=self._block_size,
+        )
+        graphs.capture()
+        return graphs
 
     def bind_thread(self) -> None:
         """See Backend."""

@@ -36,7 +36,11 @@ def select_backend(options: BackendOptions) -> Backend:
 def _compiled(options: BackendOptions) -> Backend | str:
     """The device's own kernels, or why there are none. Imported here: neither belongs to every installation."""
     if options.device.type == "cuda":
-        return "the CUDA kernels are not built into this version"
+        try:
+            from engine.backends.cuda_backend import CudaBackend
+        except ImportError as missing:
+            return f"triton cannot be imported: {missing}"
+        return CudaBackend(options)
     from engine.backends.cpu_backend import cpu_backend
     from engine.kernels.cpu.build import KernelsUnavailable
 

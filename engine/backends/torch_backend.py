@@ -1,5 +1,7 @@
 """Plain torch operators: runs wherever torch does, and is what every other backend is compared with."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,9 @@ from engine.layers.linear import GatedLinear, HeadLinear, Linear, TokenEmbedding
 from engine.layers.norm import RMSNorm
 from engine.layers.torch_attention import TorchAttention
 from engine.sampling_kernels import SamplingKernels, TorchSampling
+
+if TYPE_CHECKING:
+    from engine.models.decoder import Decoder
 
 
 class TorchBackend:
@@ -48,6 +53,9 @@ class TorchBackend:
     def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> AttentionBackend:
         """See Backend."""
         return TorchAttention(spec, cache)
+
+    def graphs(self, model: "Decoder", attention: AttentionBackend, *, max_rows: int, max_length: int) -> None:
+        """See Backend: operators are called one by one."""
 
     def bind_thread(self) -> None:
         """See Backend."""

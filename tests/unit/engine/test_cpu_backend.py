@@ -1,4 +1,4 @@
-"""The compiled backend against transformers and against plain torch: same tokens in float32, in every batch and chunk."""
+"""The compiled backend against transformers and plain torch: same tokens in float32, in every batch and chunk."""
 
 import random
 
@@ -125,9 +125,9 @@ def test_a_request_gone_bad_leaves_no_nan_behind(case):
 
 
 def test_what_the_kernels_cannot_do_is_said(case):
-    _, path, _ = case
+    _, _path, _ = case
     with pytest.raises(ConfigError, match=r"quantization needs compiled kernels.*model\.dtype to bfloat16"):
         backend(quantization="int8")
     assert backend(dtype="float16").name == "torch"
-    with pytest.raises(ConfigError, match="deterministic needs compiled kernels.*not float16"):
+    with pytest.raises(ConfigError, match=r"deterministic needs compiled kernels.*not float16"):
         backend(dtype="float16", deterministic=True)

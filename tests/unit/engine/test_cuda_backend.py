@@ -122,7 +122,7 @@ def test_padded_replays_are_the_eager_step(case):
         session.cache.tensor.copy_(before)
         logits = graphs.logits(inputs)
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(session.cache.tensor, kv, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(session.cache.tensor, kv, atol=1e-5, rtol=1e-5)
     assert recorder.replays == 3
     many = decoding(session, [requests[0]] * 5)
     assert graphs.logits(many) is None
