@@ -85,18 +85,16 @@ def measure_workspace_bytes(
     decode = [(min(max_context, max(1, max_pool_tokens // rows)) - 1, 1)] * rows
     for spans in (prefill, decode):
         runner.execute(_batch(layout.block_size, spans))
-    return peak.growth_bytes()
+    growth_bytes = peak.growth_bytes()
+    return_freed_memory()
+    return growth_bytes
 
 
 def _prefill_spans(max_tokens: int, chunk_tokens: int, max_rows: int, max_context: int) -> list[tuple[int, int]]:
-    """Start and length of each row's chunk: one ends the longest context, fresh prompts fill the step's budget."""
+    """Start and length of each row's share: a whole chunk that ends the longest context, beside all rows decoding."""
     chunk_tokens = min(chunk_tokens, max_context, max_tokens)
-    spans = [(max_context - chunk_tokens, chunk_tokens)]
-    left = max_tokens - chunk_tokens
-    while left > 0 and len(spans) < max_rows:
-        spans.append((0, min(chunk_tokens, left)))
-        left -= chunk_tokens
-    return spans
+    num_others = min(max_rows - 1, max_tokens - chunk_tokens)
+    return [(max_context - chunk_tokens, chunk_tokens), *[(0, 1)] * num_others]
 
 
 def _batch(block_size: int, spans: list[tuple[int, int]]) -> Batch:

@@ -16,7 +16,7 @@ from engine.sampling_kernels import DrawParams, SamplingKernels, TorchSampling
 from tandem.sampling import SamplingParams
 
 _NEVER = float("-inf")
-_MAX_GROUP_ELEMENTS = 2**21
+_MAX_GROUP_ELEMENTS = 2**20
 """Logits handled together: penalties and log-probabilities take several times their memory, at every batch size."""
 
 

@@ -67,6 +67,12 @@ class EngineConfig(Section):
     max_running_requests: PositiveInt = 256
     max_waiting_requests: PositiveInt = 1024
     """Beyond it new requests are refused with a Retry-After."""
+    eviction: Literal["lru", "lfu", "prefix"] = "lru"
+    """Which cached block is given up first: least recently used, least often used (with ageing), or least shared."""
+    max_overtakes: int = Field(default=8, ge=0)
+    """How many waiting requests with more of their prompt cached may go before one that came earlier; 0: none."""
+    priority_aging_s: Seconds | None = None
+    """A request one priority lower ranks as if it had come so much later; absent: after all above it, always."""
     num_threads: PositiveInt | None = None
     """CPU threads of each rank for tensor work; the cores divided by the ranks of all workers when absent."""
     kernels: Literal["auto", "torch"] = "auto"

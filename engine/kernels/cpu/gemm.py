@@ -5,6 +5,7 @@ the depth in one fixed order, so a row's result never depends on the other rows 
 """
 
 import ctypes
+import mmap
 from enum import Enum, IntEnum
 
 import torch
@@ -17,6 +18,7 @@ PANEL = 32
 """Output columns packed, and computed, together; csrc/linear.h: kPanel."""
 
 HUGE_PAGE_BYTES = 2**21
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory has huge pages only by another switch
 CACHE_LINE_BYTES = 64
 
 
@@ -178,14 +180,17 @@ def huge_bytes(library: KernelLibrary, num_bytes: int) -> Tensor:
     """An uninitialised uint8 tensor, from 2 MB up on a 2 MB boundary and on huge pages where the system offers them.
 
     Streaming weights through 4 KB pages costs a page walk every 64 lines. Asking is all that can be done: without
-    huge pages everything works, slower.
+    huge pages everything works, slower. A mapping of its own, since malloc would hand out memory that loading has
+    already touched, and what alignment leaves unused of it would stay resident.
     """
-    alignment = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else CACHE_LINE_BYTES
-    storage = torch.empty(num_bytes + alignment, dtype=torch.uint8)
-    begin = -storage.data_ptr() % alignment
+    if num_bytes < HUGE_PAGE_BYTES:
+        storage = torch.empty(num_bytes + CACHE_LINE_BYTES, dtype=torch.uint8)
+        begin = -storage.data_ptr() % CACHE_LINE_BYTES
+        return storage[begin : begin + num_bytes]
+    storage = torch.frombuffer(mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=_PRIVATE), dtype=torch.uint8)
+    begin = -storage.data_ptr() % HUGE_PAGE_BYTES
     tensor = storage[begin : begin + num_bytes]
-    if alignment == HUGE_PAGE_BYTES:
-        library.function("tandem_advise_huge", "pi", "i")(tensor.data_ptr(), num_bytes)
+    library.function("tandem_advise_huge", "pi", "i")(tensor.data_ptr(), num_bytes)
     return tensor
 
 

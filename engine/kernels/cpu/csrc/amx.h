@@ -24,6 +24,7 @@ constexpr int64_t kBlockRows = 32;   // two tiles of rows times two tiles of col
 constexpr int64_t kL1Steps = 16;     // 32 KB of weights stay in the 48 KB L1 while rows stream past them
 constexpr int64_t kL2Steps = 32;     // depth of the rows kept in L2: 2 KB each
 constexpr int64_t kChunkRows = 256;  // rows kept in L2
+constexpr int64_t kMostChunkRows = 320;  // some more, rather than a chunk for a few rows beside a prompt's 512
 constexpr int64_t kApartRows = 160;  // rows a thread from which on threads take rows, not columns
 constexpr int64_t kBandPanels = 8;   // panels that a thread takes at a time, and past which each part of the rows goes
 constexpr int64_t kFewRows = 32;     // up to here weights are used once per load, and memory sets the pace
@@ -292,8 +293,8 @@ void many_rows(const Linear& w, const Chunk& chunk, Range panels, Writer& writer
 template <class Dot, class Sums, class Pack>
 void rows_apart(const Linear& w, const Call& call, const float* row_scales, int64_t threads, const Pack& pack) {
   const int64_t steps = ceil_div(w.depth * Dot::kBytes, kRowBytes), panels = panels_of(w);
-  const int64_t chunks = round_up(ceil_div(call.rows, kChunkRows), threads);
-  const int64_t chunk_rows = round_up(ceil_div(call.rows, chunks), 16);
+  const int64_t share = ceil_div(call.rows, threads);
+  const int64_t chunk_rows = round_up(ceil_div(share, ceil_div(share, kMostChunkRows)), 16);
   parallel(threads, [&](int thread, int team) {
     configure(16, 16);
     char* packed = scratches().rows.array<char>(round_up(chunk_rows, kBlockRows) * steps * kRowBytes);

@@ -124,7 +124,7 @@ def test_decode_is_attention(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 400))
+@pytest.mark.parametrize("seed", range(100, 220))
 def test_attention_over_many_shapes(seed):
     prefill_case(seed)
     decode_case(seed)

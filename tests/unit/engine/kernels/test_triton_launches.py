@@ -76,7 +76,6 @@ def test_kernels_that_need_too_much_are_refused(tmp_path):
     status, rows = compile_kernels(tmp_path / "cache", *case, "--tables", str(tables))
     assert status == 1
     assert rows[0]["spill_bytes"] > 64
-    assert compile_kernels(tmp_path / "cache", *case)[0] == 0
 
 
 @pytest.mark.parametrize("path", sorted(TABLES.glob("*.json")), ids=lambda path: path.stem)

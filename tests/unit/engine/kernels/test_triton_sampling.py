@@ -123,8 +123,8 @@ def test_draws_the_samplers_token(vocab_size, rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize(("vocab_size", "rows"), [(2048, 32), (65_536, 8), (152_064, 8)])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("vocab_size", "rows"), [(2048, 32), (65_536, 4), (152_064, 2)])
 def test_draws_over_large_vocabularies(vocab_size, rows, seed):
     draw_case(vocab_size, rows, seed + 1)
 
