@@ -28,7 +28,7 @@ constexpr int64_t kMostChunkRows = 320;  // some more, rather than a chunk for a
 constexpr int64_t kApartRows = 160;  // rows a thread from which on threads take rows, not columns
 constexpr int64_t kBandPanels = 8;   // panels that a thread takes at a time, and past which each part of the rows goes
 constexpr int64_t kFewRows = 32;     // up to here weights are used once per load, and memory sets the pace
-constexpr int64_t kAhead = 8 * 1024; // bytes between the weights being used and those being asked for
+constexpr int64_t kAhead = 16 * 1024;  // bytes between the weights being used and those being asked for
 
 inline void barrier() { asm volatile("" ::: "memory"); }
 
@@ -121,7 +121,7 @@ template <class Dot, bool two, class Writer>
 inline void multiply_few(const char* x, int64_t stride, const char* weights, int64_t steps, Writer& writer) {
   for (int64_t step = 0; step < steps; ++step) {
     const char* ahead = weights + kAhead;
-    for (int line = 0; line < 32; ++line) _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
+    for (int line = 0; line < 32; ++line) _mm_prefetch(ahead + line * 64, _MM_HINT_T1);
     _tile_loadd(4, x, stride);
     _tile_loadd(6, weights, kRowBytes);
     Dot::upper_left();

@@ -1,7 +1,7 @@
 // Attention of one row per sequence in bfloat16, limited by how fast keys and values come from memory.
 //
 // Keys are read in place, 64 at a time and once for all query heads of their group, while the next 64 are on their
-// way (software prefetch: paging hides the next block from the hardware's). Softmax,
+// way (software prefetch, into L2: paging hides the next block from the hardware, and L1 has too few buffers). Softmax,
 // weights and the sum of values are float32. Sums are kept apart for even and odd dimensions, [32 dimensions: 16 even,
 // 16 odd]: a word of the cache holds one of each, and becomes two floats by a shift and a mask.
 #pragma once
@@ -119,8 +119,8 @@ class DecodeUnit {
   void prefetch(int64_t count) {
     for (; count > 0 && num_next_ > 0; --count, --num_next_, ++next_) {
       for (int64_t d = 0; d < head_dim_; d += 32) {
-        _mm_prefetch(reinterpret_cast<const char*>(*next_ + d), _MM_HINT_T0);
-        _mm_prefetch(reinterpret_cast<const char*>(*next_ + view_.value_offset() + d), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(*next_ + d), _MM_HINT_T1);
+        _mm_prefetch(reinterpret_cast<const char*>(*next_ + view_.value_offset() + d), _MM_HINT_T1);
       }
     }
   }
