@@ -44,6 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefill_chunk_tokens=chunk,
             max_batched_tokens=budget,
             max_running_requests=rows,
+            max_waiting_requests=1000,
             eviction=policy[0],
             max_overtakes=policy[1],
             priority_aging_s=policy[2],
