@@ -1,0 +1,68 @@
+"""Choices of one request on a real model: shared blocks and copies change no token."""
+
+from array import array
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.assembly import assemble
+from engine.kv_cache import PagedKVCache
+from engine.request import Request
+from tandem.block_hash import root_hash
+from tandem.ids import RequestId
+from tandem.kv_layout import KVLayout
+from tandem.sampling import SamplingParams
+from tests.unit.engine.test_assembly import SPEC
+
+ROOT = root_hash(secret=SPEC.secret, model_fingerprint="choices")
+
+
+def generate(num_choices: int, prompt: list[int], params: SamplingParams) -> tuple[list[list[int]], int, int]:
+    """Output of each choice, run side by side; also the tokens computed and the blocks copied."""
+    parts = assemble(replace(SPEC, num_blocks=32))
+    requests = [
+        Request(
+            request_id=RequestId(f"{k}"),
+            token_ids=array("i", prompt),
+            num_prompt_tokens=len(prompt),
+            params=params,
+            hash_root=ROOT,
+            choice_index=k,
+            arrival_s=float(k),
+        )
+        for k in range(num_choices)
+    ]
+    for request in requests:
+        parts.scheduler.add(request)
+    num_computed = num_copies = 0
+    while (batch := parts.scheduler.schedule(0.0)) is not None:
+        num_computed += batch.num_tokens
+        num_copies += len(batch.copies)
+        parts.scheduler.commit(batch, parts.runner.execute(batch))
+    return [list(request.token_ids[len(prompt) :]) for request in requests], num_computed, num_copies
+
+
+@pytest.mark.parametrize("length", [21, 32, 33])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_choices_are_what_each_would_be_alone(length: int, temperature: float) -> None:
+    prompt = [7 * k % 500 + 3 for k in range(length)]
+    params = SamplingParams(max_tokens=12, temperature=temperature, seed=5, ignore_eos=True)
+    together, num_computed, num_copies = generate(4, prompt, params)
+    assert num_computed == length + 3 + 4 * 11
+    assert num_copies == (0 if length % 16 == 1 else 3)
+    alone, _, _ = generate(1, prompt, params)
+    assert together[0] == alone[0]
+    if temperature:
+        assert len({tuple(output) for output in together}) > 1
+    else:
+        assert together == alone * 4
+
+
+def test_blocks_are_copied_over_all_layers() -> None:
+    layout = KVLayout(model_fingerprint="m", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=4, block_size=16)
+    cache = PagedKVCache(layout, num_blocks=5)
+    cache.tensor.copy_(torch.randn(cache.tensor.shape))
+    before = cache.tensor.clone()
+    cache.copy_blocks(torch.tensor([1, 1, 4]), torch.tensor([0, 2, 3]))
+    assert torch.equal(cache.tensor, before[:, [1, 1, 1, 4, 4]])
