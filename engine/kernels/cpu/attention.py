@@ -30,6 +30,8 @@ _TILE_ROWS = 16
 _UNITS_PER_THREAD = 4
 """Units for each thread, so that none waits long for another at the end."""
 _MIN_SEGMENT_KEYS = 256
+_DECODE_UNIT_HEADS = 4
+"""Key-value heads that decoding takes together; csrc/attention_decode.h: kDecodeUnitHeads."""
 _MAX_DECODE_GROUP = 8
 """Query heads per key-value head up to which decoding is limited by memory; beyond, tiles compute faster."""
 _SHARED_ELEMENTS = 2**16
@@ -192,7 +194,7 @@ class PagedAttention:
 
     def _num_segments(self, lengths: IntArray, num_threads: int) -> int:
         """Parts into which single rows' keys are cut, so that few sequences occupy all threads."""
-        units = len(lengths) * self.shape.num_kv_heads
+        units = len(lengths) * -(-self.shape.num_kv_heads // _DECODE_UNIT_HEADS)
         if not units or num_threads == 1:
             return 1
         longest = int(lengths.max())

@@ -1,4 +1,4 @@
-// Entry of the decode kernel: one row per sequence, work shared by (sequence, key-value head, segment).
+// Entry of the decode kernel: one row per sequence, work shared by (sequence, segment, key-value heads).
 #include "attention_decode.h"
 
 #if TANDEM_DECODE
@@ -12,21 +12,12 @@ template <class Scores, class ThreadState>
 void attend_singles(const AttentionStep& step, const AttentionLayer<Bfloat16>& layer) {
   const int64_t group = step.num_heads / step.num_kv_heads, row_size = int64_t(step.num_heads) * step.head_dim;
   const int64_t head_size = 2 + round_up(step.head_dim, 32), partial_size = step.num_heads * head_size;
-  const int64_t segments = step.num_segments;
-  const int64_t count = step.num_singles * segments * step.num_kv_heads;
+  const int64_t segments = step.num_segments, count = DecodePart::count(step);
 #pragma omp parallel num_threads(step.num_threads) if (step.num_threads > 1 && count > 1)
   {
     [[maybe_unused]] ThreadState state;
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t kv_head = i % step.num_kv_heads, part = i / step.num_kv_heads;
-      DecodeUnit<Scores> unit(step, layer, part / segments, kv_head, part % segments);
-      unit.run();
-      if (segments > 1)
-        unit.write_partial(step.partials + part * partial_size + kv_head * group * head_size);
-      else
-        unit.write(layer.out + step.first_rows[part] * row_size + kv_head * group * step.head_dim);
-    }
+    for (int64_t i = 0; i < count; ++i) attend_part<Scores>(step, layer, i);
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < (segments > 1 ? int64_t(step.num_singles) * step.num_heads : 0); ++i) {
       const int64_t single = i / step.num_heads, head = i % step.num_heads;

@@ -13,8 +13,11 @@
 
 #include <algorithm>
 #include <cfloat>
+#include <optional>
 
 namespace tandem {
+
+constexpr int64_t kDecodeUnitHeads = 4;  // key-value heads of a unit of work: neighbours in memory
 
 // 0, 16, 1, 17, ...: sixteen even and sixteen odd dimensions in their order.
 inline __m512i interleave_index() {
@@ -30,42 +33,45 @@ TANDEM_INLINE void write_head(const float* sums, float factor, int64_t head_dim,
   }
 }
 
+// What one key-value head's queries have so far.
 template <class Scores>
-class DecodeUnit {
+class DecodeHead {
  public:
-  DecodeUnit(const AttentionStep& step, const AttentionLayer<Bfloat16>& layer, int64_t single, int64_t kv_head,
-             int64_t segment)
-      : view_(step, layer.cache, single, kv_head),
-        head_dim_(step.head_dim),
-        width_(round_up(step.head_dim, 32)),
-        group_(step.num_heads / step.num_kv_heads),
-        scale_(step.scale * 1.44269504088896341f),  // powers of 2 in place of e
-        carver_(scratch(Scores::bytes(group_, head_dim_) + Carver::bytes<float>(group_ * (width_ + kDecodeKeys + 1)) +
-                        Carver::bytes<Floats>(group_) + 192)),
-        scores_(carver_, layer.queries + step.first_rows[single] * layer.query_stride + kv_head * group_ * head_dim_,
-                group_, head_dim_) {
-    out_ = carver_.take<float>(group_ * width_);
-    weights_ = carver_.take<float>(group_ * kDecodeKeys);
-    sums_ = carver_.take<Floats>(group_);
-    maxima_ = carver_.take<float>(group_);
+  static size_t bytes(int64_t group, int64_t head_dim) {
+    return Scores::bytes(group, head_dim) + Carver::bytes<float>(group * round_up(head_dim, 32)) +
+           Carver::bytes<Floats>(group) + Carver::bytes<float>(group);
+  }
+
+  DecodeHead(Carver& carver, const Bfloat16* queries, int64_t group, int64_t head_dim, float scale)
+      : head_dim_(head_dim),
+        width_(round_up(head_dim, 32)),
+        group_(group),
+        scale_(scale * 1.44269504088896341f),  // powers of 2 in place of e
+        scores_(carver, queries, group, head_dim) {
+    out_ = carver.take<float>(group_ * width_);
+    sums_ = carver.take<Floats>(group_);
+    maxima_ = carver.take<float>(group_);
     std::fill_n(out_, group_ * width_, 0.0f);
     std::fill_n(sums_, group_, Floats{});
     std::fill_n(maxima_, group_, -FLT_MAX);  // finite: minus infinity less itself is NaN
-    if (kv_head + step.num_threads < step.num_kv_heads)
-      following_ = int64_t(step.num_threads) * step.block_size * head_dim_;
-    find_range(step.starts[single] + 1, layer.window, segment, step.num_segments);
   }
 
-  void run() {
-    const Bfloat16* rows[2][kDecodeKeys];
-    int64_t key = begin_, count = locate(key, 0, rows[0]);
-    for (int side = 0; count > 0; side ^= 1) {
-      const int64_t next = key + count, ahead = locate(next, 0, rows[side ^ 1]);
-      next_ = rows[side ^ 1];
-      num_next_ = ahead > 0 || following_ == 0 ? ahead : locate(begin_, following_, rows[side ^ 1]);
-      attend(rows[side], count, lowest_ - key);
-      key = next;
-      count = ahead;
+  // Takes `count` keys, of which those from `lowest` on are seen. `weights`: room for [group, kDecodeKeys]; `ahead`:
+  // see the scores' classes.
+  template <class Ahead>
+  void attend(const Bfloat16* const* rows, int64_t value_offset, int64_t count, int64_t lowest, float* weights,
+              Ahead& ahead) {
+    weights_ = weights;
+    value_offset_ = value_offset;
+    scores_.score(rows, count, weights, ahead);
+    for (int64_t g = 0; g < group_; ++g, ahead(kSoftenShare / group_)) soften(g, count, lowest);
+    for (int64_t g = 0; g < group_; g += kDecodeHeads) {
+      switch (std::min<int64_t>(group_ - g, kDecodeHeads)) {
+        case 1: add_values<1>(g, rows, count, ahead); break;
+        case 2: add_values<2>(g, rows, count, ahead); break;
+        case 3: add_values<3>(g, rows, count, ahead); break;
+        default: add_values<4>(g, rows, count, ahead);
+      }
     }
   }
 
@@ -74,7 +80,7 @@ class DecodeUnit {
       write_head(out_ + g * width_, 1.0f / sum(sums_[g]), head_dim_, out + g * head_dim_);
   }
 
-  // Maximum, sum of weights, weighted values of each head, for `merge`.
+  // Maximum, sum of weights, weighted values of each query head, for `merge`.
   void write_partial(float* to) const {
     for (int64_t g = 0; g < group_; ++g, to += 2 + width_) {
       to[0] = maxima_[g];
@@ -84,47 +90,6 @@ class DecodeUnit {
   }
 
  private:
-  // Addresses of up to 64 keys from `key`, or of what lies `offset` elements behind; how many there are.
-  int64_t locate(int64_t key, int64_t offset, const Bfloat16** rows) const {
-    const int64_t count = std::max<int64_t>(std::min<int64_t>(kDecodeKeys, end_ - key), 0);
-    if (count > 0) view_.locate(key, count, rows);
-    for (int64_t i = 0; offset != 0 && i < count; ++i) rows[i] += offset;
-    return count;
-  }
-
-  // The keys of a segment: the visible 64s divided evenly, in order. May be none.
-  void find_range(int64_t length, int64_t window, int64_t segment, int64_t num_segments) {
-    lowest_ = std::max<int64_t>(length - window, 0);
-    const int64_t first = lowest_ / kDecodeKeys, spans = (length + kDecodeKeys - 1) / kDecodeKeys - first;
-    begin_ = (first + spans * segment / num_segments) * kDecodeKeys;
-    end_ = std::min<int64_t>((first + spans * (segment + 1) / num_segments) * kDecodeKeys, length);
-  }
-
-  void attend(const Bfloat16** rows, int64_t count, int64_t lowest) {
-    prefetch(16);
-    scores_.score(rows, count, weights_);
-    for (int64_t g = 0; g < group_; ++g) soften(g, count, lowest);
-    for (int64_t g = 0; g < group_; g += kDecodeHeads) {
-      switch (std::min<int64_t>(group_ - g, kDecodeHeads)) {
-        case 1: add_values<1>(g, rows, count); break;
-        case 2: add_values<2>(g, rows, count); break;
-        case 3: add_values<3>(g, rows, count); break;
-        default: add_values<4>(g, rows, count);
-      }
-    }
-  }
-
-  // Asks for the next few of the keys to come. Spread over the work: memory is then never idle, and a burst of
-  // requests would hold up the instructions behind it.
-  void prefetch(int64_t count) {
-    for (; count > 0 && num_next_ > 0; --count, --num_next_, ++next_) {
-      for (int64_t d = 0; d < head_dim_; d += 32) {
-        _mm_prefetch(reinterpret_cast<const char*>(*next_ + d), _MM_HINT_T1);
-        _mm_prefetch(reinterpret_cast<const char*>(*next_ + view_.value_offset() + d), _MM_HINT_T1);
-      }
-    }
-  }
-
   void soften(int64_t head, int64_t count, int64_t lowest) {
     float* scores = weights_ + head * kDecodeKeys;
     Floats some[kDecodeKeys / kLanes], highest = splat(-__builtin_inff());
@@ -149,24 +114,27 @@ class DecodeUnit {
     }
   }
 
-  template <int H>
-  void add_values(int64_t head, const Bfloat16** rows, int64_t count) {
+  template <int H, class Ahead>
+  void add_values(int64_t head, const Bfloat16* const* rows, int64_t count, Ahead& ahead) {
     int64_t dim = 0;
-    for (; dim + 64 <= head_dim_; dim += 64) add_values<H, 2>(head, dim, ~__mmask32(0), rows, count);
-    for (; dim < head_dim_; dim += 32) add_values<H, 1>(head, dim, mask32(head_dim_ - dim), rows, count);
+    for (; dim + 64 <= head_dim_; dim += 64) add_values<H, 2>(head, dim, ~__mmask32(0), rows, count, ahead);
+    for (; dim < head_dim_; dim += 32) add_values<H, 1>(head, dim, mask32(head_dim_ - dim), rows, count, ahead);
   }
 
   // Adds the weighted values of 32 N dimensions to the sums of H heads.
-  template <int H, int N>
-  void add_values(int64_t head, int64_t dim, __mmask32 dims, const Bfloat16** rows, int64_t count) {
-    const int64_t offset = view_.value_offset() + dim;
+  template <int H, int N, class Ahead>
+  void add_values(int64_t head, int64_t dim, __mmask32 dims, const Bfloat16* const* rows, int64_t count,
+                  Ahead& ahead) {
+    const int64_t offset = value_offset_ + dim;
     const float* weights = weights_ + head * kDecodeKeys;
     float* out = out_ + head * width_ + dim;
+    const int64_t passes = ceil_div(group_, kDecodeHeads) * ceil_div(head_dim_, 32 * N);
+    const int64_t share = std::max<int64_t>(kAddShare / (kDecodeKeys * passes), 1);
     Floats total[H][2 * N];
     for (int g = 0; g < H; ++g)
       for (int n = 0; n < 2 * N; ++n) total[g][n] = load(out + g * width_ + n * kLanes);
     for (int64_t i = 0; i < count; ++i) {
-      prefetch(1);
+      ahead(share);
       for (int n = 0; n < N; ++n) {
         const Words both = (Words)_mm512_maskz_loadu_epi16(dims, rows[i] + offset + n * 32);
         const Floats even = (Floats)(both << 16), odd = (Floats)(both & 0xffff0000);
@@ -180,18 +148,155 @@ class DecodeUnit {
       for (int n = 0; n < 2 * N; ++n) store(out + g * width_ + n * kLanes, total[g][n]);
   }
 
-  HeadView<Bfloat16> view_;
-  int64_t head_dim_, width_, group_;
+  int64_t head_dim_, width_, group_, value_offset_ = 0;
   float scale_;
-  Carver carver_;
   Scores scores_;
-  int64_t lowest_, begin_, end_;
-  const Bfloat16** next_ = nullptr;  // the keys to come, as far as not yet asked for
-  int64_t num_next_ = 0;
-  int64_t following_ = 0;  // from a key to that of the head which this thread takes next, as like as not
-  float *out_, *weights_, *maxima_;
+  float *out_, *maxima_, *weights_ = nullptr;
   Floats* sums_;
 };
+
+// What one thread does at a time: some neighbouring key-value heads of one segment of one sequence.
+struct DecodePart {
+  int64_t single, segment, first_head, num_heads;
+
+  static int64_t count(const AttentionStep& step) {
+    return int64_t(step.num_singles) * step.num_segments * ceil_div(step.num_kv_heads, kDecodeUnitHeads);
+  }
+
+  static DecodePart at(const AttentionStep& step, int64_t index) {
+    const int64_t units = ceil_div(step.num_kv_heads, kDecodeUnitHeads), part = index / units;
+    const int64_t first = index % units * kDecodeUnitHeads;
+    return {part / step.num_segments, part % step.num_segments, first,
+            std::min<int64_t>(kDecodeUnitHeads, step.num_kv_heads - first)};
+  }
+};
+
+// The keys of a part, 64 at a time: the visible 64s divided evenly among segments, in order. May be none.
+class KeySpans {
+ public:
+  KeySpans(const AttentionStep& step, const AttentionLayer<Bfloat16>& layer, const DecodePart& part)
+      : view_(step, layer.cache, part.single, part.first_head) {
+    const int64_t length = step.starts[part.single] + 1;
+    lowest_ = std::max<int64_t>(length - layer.window, 0);
+    const int64_t first = lowest_ / kDecodeKeys, spans = (length + kDecodeKeys - 1) / kDecodeKeys - first;
+    key_ = (first + spans * part.segment / step.num_segments) * kDecodeKeys;
+    end_ = std::min<int64_t>((first + spans * (part.segment + 1) / step.num_segments) * kDecodeKeys, length);
+  }
+
+  // Addresses of the next keys of the first head; how many there are.
+  int64_t take(const Bfloat16** rows, int64_t* lowest) {
+    const int64_t count = std::max<int64_t>(std::min<int64_t>(kDecodeKeys, end_ - key_), 0);
+    if (count > 0) view_.locate(key_, count, rows);
+    *lowest = lowest_ - key_;
+    key_ += count;
+    return count;
+  }
+
+  int64_t value_offset() const { return view_.value_offset(); }
+
+ private:
+  HeadView<Bfloat16> view_;
+  int64_t lowest_, key_, end_;
+};
+
+// Asks for keys and values to come, evenly over the time: memory is then never idle, while after a burst of requests
+// instructions would wait for buffers and then memory for requests. In the order of addresses, not of use, since blocks
+// keep neighbouring heads together: sixteen keys of one head after the other.
+class DecodePrefetch {
+ public:
+  explicit DecodePrefetch(const AttentionStep& step)
+      : step_(step),
+        head_dim_(step.head_dim),
+        head_size_(int64_t(step.block_size) * head_dim_),
+        value_offset_(step.num_kv_heads * head_size_) {}
+
+  // From now on: these keys of so many heads.
+  void begin(const Bfloat16* const* rows, int64_t count, int64_t num_heads) {
+    rows_ = rows;
+    count_ = count;
+    num_heads_ = num_heads;
+    first_ = head_ = key_ = credit_ = 0;
+  }
+
+  // The same for the first keys of another part, if there is one; `rows` is room for their addresses.
+  void begin_part(const AttentionLayer<Bfloat16>& layer, int64_t index, const Bfloat16** rows) {
+    if (index >= DecodePart::count(step_)) return;
+    const DecodePart part = DecodePart::at(step_, index);
+    int64_t lowest;
+    const int64_t count = KeySpans(step_, layer, part).take(rows, &lowest);
+    begin(rows, count, part.num_heads);
+  }
+
+  void operator()(int64_t sixteenths) {
+    for (credit_ += sixteenths; credit_ >= 16 && first_ < count_; credit_ -= 16) {
+      const Bfloat16* row = rows_[first_ + key_] + head_ * head_size_;
+      for (int64_t d = 0; d < head_dim_; d += 32) {
+        _mm_prefetch(reinterpret_cast<const char*>(row + d), _MM_HINT_T1);
+        _mm_prefetch(reinterpret_cast<const char*>(row + value_offset_ + d), _MM_HINT_T1);
+      }
+      if (++key_ < kLanes && first_ + key_ < count_) continue;
+      key_ = 0;
+      if (++head_ < num_heads_) continue;
+      head_ = 0;
+      first_ += kLanes;
+    }
+  }
+
+ private:
+  const AttentionStep& step_;
+  int64_t head_dim_, head_size_, value_offset_;
+  const Bfloat16* const* rows_ = nullptr;
+  int64_t count_ = 0, num_heads_ = 0, first_ = 0, head_ = 0, key_ = 0, credit_ = 0;
+};
+
+// Results of a part, or its partial ones for `merge`.
+template <class Heads>
+void write_part(const AttentionStep& step, const AttentionLayer<Bfloat16>& layer, const DecodePart& part,
+                const Heads& heads) {
+  const int64_t group = step.num_heads / step.num_kv_heads, partial = group * (2 + round_up(step.head_dim, 32));
+  for (int64_t h = 0; h < part.num_heads; ++h) {
+    const int64_t head = part.first_head + h, row = step.first_rows[part.single];
+    if (step.num_segments == 1) {
+      heads[h]->write(layer.out + (row * step.num_heads + head * group) * step.head_dim);
+      continue;
+    }
+    const int64_t where = (part.single * step.num_segments + part.segment) * step.num_kv_heads + head;
+    heads[h]->write_partial(step.partials + where * partial);
+  }
+}
+
+// Answers part `index` of the step while asking for the part that this thread takes next, as like as not.
+template <class Scores>
+void attend_part(const AttentionStep& step, const AttentionLayer<Bfloat16>& layer, int64_t index) {
+  const DecodePart part = DecodePart::at(step, index);
+  const int64_t group = step.num_heads / step.num_kv_heads, head_dim = step.head_dim;
+  const int64_t head_size = int64_t(step.block_size) * head_dim;
+  Carver carver(scratch(part.num_heads * DecodeHead<Scores>::bytes(group, head_dim) +
+                        Carver::bytes<float>(group * kDecodeKeys)));
+  float* weights = carver.take<float>(group * kDecodeKeys);
+  std::optional<DecodeHead<Scores>> heads[kDecodeUnitHeads];
+  const Bfloat16* queries = layer.queries + step.first_rows[part.single] * layer.query_stride;
+  for (int64_t h = 0; h < part.num_heads; ++h)
+    heads[h].emplace(carver, queries + (part.first_head + h) * group * head_dim, group, head_dim, step.scale);
+  KeySpans spans(step, layer, part);
+  DecodePrefetch ahead(step);
+  const Bfloat16* rows[2][kDecodeKeys];
+  int64_t lowest[2], count = spans.take(rows[0], &lowest[0]);
+  for (int side = 0; count > 0; side ^= 1) {
+    const Bfloat16 **now = rows[side], **then = rows[side ^ 1];
+    const int64_t next = spans.take(then, &lowest[side ^ 1]);
+    if (next > 0)
+      ahead.begin(then, next, part.num_heads);
+    else
+      ahead.begin_part(layer, index + step.num_threads, then);
+    for (int64_t h = 0; h < part.num_heads; ++h) {
+      heads[h]->attend(now, spans.value_offset(), count, lowest[side], weights, ahead);
+      for (int64_t i = 0; i < count; ++i) now[i] += head_size;
+    }
+    count = next;
+  }
+  write_part(step, layer, part, heads);
+}
 
 // One head's output from its segments' partial results, `stride` floats apart.
 TANDEM_INLINE void merge(const float* partials, int64_t num_segments, int64_t stride, int64_t head_dim, Bfloat16* out) {

@@ -12,7 +12,11 @@ namespace tandem {
 constexpr int kDecodeKeys = 64;
 constexpr int kDecodeHeads = 4;  // heads whose sums are in registers at once
 
+// How many of the next 64 keys are asked for in each part of the work, in sixteenths of a key: about as the time goes.
+constexpr int64_t kScoreShare = 24 * 16, kSoftenShare = 8 * 16, kAddShare = 32 * 16;
+
 // Any head size and block size. `score` writes [heads, kDecodeKeys]; keys beyond `count` get anything but a fault.
+// Again and again it calls `ahead(n)`, which asks for the next n sixteenths of a key.
 class TransposedScores {
  public:
   static size_t bytes(int64_t group, int64_t head_dim) {
@@ -22,7 +26,6 @@ class TransposedScores {
 
   TransposedScores(Carver& carver, const Bfloat16* queries, int64_t group, int64_t head_dim)
       : group_(group), head_dim_(head_dim), words_(round_up(head_dim, 32) / 2) {
-    
     queries_ = carver.take<uint32_t>(group * words_);
     keys_ = carver.take<Words>(words_);
     for (int64_t g = 0; g < group; ++g) {
@@ -33,8 +36,10 @@ class TransposedScores {
     }
   }
 
-  void score(const Bfloat16** rows, int64_t count, float* scores) {
+  template <class Ahead>
+  void score(const Bfloat16* const* rows, int64_t count, float* scores, Ahead& ahead) {
     for (int64_t k = 0; k < count; k += kLanes) {
+      ahead(kScoreShare / (kDecodeKeys / kLanes));
       load_keys(rows + k, std::min<int64_t>(kLanes, count - k));
       for (int64_t g = 0; g < group_; g += kDecodeHeads) {
         switch (std::min<int64_t>(group_ - g, kDecodeHeads)) {
@@ -49,7 +54,7 @@ class TransposedScores {
 
  private:
   // Sixteen keys as columns of words, two dimensions each; zeros from `count` on.
-  void load_keys(const Bfloat16** rows, int64_t count) {
+  void load_keys(const Bfloat16* const* rows, int64_t count) {
     for (int64_t w = 0; w < words_; w += kLanes) {
       const __mmask32 dims = mask32(head_dim_ - 2 * w);
       Words block[kLanes];
@@ -110,13 +115,15 @@ class TileScores {
     }
   }
 
-  void score(const Bfloat16** rows, int64_t count, float* scores) {
+  template <class Ahead>
+  void score(const Bfloat16* const* rows, int64_t count, float* scores, Ahead& ahead) {
     const Ints column = kLaneIndex * kTileRows;
+    const int64_t share = kScoreShare / 3 / (group_ * kDecodeKeys / kTileRows);
     for (int64_t g = 0; g < group_; g += kTileRows) {
-      multiply(rows, count, queries_ + g / kTileRows * steps_ * kTileBytes);
+      multiply(rows, count, queries_ + g / kTileRows * steps_ * kTileBytes, ahead);
       const int64_t heads = std::min<int64_t>(group_ - g, kTileRows);
       for (int64_t i = 0; i < heads; ++i)
-        for (int64_t k = 0; k < count; k += kTileRows)
+        for (int64_t k = 0; k < count; k += kTileRows, ahead(share))
           store(scores + (g + i) * kDecodeKeys + k,
                 (Floats)_mm512_i32gather_ps((__m512i)column, products_ + k * kTileRows + i, 4));
     }
@@ -124,7 +131,9 @@ class TileScores {
 
  private:
   // [64 keys, 16 heads], of which `count` rounded up to a tile are computed.
-  void multiply(const Bfloat16** rows, int64_t count, const char* queries) {
+  template <class Ahead>
+  void multiply(const Bfloat16* const* rows, int64_t count, const char* queries, Ahead& ahead) {
+    const int64_t share = kScoreShare * 2 / 3 / (steps_ * kDecodeKeys / kTileRows * ceil_div(group_, kTileRows));
     const int64_t key_bytes = head_dim_ * 2, head_bytes = kTileRows * 4;
     const bool second = count > 16, third = count > 32, fourth = count > 48;
     _tile_zero(0);
@@ -135,17 +144,21 @@ class TileScores {
       _tile_loadd(4, queries + step * kTileBytes, 64);
       _tile_loadd(5, rows[0] + step * 32, key_bytes);
       _tile_dpbf16ps(0, 5, 4);
+      ahead(share);
       if (second) {
         _tile_loadd(6, rows[16] + step * 32, key_bytes);
         _tile_dpbf16ps(1, 6, 4);
+        ahead(share);
       }
       if (third) {
         _tile_loadd(7, rows[32] + step * 32, key_bytes);
         _tile_dpbf16ps(2, 7, 4);
+        ahead(share);
       }
       if (fourth) {
         _tile_loadd(5, rows[48] + step * 32, key_bytes);
         _tile_dpbf16ps(3, 5, 4);
+        ahead(share);
       }
     }
     _tile_stored(0, products_, head_bytes);
