@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     started_s = time.monotonic()
     # Importing model code may look for GPUs, which a process that others are forked from must not do.
     workshop = Workshop(_FORK_SAFE + (_MODELS if given.device == "cpu" else ()))
+    workshop.warm()
     stage = Stage(device=given.device, shape=given.shape, seed=given.seed, deadline_s=started_s + given.limit_s)
     results: list[Result] = []
     for part in _chosen(given.only):

@@ -35,6 +35,9 @@ SETTINGS: Mapping[str, Mapping[str, str | bool]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int8-kv": {"dtype": "bfloat16", "kv_dtype": "int8"},
+    "fp8-kv": {"dtype": "bfloat16", "kv_dtype": "fp8_e4m3"},
+    "int8-and-int8-kv": {"dtype": "bfloat16", "quantization": "int8", "kv_dtype": "int8"},
 }
 TRANSFORMERS = "transformers"
 _BLOCK_SIZE = 16
@@ -50,11 +53,18 @@ class EngineForward:
             device=torch.device("cpu"),
             dtype=str(settings["dtype"]),
             quantization=str(settings.get("quantization", "none")),
+            kv_dtype=str(settings.get("kv_dtype", "auto")),
             num_threads=num_threads,
         )
         model = load_model(folder, backend=select_backend(options))
         context = model.config.max_context
-        layout = kv_layout(model.config, fingerprint=model.fingerprint, dtype=options.dtype, block_size=_BLOCK_SIZE)
+        layout = kv_layout(
+            model.config,
+            fingerprint=model.fingerprint,
+            dtype=options.dtype,
+            block_size=_BLOCK_SIZE,
+            kv_dtype=options.kv_dtype,
+        )
         self._model = model
         self._table = [BlockId(i) for i in range(-(-context // _BLOCK_SIZE))]
         self._runner = ModelRunner(model, PagedKVCache(layout, num_blocks=len(self._table)))

@@ -38,6 +38,7 @@ def request_from_pb(submit: pb.Submit, engine_id: RequestId, parts: EngineParts,
         choice_index=submit.choice_index,
         arrival_s=now_s,
         priority=submit.priority,
+        deadline_s=now_s + submit.timeout_s if submit.HasField("timeout_s") else None,
     )
 
 

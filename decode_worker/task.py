@@ -39,7 +39,6 @@ class DecodeTask:
     reservation: TransferId | None = None
     """The engine's key for the present attempt's reservation: one per hand-off attempt."""
     num_reservations: int = 0
-    deadline_s: float | None = None
     held_tokens: int = 0
     """Prefix that is here and need not travel: found at first, then with what landed."""
     found_tokens: int = 0

@@ -17,7 +17,7 @@ from decode_worker.reports import StepReports, refuse, refuse_order
 from decode_worker.task import DecodeTask, TaskPhase
 from decode_worker.taskbook import TaskBook
 from engine.host import EngineHost
-from engine.request import SampledToken, TokenEvent
+from engine.request import Request, SampledToken, TokenEvent
 from engine.scheduler import Scheduler
 from engine.step import StepOutput
 from engine.wire import hello_to_pb
@@ -118,9 +118,8 @@ class DecodeWorker:
             refuse_order(port, submit.request_id, submit.attempt, error)
             return
         self._idle.clear()
-        if submit.HasField("timeout_s"):
-            task.deadline_s = now_s + submit.timeout_s
-            timer = asyncio.get_running_loop().call_later(max(0.0, submit.timeout_s), self._time_out, task)
+        if request.deadline_s is not None:
+            timer = asyncio.get_running_loop().call_later(max(0.0, request.deadline_s - now_s), self._time_out, task)
             task.when_done = timer.cancel  # or it would keep the task's tokens alive until it fires
         self._spawn(self._begin(task))
 
@@ -157,7 +156,7 @@ class DecodeWorker:
             hash_root=task.request.hash_root,
             choice_index=task.request.choice_index,
             priority=task.request.priority,
-            timeout_s=None if task.deadline_s is None else max(0.0, task.deadline_s - time.monotonic()),
+            timeout_s=_time_left_s(task.request),
             tail_hash=self._tail_hash(task, token_ids),
         )
         try:
@@ -255,7 +254,9 @@ class DecodeWorker:
         reason = event.finish_reason
         if reason is FinishReason.DEADLINE:
             self._reports.failure(task, DeadlineExceeded("the request's time ran out in the queue"))
-        elif reason is FinishReason.ERROR or reason is FinishReason.ABORT:
+        elif reason is FinishReason.ERROR:
+            self._reports.failure(task, InternalError("the model gave no usable logits (NaN or infinity)"))
+        elif reason is FinishReason.ABORT:
             self._reports.failure(task, InternalError("the engine ended the request"))
         else:
             token: SampledToken | None = event.token
@@ -269,3 +270,7 @@ class DecodeWorker:
         await self._idle.wait()
         if self.handoffs.hub is not None:
             await self.handoffs.hub.drain()
+
+
+def _time_left_s(request: Request) -> float | None:
+    return None if request.deadline_s is None else max(0.0, request.deadline_s - time.monotonic())

@@ -25,10 +25,12 @@ from engine.ranks.leader import open_ranks
 from engine.ranks.messages import PoolMemory, RankFacts, RankSetup
 from engine.ranks.ranks import Ranks, SoloRanks
 from engine.scheduler import Scheduler
+from engine.tiers import HostTier
 from tandem.block_hash import BlockHasher
 from tandem.errors import ConfigError
-from tandem.kv_layout import KVLayout
+from tandem.kv_layout import AUTO_DTYPE, KVLayout
 
+_log = logging.getLogger(__name__)
 _KV_EVENT_CAPACITY = 65_536
 _DEFAULT_CONTEXTS = 32
 """KV pool when nobody states its size: this many sequences of the full context, or the memory limit."""
@@ -64,6 +66,9 @@ class EngineSpec:
     """Ranks of all workers that share this machine, for the defaults of memory and threads."""
     secret: bytes
     tensor_parallel_size: int = 1
+    offload_bytes: int = 0
+    pipelined: str = "auto"
+    kv_dtype: str = AUTO_DTYPE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +83,8 @@ class EngineParts:
     budget: MemoryBudget
     """Of each rank."""
     hasher: BlockHasher
+    is_pipelined: bool = False
+    """A step is launched before the one before has ended."""
     ranks: Ranks = field(default_factory=SoloRanks)
     pool: PoolMemory | None = None
     """The KV memory of all ranks, when `assemble` was given a place for it."""
@@ -97,6 +104,7 @@ class EngineParts:
             "weights_bytes": self.budget.weights_bytes * self.layout.tp_size,
             "max_model_len": self.config.max_model_len,
             "tensor_parallel_size": self.layout.tp_size,
+            "offload_bytes": self.runner.blocks.host_bytes * self.layout.tp_size,
         }
 
 
@@ -120,6 +128,7 @@ def assemble(spec: EngineSpec, *, pool: Pool | None = None, progress: Progress |
         dtype=spec.dtype,
         kernels=spec.kernels,
         quantization=spec.quantization,
+        kv_dtype=spec.kv_dtype,
         deterministic=spec.deterministic,
         num_threads=num_threads,
         # Alone, or every worker would bind its threads to the same first processors.
@@ -159,46 +168,104 @@ def _parts(
         limit_bytes = min(limit_bytes, int(tightest.free_bytes * _DEFAULT_MEMORY_SHARE))
     context = _context(spec.max_model_len, config.max_context)
     layout = kv_layout(
-        config, fingerprint=model.fingerprint, dtype=spec.dtype, block_size=spec.block_size, tp_size=size
+        config,
+        fingerprint=model.fingerprint,
+        dtype=spec.dtype,
+        block_size=spec.block_size,
+        tp_size=size,
+        kv_dtype=spec.kv_dtype,
     )
-    max_blocks = spec.num_blocks
-    if max_blocks is None and spec.memory_bytes is None and device.type == "cpu":
-        max_blocks = _DEFAULT_CONTEXTS * -(-context // spec.block_size)
-    rest = max(0, limit_bytes - tightest.weights_bytes) // layout.block_bytes
-    workspace_bytes = _workspace_bytes(model, layout, spec, context, min(rest, max_blocks or rest), ranks)
-    budget = plan_memory(
-        limit_bytes=limit_bytes,
-        weights_bytes=tightest.weights_bytes,
-        workspace_bytes=workspace_bytes,
-        layout=layout,
-        # A pool that was sized by hand may be smaller than one context: longer requests are then refused one by one.
-        max_context=min(context, (spec.num_blocks or context) * spec.block_size),
-        max_blocks=max_blocks,
-    )
-    if spec.num_blocks is not None and budget.num_blocks < spec.num_blocks:
-        raise ConfigError(
-            f"engine.num_blocks is {spec.num_blocks}; memory holds {budget.num_blocks} ({budget.lines()[0]})"
-        )
+    num_host_slots = _host_slots(spec, layout)
+    budget = _budget(model, layout, spec, ranks, limit_bytes, tightest.weights_bytes, num_host_slots)
     memory = pool(budget.kv_bytes * size) if pool is not None and device.type == "cpu" else None
-    ranks.use_pool(layout, budget.num_blocks, memory)
+    ranks.use_pool(layout, budget.num_blocks, memory, num_host_slots=num_host_slots)
     own = None if memory is None else memory.buffer[: budget.kv_bytes]
     cache = PagedKVCache(layout, num_blocks=budget.num_blocks, device=device, buffer=own)
-    runner = ModelRunner(model, cache, announce=ranks.announce)
+    runner = ModelRunner(model, cache, announce=ranks.announce, num_host_slots=num_host_slots)
     if size == 1:
         runner.record_graphs(max_rows=spec.max_running_requests, max_length=context)
     hasher = BlockHasher(spec.secret)
     engine_config = _engine_config(spec, context, budget.num_blocks, frozenset(config.eos_token_ids))
     return EngineParts(
-        scheduler=Scheduler(engine_config, hasher),
+        scheduler=_scheduler(engine_config, hasher, runner, num_host_slots),
         runner=runner,
         config=engine_config,
         model=config,
         layout=layout,
         budget=budget,
         hasher=hasher,
+        is_pipelined=_is_pipelined(spec, device),
         ranks=ranks,
         pool=memory,
     )
+
+
+def _budget(
+    model: Decoder,
+    layout: KVLayout,
+    spec: EngineSpec,
+    ranks: Ranks,
+    limit_bytes: int,
+    weights_bytes: int,
+    num_host_slots: int,
+) -> MemoryBudget:
+    """Of one rank: what the steps take is measured, the pool is the rest. Raises ConfigError."""
+    context = _context(spec.max_model_len, model.config.max_context)
+    max_blocks = spec.num_blocks
+    if max_blocks is None and spec.memory_bytes is None and model.device.type == "cpu":
+        max_blocks = _DEFAULT_CONTEXTS * -(-context // spec.block_size)
+    # A GPU's limit is of its own memory, which saved blocks leave.
+    offload_bytes = num_host_slots * layout.block_bytes if model.device.type == "cpu" else 0
+    rest = max(0, limit_bytes - weights_bytes - offload_bytes) // layout.block_bytes
+    workspace_bytes = _workspace_bytes(model, layout, spec, context, min(rest, max_blocks or rest), ranks)
+    budget = plan_memory(
+        limit_bytes=limit_bytes,
+        weights_bytes=weights_bytes,
+        workspace_bytes=workspace_bytes,
+        layout=layout,
+        # A pool that was sized by hand may be smaller than one context: longer requests are then refused one by one.
+        max_context=min(context, (spec.num_blocks or context) * spec.block_size),
+        max_blocks=max_blocks,
+        offload_bytes=offload_bytes,
+    )
+    if spec.num_blocks is not None and budget.num_blocks < spec.num_blocks:
+        raise ConfigError(
+            f"engine.num_blocks is {spec.num_blocks}; memory holds {budget.num_blocks} ({budget.lines()[0]})"
+        )
+    return budget
+
+
+def _scheduler(config: EngineConfig, hasher: BlockHasher, runner: ModelRunner, num_host_slots: int) -> Scheduler:
+    """With a host tier where it has places: what copying takes is measured here, computing as the worker runs."""
+    if not num_host_slots:
+        return Scheduler(config, hasher)
+    layout = runner.kv_cache.layout
+    scheduler = Scheduler(config, hasher, tier=HostTier(num_host_slots), block_bytes=layout.block_bytes)
+    if scheduler.offloading is not None:
+        scheduler.offloading.copies_at(runner.blocks.measure())
+    return scheduler
+
+
+def _is_pipelined(spec: EngineSpec, device: torch.device) -> bool:
+    """On a CPU there is nothing to overlap: who prepares the next step would compute this one."""
+    wanted = device.type == "cuda" if spec.pipelined == "auto" else spec.pipelined == "on"
+    if wanted and spec.tensor_parallel_size > 1:
+        _log.info("steps are not pipelined over several ranks: each must be told the tokens of the step before")
+        return False
+    return wanted
+
+
+def _host_slots(spec: EngineSpec, layout: KVLayout) -> int:
+    """Blocks that `offload_bytes` hold, over all ranks. Raises ConfigError."""
+    num_slots = spec.offload_bytes // layout.worker_block_bytes
+    if spec.offload_bytes and not num_slots:
+        raise ConfigError(
+            f"engine.offload_bytes is {spec.offload_bytes}; one KV block takes {layout.worker_block_bytes}"
+        )
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if spec.offload_bytes > free:
+        raise ConfigError(f"engine.offload_bytes is {spec.offload_bytes}; {free} bytes of memory are free")
+    return num_slots
 
 
 def _workspace_bytes(
@@ -225,6 +292,7 @@ def _workspace_bytes(
         max_batch_tokens=spec.max_batched_tokens,
         max_num_seqs=spec.max_running_requests,
         max_context=context,
+        kv_dtype=spec.kv_dtype,
     )
 
 

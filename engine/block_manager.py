@@ -12,6 +12,7 @@ from engine.block_moves import BlockCopy
 from engine.blocks import KVBlockPool, PoolExhausted
 from engine.eviction import EvictionPolicy
 from engine.kv_events import KVEventLog
+from engine.lookahead import StepHolds
 from engine.prefix_index import PrefixIndex
 from engine.request import Request
 from tandem.block_hash import HASH_BLOCK_TOKENS, BlockHasher
@@ -62,7 +63,7 @@ class BlockManager:
         self._hasher = hasher
         self._num_promised = 0
         self._pins: dict[RequestId, _Pin] = {}
-        self._copy_sources: list[BlockId] = []
+        self._holds = StepHolds()
 
     @property
     def num_promised(self) -> int:
@@ -136,21 +137,23 @@ class BlockManager:
         request.num_computed_tokens = match.num_blocks * self.block_size
 
     def fork(self, request: Request, source: BlockId) -> BlockCopy:
-        """Append the request's own copy of a block in use, which stays referenced until `end_copies`.
+        """Append the request's own copy of a block in use, which stays referenced until the step is done.
 
         PoolExhausted takes nothing.
         """
         (target,) = self.allocate(1)
         self.pool.acquire(source)
-        self._copy_sources.append(source)
+        self._holds.hold_for_next([source])
         request.block_table.append(target)
         return BlockCopy(source, target)
 
-    def end_copies(self) -> None:
-        """The step's copies are made: their sources are only their owners' again."""
-        if self._copy_sources:
-            self.release(self._copy_sources)
-            self._copy_sources.clear()
+    def begin_step(self) -> None:
+        """A step is launched: what is given up from now on, it may still touch."""
+        self._holds.launch()
+
+    def end_step(self) -> None:
+        """The oldest launched step is done: what was kept for it goes back."""
+        self.release(self._holds.settle())
 
     def grow(self, request: Request, blocks: Sequence[BlockId]) -> None:
         """Append blocks that were just allocated."""
@@ -196,12 +199,25 @@ class BlockManager:
                 self.index.park(block)
 
     def surrender(self, request_id: RequestId, blocks: Sequence[BlockId]) -> None:
-        """Release blocks of a request, or set them aside while it is pinned."""
+        """Release blocks of a request, once no step can touch them, or set them aside while it is pinned."""
         pin = self._pins.get(request_id)
-        if pin is None:
-            self.release(blocks)
-        else:
+        if pin is not None:
             pin.lingering.extend(blocks)
+        elif not self._holds.hold(blocks):
+            self.release(blocks)
+
+    def surrender_loaded(self, blocks: Sequence[BlockId]) -> None:
+        """Release blocks that the step now being planned writes first."""
+        self._holds.hold_for_next(blocks)
+
+    def condemn(self, request: Request) -> None:
+        """What the request computed is not to be trusted: nobody finds its blocks any more unless others share them."""
+        for i in range(request.num_computed_tokens // self.block_size - 1, -1, -1):
+            block = request.block_table[i]
+            if self.pool.num_refs(block) > 1:
+                return
+            if self.index.holds(block) and not self.index.withdraw(block):
+                return
 
     def pin(self, request_id: RequestId) -> None:
         """From now on nothing that the request holds, or will hold, is reused until as many `unpin`s."""
@@ -215,15 +231,16 @@ class BlockManager:
         pin.count -= 1
         if not pin.count:
             del self._pins[request_id]
-            self.release(pin.lingering)
+            if not self._holds.hold(pin.lingering):
+                self.release(pin.lingering)
 
     def is_pinned(self, request_id: RequestId) -> bool:
         """Whether a transfer may still read the request's blocks."""
         return request_id in self._pins
 
     def pinned_blocks(self) -> list[BlockId]:
-        """Every reference that only a pin or a copy under way keeps, for audits."""
-        return [block for pin in self._pins.values() for block in pin.lingering] + self._copy_sources
+        """Every reference that only a pin or a step under way keeps, for audits."""
+        return [*(block for pin in self._pins.values() for block in pin.lingering), *self._holds]
 
     def clear_cache(self) -> None:
         """Forget every cached block that nobody uses."""

@@ -1,7 +1,8 @@
 """What a step really takes: the largest steps that the scheduler may plan are run once, at start, and watched.
 
 The steps run over a pool of one block that every table names again and again, so the largest batch and the longest
-context need no more KV memory than that. It warms everything up as well: buffers, thread pools, autotuned kernels.
+context need no more KV memory than that. It warms everything up as well: buffers, thread pools, kernels that are
+compiled at their first launch.
 """
 
 import contextlib
@@ -25,7 +26,22 @@ from tandem.sampling import SamplingParams
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
-_WIDE_SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, top_k=50, repetition_penalty=1.1, seed=1)
+_HOST_BYTES = 8 << 20
+_HOST_BYTES_EACH = 64 << 10
+"""Of the host's memory, what a few steps do not show: requests, tables and events, in all and for each running request,
+and what malloc leaves between them. Measured on a full pool for some hundred steps (tests: test_memory_budget)."""
+_WIDE_SAMPLING = SamplingParams(
+    temperature=1.0,
+    top_p=0.9,
+    min_p=0.01,
+    top_k=50,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    num_logprobs=20,
+    seed=1,
+)
+"""Everything that can be asked of a draw, so that each of its tensors is met."""
 
 
 class PeakMemory:
@@ -39,8 +55,10 @@ class PeakMemory:
         """Begin to watch; False where the system does not let a process watch itself."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
-            self._before = torch.cuda.memory_allocated(self._device)
+            # What torch has taken from the device, not what it has given out of that: graphs keep a pool of their own.
+            self._before = torch.cuda.memory_reserved(self._device)
             return True
         return_freed_memory()  # pages that malloc holds back would be taken again without a trace
         try:
@@ -54,7 +72,7 @@ class PeakMemory:
         """Most memory in use at once since `start`, beyond what was in use then."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-            return torch.cuda.max_memory_allocated(self._device) - self._before
+            return max(0, torch.cuda.max_memory_reserved(self._device) - self._before)
         return max(0, _status_bytes("VmHWM") - self._before)
 
 
@@ -69,7 +87,8 @@ def measure_workspace_bytes(
     max_pool_tokens: int,
     announce: Callable[[StepInputs], None] | None = None,
 ) -> int | None:
-    """Memory that steps take beside weights and KV: the most that any of the largest steps took.
+    """Memory that steps take beside weights and KV: the most that any of the largest steps took, and what serving
+    needs beside steps where that is the same memory.
 
     `announce`: see ModelRunner. None where the system cannot tell.
     """
@@ -80,14 +99,30 @@ def measure_workspace_bytes(
         return None
     max_context = min(max_context, max(1, max_pool_tokens))
     prefill = _prefill_spans(max_batched_tokens, prefill_chunk_tokens, max_running_requests, max_context)
-    # Every row decoding, on the widest sampling path, as long as a pool could hold them all.
     rows = min(max_running_requests, max_batched_tokens)
-    decode = [(min(max_context, max(1, max_pool_tokens // rows)) - 1, 1)] * rows
-    for spans in (prefill, decode):
-        runner.execute(_batch(layout.block_size, spans))
+    for spans in (prefill, *_decode_steps(rows, max_context, max_pool_tokens, compiles=model.device.type == "cuda")):
+        runner.launch(_batch(layout.block_size, spans)).tokens()
+    if layout.tp_size == 1:
+        # As they will be recorded over the real pool: their memory is theirs for good.
+        runner.record_graphs(max_rows=max_running_requests, max_length=max_context)
     growth_bytes = peak.growth_bytes()
+    model.backend.trim()  # a pool is about to come, and the largest step perhaps never
     return_freed_memory()
-    return growth_bytes
+    if model.device.type == "cuda":
+        del runner
+        torch.cuda.empty_cache()
+        return growth_bytes
+    return growth_bytes + _HOST_BYTES + max_running_requests * _HOST_BYTES_EACH
+
+
+def _decode_steps(rows: int, max_context: int, pool_tokens: int, *, compiles: bool) -> list[list[tuple[int, int]]]:
+    """Every row decoding, on the widest sampling path, as long as a pool could hold them all.
+
+    Where kernels are compiled at their first launch, smaller batches as well: each splits its keys otherwise, and
+    somebody's token would have to wait for the compiler.
+    """
+    sizes = {rows} | ({1 << i for i in range(rows.bit_length())} if compiles else set())
+    return [[(min(max_context, max(1, pool_tokens // size)) - 1, 1)] * size for size in sorted(sizes, reverse=True)]
 
 
 def _prefill_spans(max_tokens: int, chunk_tokens: int, max_rows: int, max_context: int) -> list[tuple[int, int]]:

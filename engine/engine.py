@@ -1,8 +1,9 @@
 """The engine's one thread: it alone touches the scheduler, the runner and, through it, the device.
 
-Others hand it closures (`call`), run between two steps, and get one callback per step. When nothing can run the
-thread sleeps on a condition until the next call. A failure of the runner or a broken invariant ends it: the pending
-calls fail, `on_fatal` is told, and the process is expected to die; a half-known state is never served from.
+Others hand it closures (`call`), run between two launches, and get one callback per step. An engine that is pipelined
+plans and launches a step while the one before still runs, so that the device never waits for the host. When nothing can
+run the thread sleeps on a condition until the next call. A failure of the runner or a broken invariant ends it: the
+pending calls fail, `on_fatal` is told, and the process is expected to die; a half-known state is never served from.
 """
 
 import logging
@@ -11,10 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from engine.runner import Runner
+from engine.request import Batch
+from engine.runner import LaunchedStep, Runner
 from engine.scheduler import Scheduler
 from engine.step import StepOutput, StepTimings
 from tandem.errors import InternalError, ServingError, Unavailable
@@ -52,6 +54,17 @@ class _Call(Generic[T]):
             self.future.set_exception(error)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Launched:
+    """A step under way."""
+
+    batch: Batch
+    step: LaunchedStep
+    schedule_s: float
+    launched_s: float
+    """When the runner was asked."""
+
+
 class Engine:
     """Runs steps for as long as there is work, and other people's closures in between."""
 
@@ -63,17 +76,23 @@ class Engine:
         on_step: Callable[[StepOutput], None],
         on_fatal: Callable[[BaseException], None],
         clock: Callable[[], float] = time.monotonic,
+        pipelined: bool = False,
     ) -> None:
         """Both callbacks run on the engine thread and must only pass their value on.
 
         `on_step` gets one output per step, preceded by one without tokens when requests leave the queue, so that a
         hand-off can be offered while its prefill runs. `clock` is the one that requests' `arrival_s` is read from.
+        `pipelined`: launch a step before the one before has ended.
         """
         self._scheduler = scheduler
         self._runner = runner
         self._on_step = on_step
         self._on_fatal = on_fatal
         self._clock = clock
+        self._pipelined = pipelined
+        self._launched: _Launched | None = None
+        self._settled_s = 0.0
+        """When the last step's tokens came."""
         self._wake = threading.Condition()
         self._calls: deque[_Call[Any]] = deque()
         self._closed: ServingError | None = None
@@ -86,7 +105,7 @@ class Engine:
         self._thread.start()
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """End after the step under way; pending calls fail. False when the thread did not end in time."""
+        """End after the steps under way; pending calls fail. False when the thread did not end in time."""
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
@@ -94,7 +113,7 @@ class Engine:
         return not self._thread.is_alive()
 
     def call(self, fn: Callable[[Scheduler], T]) -> "Future[T]":
-        """Run `fn` on the engine thread between two steps; from any thread.
+        """Run `fn` on the engine thread between two launches; from any thread.
 
         A ServingError that it raises is its caller's; any other exception also ends the engine. After the end the
         future fails with Unavailable (stopped) or InternalError (failed).
@@ -117,6 +136,7 @@ class Engine:
                 for _ in range(len(self._calls)):
                     self._calls.popleft().run(self._scheduler)
                 self._is_idle = not self._step()
+            self._settle()
         except BaseException as error:  # noqa: BLE001 - the thread's outermost frame: nobody else would be told
             # The class only: a message may quote what a request contained.
             _log.critical("the engine failed: %s", type(error).__name__)
@@ -140,27 +160,48 @@ class Engine:
             call.fail(error)
 
     def _step(self) -> bool:
-        """Run one batch; False when there was none to run."""
+        """Launch one batch and settle the one before, or the same one; False when there was neither."""
         scheduler = self._scheduler
         started_s = self._clock()
         batch = scheduler.schedule(started_s)
-        scheduled_s = self._clock()
         if batch is None:
-            if scheduler.has_notices:
-                self._on_step(scheduler.drain())
-            return False
+            if self._launched is None:
+                if scheduler.has_notices:
+                    self._on_step(scheduler.drain())
+                return False
+            self._settle()
+            return True
+        scheduled_s = self._clock()
         if scheduler.has_admissions:
             self._on_step(scheduler.drain())
-        executing_s = self._clock()
-        sampled = self._runner.execute(batch)
-        executed_s = self._clock()
-        output = scheduler.commit(batch, sampled)
-        timings = StepTimings(
-            schedule_s=scheduled_s - started_s,
-            execute_s=executed_s - executing_s,
-            commit_s=self._clock() - executed_s,
-            num_tokens=batch.num_tokens,
-            num_requests=len(batch.items),
+        launched_s = self._clock()
+        launched = _Launched(
+            batch=batch, step=self._runner.launch(batch), schedule_s=scheduled_s - started_s, launched_s=launched_s
         )
-        self._on_step(replace(output, timings=timings))
+        self._settle()
+        self._launched = launched
+        # Blocks being saved are free already, and nobody outside may have them before they are.
+        if not self._pipelined or batch.offloads:
+            self._settle()
         return True
+
+    def _settle(self) -> None:
+        """Wait for the launched step, if there is one, and tell what came of it."""
+        launched, self._launched = self._launched, None
+        if launched is None:
+            return
+        tokens = launched.step.tokens()
+        ended_s = self._clock()
+        output = self._scheduler.commit(launched.batch, tokens)
+        timings = StepTimings(
+            schedule_s=launched.schedule_s,
+            # A device begins a step when it has ended the one before.
+            execute_s=ended_s - max(launched.launched_s, self._settled_s),
+            commit_s=self._clock() - ended_s,
+            num_tokens=launched.batch.num_tokens,
+            num_requests=len(launched.batch.items),
+            is_overlapped=self._pipelined,
+        )
+        self._settled_s = ended_s
+        self._scheduler.observe(timings)
+        self._on_step(replace(output, timings=timings))

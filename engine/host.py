@@ -49,6 +49,7 @@ class EngineHost:
             on_step=lambda output: self._tell(self._on_step, output),
             on_fatal=lambda error: self._tell(self._on_fatal, error),
             clock=time.monotonic,
+            pipelined=parts.is_pipelined,
         )
 
     def start(self, *, on_output: Callable[[StepOutput], None], ports: Callable[[], Iterable[SessionPort]]) -> None:

@@ -1,7 +1,8 @@
 """The memory of the KV blocks: one contiguous tensor, perhaps laid on memory that a transport also maps.
 
 Shape `[num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]`: one block of one layer is contiguous,
-and in it one head of K or of V is contiguous. Which block belongs to whom is `engine.blocks`' business.
+and in it one head of K or of V is contiguous. In int8 the scales of its tokens follow (tandem/kv_layout.py), so one
+block of one layer is one run of bytes in every dtype. Which block belongs to whom is `engine.blocks`' business.
 """
 
 import torch
@@ -11,6 +12,10 @@ from tandem.errors import ConfigError
 from tandem.kv_layout import KVLayout
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""What a model computes in."""
+
+CACHE_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
+"""What a cache holds."""
 
 
 class PagedKVCache:
@@ -30,22 +35,21 @@ class PagedKVCache:
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self._buffer = buffer
-        shape = (
-            layout.num_layers,
-            num_blocks,
-            2,
-            layout.num_local_kv_heads,
-            layout.block_size,
-            layout.head_dim,
-        )
-        dtype = TORCH_DTYPES[layout.dtype]
+        dtype = CACHE_DTYPES[layout.dtype]
         if buffer is None:
-            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+            self._bytes = torch.zeros(self.size_bytes, dtype=torch.uint8, device=device)
         else:
-            self.tensor = _on_buffer(buffer, num_blocks * layout.block_bytes, torch.device(device))
-            self.tensor = self.tensor.view(dtype).view(shape)
-        self._layers = tuple(self.tensor.unbind(0))
+            self._bytes = _on_buffer(buffer, self.size_bytes, torch.device(device))
+        heads = (2, layout.num_local_kv_heads, layout.block_size)
+        self.tensor = self._blocks_of(dtype, (*heads, layout.head_dim), 0)
+        self._layers = self.tensor.unbind(0)
+        self._scales: tuple[Tensor, ...] = ()
+        if layout.scale_offset is not None:
+            self._scales = self._blocks_of(torch.float32, heads, layout.scale_offset).unbind(0)
+        self.blocks = self._bytes.view(layout.num_layers, num_blocks, -1)
+        """Everything that a block of a layer holds: uint8 `[num_layers, num_blocks, layer_block_bytes]`."""
+        word = torch.int64 if layout.layer_block_bytes % torch.int64.itemsize == 0 else torch.uint8
+        self._words = self.blocks.view(word)
 
     @property
     def size_bytes(self) -> int:
@@ -58,20 +62,38 @@ class PagedKVCache:
         return self.layout.block_size
 
     def layer(self, index: int) -> Tensor:
-        """One layer's blocks, `[num_blocks, 2, num_kv_heads, block_size, head_dim]`."""
+        """One layer: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, contiguous unless scales follow blocks."""
         return self._layers[index]
+
+    def layer_scales(self, index: int) -> Tensor | None:
+        """Scales of one layer's tokens, float32 `[num_blocks, 2, num_kv_heads, block_size]`; None without any."""
+        return self._scales[index] if self._scales else None
+
+    def serves(self, dtype: torch.dtype) -> bool:
+        """Whether a model that computes in `dtype` can keep its keys and values here."""
+        return self.layout.is_quantised or self.tensor.dtype is dtype
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy whole blocks over all layers; int64 `[num_copies]` each, no target among the sources."""
-        self.tensor[:, targets] = self.tensor[:, sources]
+        self._words[:, targets] = self._words[:, sources]
 
     def host_view(self) -> memoryview | None:
         """The pool's bytes, writable, without a copy; None when they are not in host memory."""
-        if self.tensor.device.type != "cpu":
+        if self._bytes.device.type != "cpu":
             return None
-        if self._buffer is not None:
-            return self._buffer.cast("B")[: self.size_bytes]
-        return self.tensor.view(-1).view(torch.uint8).numpy().data
+        return self._bytes.numpy().data
+
+    def _blocks_of(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:
+        """The part of every block that begins at byte `offset`: `[num_layers, num_blocks, *shape]`."""
+        inner = [1]
+        for size in shape[:0:-1]:
+            inner.insert(0, inner[0] * size)
+        block = self.layout.layer_block_bytes // dtype.itemsize
+        return self._bytes.view(dtype).as_strided(
+            (self.layout.num_layers, self.num_blocks, *shape),
+            (self.num_blocks * block, block, *inner),
+            offset // dtype.itemsize,
+        )
 
 
 def _on_buffer(buffer: memoryview, size_bytes: int, device: torch.device) -> Tensor:

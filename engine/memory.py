@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from engine.model_config import ModelConfig
 from tandem.errors import ConfigError
-from tandem.kv_layout import DTYPE_BYTES, KVLayout
+from tandem.kv_layout import AUTO_DTYPE, DTYPE_BYTES, KVLayout
 
 MAX_GATHER_BYTES = 256 * 2**20
 """What one layer's attention may copy out of the pool at once, unless a single sequence needs more."""
@@ -24,6 +24,8 @@ class MemoryBudget:
     block_bytes: int
     block_size: int
     num_blocks: int
+    offload_bytes: int = 0
+    """For the KV of preempted requests, where that takes of the same memory."""
 
     @property
     def kv_bytes(self) -> int:
@@ -33,11 +35,13 @@ class MemoryBudget:
     def lines(self) -> tuple[str, ...]:
         """The budget for a start banner."""
         tokens = self.num_blocks * self.block_size
+        offload = (f"offload    {_size(self.offload_bytes)}",) if self.offload_bytes else ()
         return (
             f"memory     {_size(self.limit_bytes)}",
             f"weights    {_size(self.weights_bytes)}",
             f"workspace  {_size(self.workspace_bytes)}",
             f"headroom   {_size(self.headroom_bytes)}",
+            *offload,
             f"KV cache   {_size(self.kv_bytes)}: {self.num_blocks} blocks of {self.block_size} = {tokens} tokens",
         )
 
@@ -51,13 +55,16 @@ def plan_memory(
     max_context: int,
     max_blocks: int | None = None,
     headroom_fraction: float = 0.05,
+    offload_bytes: int = 0,
 ) -> MemoryBudget:
     """Divide `limit_bytes`; `max_blocks` caps the pool when the rest would be more than is wanted.
+
+    `offload_bytes`: of the limit, for the KV of preempted requests.
 
     Raises ConfigError, with the figures, when one sequence of `max_context` tokens would not fit.
     """
     headroom_bytes = int(limit_bytes * headroom_fraction)
-    rest = limit_bytes - weights_bytes - workspace_bytes - headroom_bytes
+    rest = limit_bytes - weights_bytes - workspace_bytes - headroom_bytes - offload_bytes
     num_blocks = max(0, rest) // layout.block_bytes
     if max_blocks is not None:
         num_blocks = min(num_blocks, max_blocks)
@@ -69,6 +76,7 @@ def plan_memory(
         block_bytes=layout.block_bytes,
         block_size=layout.block_size,
         num_blocks=num_blocks,
+        offload_bytes=offload_bytes,
     )
     needed = -(-max_context // layout.block_size)
     if num_blocks < needed:
@@ -81,16 +89,24 @@ def plan_memory(
 
 
 def estimate_workspace_bytes(
-    config: ModelConfig, *, dtype: str, max_batch_tokens: int, max_num_seqs: int, max_context: int
+    config: ModelConfig,
+    *,
+    dtype: str,
+    max_batch_tokens: int,
+    max_num_seqs: int,
+    max_context: int,
+    kv_dtype: str = AUTO_DTYPE,
 ) -> int:
     """Upper bound of what one step allocates beside weights and KV: hidden states, gathered KV, masks, logits."""
     item = DTYPE_BYTES[dtype]
+    # Codes are gathered, multiplied in float32, and rounded.
+    restored = 0 if kv_dtype == AUTO_DTYPE else DTYPE_BYTES[kv_dtype] + DTYPE_BYTES["float32"]
     rows = max(max_batch_tokens, max_num_seqs)
     qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     attention = config.num_heads * config.head_dim
     # Residual, its norm and one block's output; qkv with its rotated copy; gate, up, activation and product.
     per_row = 4 * config.hidden_size + 2 * qkv + 2 * attention + 4 * config.intermediate_size
-    one_sequence = 2 * config.num_kv_heads * config.head_dim * max_context * item
+    one_sequence = 2 * config.num_kv_heads * config.head_dim * max_context * (item + restored)
     pool_share = one_sequence * max_num_seqs
     gathered = max(min(MAX_GATHER_BYTES, pool_share), one_sequence)
     masks = min(MAX_MASK_ELEMENTS, rows * max_context) * item
@@ -99,11 +115,13 @@ def estimate_workspace_bytes(
     return rows * per_row * item + gathered + masks + sampling
 
 
-def kv_layout(config: ModelConfig, *, fingerprint: str, dtype: str, block_size: int, tp_size: int = 1) -> KVLayout:
-    """The KV geometry that a model implies on rank 0 of `tp_size`."""
+def kv_layout(
+    config: ModelConfig, *, fingerprint: str, dtype: str, block_size: int, tp_size: int = 1, kv_dtype: str = AUTO_DTYPE
+) -> KVLayout:
+    """The KV geometry that a model which computes in `dtype` implies on rank 0 of `tp_size`."""
     return KVLayout(
         model_fingerprint=fingerprint,
-        dtype=dtype,
+        dtype=dtype if kv_dtype == AUTO_DTYPE else kv_dtype,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,

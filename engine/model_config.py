@@ -101,8 +101,10 @@ def parse_model_config(raw: dict[str, Any], generation: dict[str, Any]) -> Model
     fields = Fields(raw, "config.json")
     name = _architecture(fields)
     family = _FAMILIES[name]
-    if fields.has("quantization_config"):
-        raise fields.error("quantization_config", "is not supported: only float checkpoints are")
+    if fields.has("quantization_config") and not _quantises_kv_only(fields.get("quantization_config")):
+        raise fields.error(
+            "quantization_config", "is not supported: only float weights are, with scales of an fp8 cache"
+        )
     if fields.has("hidden_act") and fields.get("hidden_act") not in ("silu", "swish"):
         raise fields.error("hidden_act", f"must be silu, is {fields.get('hidden_act')!r:.40}")
     hidden_size = fields.integer("hidden_size", 1, _MAX_DIM)
@@ -137,6 +139,16 @@ def parse_model_config(raw: dict[str, Any], generation: dict[str, Any]) -> Model
         stored_dtype=_stored_dtype(fields),
         eos_token_ids=_eos_token_ids(fields, Fields(generation, "generation_config.json"), vocab_size),
     )
+
+
+def _quantises_kv_only(raw: Any) -> bool:
+    """Whether a config.json's `quantization_config` leaves the weights alone and scales an fp8 cache statically."""
+    if not isinstance(raw, dict) or raw.get("quant_method") != "compressed-tensors" or raw.get("config_groups"):
+        return False
+    scheme = raw.get("kv_cache_scheme")
+    if not isinstance(scheme, dict) or scheme.get("dynamic"):
+        return False
+    return (scheme.get("num_bits"), scheme.get("type"), scheme.get("symmetric", True)) == (8, "float", True)
 
 
 def _architecture(fields: Fields) -> str:

@@ -1,18 +1,27 @@
-"""Executes one step: lays out the batch, runs the decoder over the paged cache, samples where asked."""
+"""Executes steps: lays out a batch, runs the decoder over the paged cache, samples where asked.
 
-from collections.abc import Callable
+`launch` asks the device for all of that and waits for nothing. What a step samples stays on the device as well, so that
+the next one can compute tokens that the host does not know yet.
+"""
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from engine.backends.backend import StepGraphs
+from engine.block_mover import BlockMover
+from engine.device_queue import device_queue
 from engine.kv_cache import PagedKVCache
+from engine.launched import ComingKeys, ComingTokens
 from engine.layers.attention import AttentionBackend
 from engine.models.decoder import Decoder
 from engine.request import Batch, SampledToken
-from engine.sampler import Sampler
+from engine.runner import LaunchedStep
+from engine.sampler import Sampler, SampleRow
+from engine.staging import Staging
 from engine.step_inputs import IntArray, StepInputBuilder, StepInputs
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, InvariantError
 
 
 class ModelRunner:
@@ -26,12 +35,14 @@ class ModelRunner:
         attention: AttentionBackend | None = None,
         num_threads: int | None = None,
         announce: Callable[[StepInputs], None] | None = None,
+        num_host_slots: int = 0,
     ) -> None:
         """`num_threads`: for torch's CPU operators, process-wide; None leaves them as they are.
 
         `announce`: told of every step before it is computed here, so that the model's other ranks compute it too.
+        `num_host_slots`: places in host memory for blocks that batches offload.
         """
-        if kv_cache.tensor.dtype != model.dtype or kv_cache.tensor.device != model.device:
+        if not kv_cache.serves(model.dtype) or kv_cache.tensor.device != model.device:
             raise ConfigError(
                 f"KV cache is {kv_cache.tensor.dtype} on {kv_cache.tensor.device}, "
                 f"the model {model.dtype} on {model.device}"
@@ -40,31 +51,52 @@ class ModelRunner:
             torch.set_num_threads(num_threads)
         self.model = model
         self.kv_cache = kv_cache
+        self.blocks = BlockMover(kv_cache, num_host_slots=num_host_slots)
         self._announce = announce
-        self._graphs: StepGraphs | None = None
+        self.graphs: StepGraphs | None = None
+        self._queue = device_queue(model.device)
+        self._staging = Staging(self._queue)
+        self._sampled: Tensor | None = None  # int64 [num_samples], of the last step
         self._inputs = StepInputBuilder(kv_cache.block_size)
         self._attention = attention or model.backend.attention(model.attention_spec, kv_cache)
         self._sampler = Sampler(
-            eos_token_ids=model.config.eos_token_ids, device=model.device, kernels=model.backend.sampling()
+            eos_token_ids=model.config.eos_token_ids,
+            device=model.device,
+            kernels=model.backend.sampling(),
+            put=self._staging.put,
         )
 
-    def execute(self, batch: Batch) -> list[SampledToken]:
-        """Compute a batch's tokens into the cache; one new token per item with `samples`, in order."""
-        if not batch.items:
-            return []
-        with torch.inference_mode():
+    def launch(self, batch: Batch) -> LaunchedStep:
+        """See Runner."""
+        with torch.inference_mode(), self._staging.step():
             inputs = self._inputs.build(batch)
             if self._announce is not None:
                 self._announce(inputs)
-            logits = self.compute(inputs)
+            logits = self._compute(inputs)
             if logits is None:
-                return []
-            return self._sampler.sample(logits, [item.request for item in batch.items if item.samples])
+                self._sampled = None
+                return ComingKeys(self._queue)
+            rows = [SampleRow(item.request, item.start + item.num_tokens) for item in batch.items if item.samples]
+            chosen = self._sampler.choose(logits, rows)
+            self._sampled = chosen.token_ids
+            return ComingTokens(self._queue, chosen)
+
+    def execute(self, batch: Batch) -> Sequence[SampledToken]:
+        """Launch a batch and wait for it; for whoever has no scheduler.
+
+        Raises InvariantError where no token could be chosen.
+        """
+        if not batch.items:
+            return []
+        tokens = [token for token in self.launch(batch).tokens() if token is not None]
+        if len(tokens) != sum(item.samples for item in batch.items):
+            raise InvariantError("the model gave no usable logits")
+        return tokens
 
     def record_graphs(self, *, max_rows: int, max_length: int) -> None:
         """Let the backend record decoding steps ahead, if it can; before the first step, with the pool in place."""
         with torch.inference_mode():
-            self._graphs = self.model.backend.graphs(
+            self.graphs = self.model.backend.graphs(
                 self.model, self._attention, max_rows=max_rows, max_length=max_length
             )
 
@@ -78,23 +110,35 @@ class ModelRunner:
 
         Of a model on several ranks, rank 0 has the logits.
         """
-        if len(inputs.copies):
-            sources, targets = torch.from_numpy(inputs.copies).to(self.kv_cache.tensor.device).unbind(1)
-            self.kv_cache.copy_blocks(sources, targets)
-        if self._graphs is not None:
-            logits = self._graphs.logits(inputs)
-            if logits is not None:
-                return logits
-        rows = inputs.sample_rows
-        everyone = len(rows) == len(inputs.token_ids) and bool((rows[1:] > rows[:-1]).all())
-        hidden = self.hidden_states(inputs, None if everyone else rows)
-        return self.model.logits(hidden) if len(rows) else None
+        with self._staging.step():
+            return self._compute(inputs)
 
     def hidden_states(self, inputs: StepInputs, wanted: IntArray | None = None) -> Tensor:
         """Last hidden states of the wanted rows, or of all in their order; fills the cache on the way."""
-        token_ids = self._to_device(inputs.token_ids)
-        rows = None if wanted is None else self._to_device(wanted)
-        return self.model.forward(token_ids, self._attention.plan(inputs), rows)
+        with self._staging.step():
+            rows = None if wanted is None else self._staging.put(wanted)
+            return self.model.forward(self._token_ids(inputs), self._attention.plan(inputs), rows)
 
-    def _to_device(self, array: IntArray) -> Tensor:
-        return torch.from_numpy(array).to(self.model.device, non_blocking=True)
+    def _compute(self, inputs: StepInputs) -> Tensor | None:
+        self.blocks.move(inputs)
+        wanted = inputs.sample_rows
+        everyone = len(wanted) == len(inputs.token_ids) and bool((wanted[1:] > wanted[:-1]).all())
+        rows = None if everyone else self._staging.put(wanted)
+        token_ids = self._token_ids(inputs)
+        if self.graphs is not None and len(wanted):
+            logits = self.graphs.logits(inputs, token_ids, rows)
+            if logits is not None:
+                return logits
+        hidden = self.model.forward(token_ids, self._attention.plan(inputs), rows)
+        return self.model.logits(hidden) if len(wanted) else None
+
+    def _token_ids(self, inputs: StepInputs) -> Tensor:
+        """Of every row, int64 `[num_rows]`; those that only the device knows come from the step before."""
+        token_ids = self._staging.put(inputs.token_ids)
+        if len(inputs.feeds):
+            if self._sampled is None:
+                raise InvariantError("a step computes tokens that no step has sampled")
+            rows, samples = self._staging.put(inputs.feeds.T.copy()).unbind(0)
+            # Where none could be chosen the request has failed; its row is computed for nobody.
+            token_ids[rows] = self._sampled[samples].clamp_(min=0)
+        return token_ids

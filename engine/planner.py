@@ -8,11 +8,15 @@ and one chunk.
 Progress: one total rank orders everything. A request that finds no block preempts the last-ranked one, itself if need
 be, never one before it; and while the queue's head finds no room nothing else enters, reservations included. So the
 first-ranked request always advances, unless all blocks are held by hand-offs, which end by lease.
+
+A step may be planned while others are under way. What is under way counts as done, but nobody is preempted then: a
+request that finds no block sits the step out, the next plan waits until every step has settled, and preempts.
 """
 
 from engine.block_manager import BlockManager, PrefixMatch
 from engine.config import EngineConfig
 from engine.in_flight import InFlight
+from engine.lookahead import Lookahead, awaits_its_last
 from engine.notices import Notices
 from engine.preemption import Offloading
 from engine.queue_order import QueueOrder
@@ -33,6 +37,7 @@ class Planner:
         blocks: BlockManager,
         roster: Roster,
         notices: Notices,
+        ahead: Lookahead,
         offloading: Offloading | None = None,
     ) -> None:
         """`offloading`: where preempted requests' KV may go; without it everything is recomputed."""
@@ -42,6 +47,8 @@ class Planner:
         self._blocks = blocks
         self._roster = roster
         self._notices = notices
+        self._ahead = ahead
+        self._must_settle = False
         self._offloading = offloading
         self._in_flight = InFlight(blocks)
         self._order = QueueOrder(roster.waiting, blocks, self._in_flight, max_overtakes=config.max_overtakes)
@@ -66,15 +73,21 @@ class Planner:
             self._offloading.drop(request.request_id)
 
     def executed(self) -> None:
-        """The batch is computed: its moves are done."""
-        self._blocks.end_copies()
+        """The oldest batch is computed: its moves are done."""
+        self._blocks.end_step()
         if self._offloading is not None:
             self._offloading.executed()
 
     # Running requests
 
     def plan(self, now: float) -> Batch | None:
-        """The next step's work; None when nothing can run. O(running requests + admitted blocks)."""
+        """The next step's work; None when nothing can run, or must wait until the steps under way have settled.
+
+        O(running requests + admitted blocks).
+        """
+        if self._must_settle and self._ahead:
+            return None
+        self._must_settle = False
         plan = StepPlan(
             max_tokens=self._config.max_batched_tokens,
             max_rows=self._config.max_running_requests,
@@ -89,6 +102,8 @@ class Planner:
         # After a preemption the room is for those who run; only when it left nobody may the queue be asked.
         self._admit(plan, now, before=None)
         if not len(plan):
+            if self._offloading is not None:
+                self._offloading.cancel_offloads()
             return None
         return plan.batch(self._offloading.take_offloads() if self._offloading is not None else ())
 
@@ -99,15 +114,15 @@ class Planner:
         size = self._blocks.block_size
         running_state = RequestState.RUNNING
         # One row is kept for the oldest even if it is in the middle of its prompt: everybody progresses in turn.
-        spare = 1 if running and running[0].num_uncomputed_tokens > 1 else 0
+        spare = 1 if running and running[0].num_unplanned_tokens > 1 else 0
         room = min(plan.tokens_left, plan.rows_left) - spare
         for request in running:
-            num_computed = request.num_computed_tokens
-            if len(request.token_ids) - num_computed > 1:
+            num_planned = request.num_computed_tokens + request.num_in_flight_tokens
+            if len(request.token_ids) + request.num_awaited_tokens - num_planned > 1:
                 behind.append(request)
-            elif room <= 0:
+            elif room <= 0 or (request.num_awaited_tokens and awaits_its_last(request)):
                 continue
-            elif num_computed % size and request.state is running_state:
+            elif num_planned % size and request.state is running_state:
                 # The token before it has a block with room for this one.
                 plan.add_token(request)
                 room -= 1
@@ -118,10 +133,14 @@ class Planner:
 
     def _plan_one(self, request: Request, plan: StepPlan) -> None:
         """Schedule a running request, taking blocks from those behind it when there are no others."""
-        if request.state is not RequestState.RUNNING or not plan.has_room(request.num_uncomputed_tokens):
+        if request.state is not RequestState.RUNNING or not plan.has_room(request.num_unplanned_tokens):
             return
-        num_missing = self._blocks.blocks_for(request.num_tokens) - len(request.block_table)
+        num_tokens = request.num_tokens + request.num_awaited_tokens
+        num_missing = self._blocks.blocks_for(num_tokens) - len(request.block_table)
         while num_missing > self._blocks.num_available:
+            if self._ahead:
+                self._must_settle = True
+                return
             victim = self._last_preemptible()
             if victim is None or self._roster.rank(victim) <= self._roster.rank(request):
                 self._preempt(request, plan)
@@ -159,7 +178,7 @@ class Planner:
         while len(self._roster.running) < self._config.max_running_requests and plan.has_room(1):
             if before is not None and self._next_ranks_after(before):
                 return
-            choice = self._order.choose(may_wait=len(plan) > 0)
+            choice = self._order.choose(may_wait=len(plan) > 0 or len(self._ahead) > 0)
             if choice is None or (before is not None and self._roster.rank(choice.head.request) > before):
                 return
             head = choice.head
@@ -167,6 +186,9 @@ class Planner:
                 victim = self._last_preemptible()
                 if victim is None or not self._yields(victim, head.request):
                     self.head_is_blocked = True
+                    return
+                if self._ahead:
+                    self._must_settle = self.head_is_blocked = True
                     return
                 self._preempt(victim, plan)
                 continue
@@ -210,7 +232,7 @@ class Planner:
         if offloading is not None:
             if num_saved:
                 plan.move(request, loads=offloading.resume(request), copies=[])
-                self._blocks.release(self._blocks.index_computed(request, found))
+                self._blocks.surrender_loaded(self._blocks.index_computed(request, found))
             else:
                 offloading.drop(request.request_id)
         self._roster.admit(request)

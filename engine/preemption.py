@@ -1,26 +1,34 @@
 """What becomes of a preempted request's KV: computed again later, or saved and brought back; whichever costs less.
 
-Recomputing n tokens takes n / prefill rate. Saving b bytes takes b / rate out now and b / rate in later. Both rates are
-measured by the worker while it runs. What other requests share stays where it is and costs nothing either way, and
-what the prefix index still holds at resumption is not loaded.
+Recomputing n tokens takes n / prefill rate. Saving b bytes takes b / rate out now and b / rate in later. The rate of
+computing is measured by the worker while it runs, those of copying once at start. What other requests share stays
+where it is and costs nothing either way, and what the prefix index still holds at resumption is not loaded.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.block_manager import BlockManager
 from engine.block_moves import BlockLoad, BlockOffload
+from engine.rates import RateMeter
 from engine.request import Request
+from engine.step import StepTimings
 from engine.tiers import OffloadHandle, OffloadTier
 from tandem.ids import BlockId, RequestId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredRates:
+class CopyRates:
+    """How fast this worker saves blocks and brings them back; 0 where nothing has been measured."""
+
+    offload_bytes_per_s: float = 0.0
+    load_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRates(CopyRates):
     """How fast this worker computes and copies; 0 where nothing has been measured."""
 
     prefill_tokens_per_s: float = 0.0
-    offload_bytes_per_s: float = 0.0
-    load_bytes_per_s: float = 0.0
 
 
 def recompute_s(num_tokens: int, rates: MeasuredRates) -> float:
@@ -55,12 +63,25 @@ class Offloading:
     def __init__(self, blocks: BlockManager, tier: OffloadTier, *, block_bytes: int) -> None:
         """`block_bytes`: of one block over all layers."""
         self.rates = MeasuredRates()
+        self._meter = RateMeter()
         self._blocks = blocks
         self._tier = tier
         self._block_bytes = block_bytes
         self._saved: dict[RequestId, _Saved] = {}
         self._offloads: list[BlockOffload] = []
         self._loaded: list[OffloadHandle] = []
+
+    def copies_at(self, rates: CopyRates) -> None:
+        """What moving blocks was measured to take."""
+        self.rates = replace(
+            self.rates, offload_bytes_per_s=rates.offload_bytes_per_s, load_bytes_per_s=rates.load_bytes_per_s
+        )
+
+    def observe(self, timings: StepTimings) -> None:
+        """Learn from a step how fast this worker computes."""
+        self._meter.observe(timings)
+        if self._meter.prefill_tokens_per_s != self.rates.prefill_tokens_per_s:
+            self.rates = replace(self.rates, prefill_tokens_per_s=self._meter.prefill_tokens_per_s)
 
     def save(self, request: Request) -> bool:
         """Called before a preempted request gives up its blocks; whether they will be saved."""
@@ -113,6 +134,12 @@ class Offloading:
             slots = set(saved.handle.slots)
             self._offloads = [move for move in self._offloads if move.slot not in slots]
         self._tier.drop(saved.handle)
+
+    def cancel_offloads(self) -> None:
+        """No batch leaves that could save anything, and the blocks may be somebody else's before the next one does."""
+        unsaved = {move.slot for move in self._offloads}
+        for request_id in [name for name, saved in self._saved.items() if unsaved & {*saved.handle.slots}]:
+            self.drop(request_id)
 
     def take_offloads(self) -> tuple[BlockOffload, ...]:
         """What the batch now leaving must save."""

@@ -141,6 +141,19 @@ class PrefixIndex:
             self.events.append(Stored(entry.name, entry.parent))
         return [entry.block for entry in parked]
 
+    def withdraw(self, block: BlockId) -> bool:
+        """Forget the name of a referenced block; False while entries stand on it."""
+        entry = self._held[block]
+        if entry.is_parked:
+            raise InvariantError(f"block {block} is parked: it can be evicted")
+        if entry.num_children:
+            return False
+        del self._entries[entry.name], self._held[block]
+        if not entry.is_first:
+            self._entries[entry.parent].num_children -= 1
+        self.events.append(Evicted(entry.name))
+        return True
+
     def snapshot(self) -> tuple[int, list[Stored]]:
         """The number of the next event, and the whole content, parents first, that it will follow upon."""
         return self.events.next_seq, [Stored(entry.name, entry.parent) for entry in self._entries.values()]

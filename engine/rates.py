@@ -19,8 +19,7 @@ class RateMeter:
     def observe(self, timings: StepTimings) -> None:
         """Learn from one step: a prefill when most of its rows are prompt tokens, else a decode step."""
         if timings.num_tokens == timings.num_requests:
-            step_s = timings.schedule_s + timings.execute_s + timings.commit_s
-            self.decode_step_s = _blend(self.decode_step_s, step_s)
+            self.decode_step_s = _blend(self.decode_step_s, timings.step_s)
         elif timings.num_tokens - timings.num_requests >= _MIN_PREFILL_TOKENS and timings.execute_s > 0.0:
             rate = timings.num_tokens / timings.execute_s
             self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, rate)

@@ -115,6 +115,10 @@ class Request:
     """Compute the prompt, sample one token, then hold the blocks for a hand-off."""
     state: RequestState = RequestState.WAITING
     num_computed_tokens: int = 0
+    num_in_flight_tokens: int = 0
+    """Tokens after these that launched steps compute; see `engine.lookahead`."""
+    num_awaited_tokens: int = 0
+    """Tokens after the known ones that launched steps sample: nobody knows their ids yet."""
     num_cached_tokens: int = 0
     """Prompt tokens that were not computed for this request because their KV was already here."""
     num_preemptions: int = 0
@@ -138,6 +142,16 @@ class Request:
     def num_uncomputed_tokens(self) -> int:
         """Known tokens whose KV does not exist yet."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_planned_tokens(self) -> int:
+        """Tokens whose KV exists once every launched step is done."""
+        return self.num_computed_tokens + self.num_in_flight_tokens
+
+    @property
+    def num_unplanned_tokens(self) -> int:
+        """Tokens, known or awaited, that no launched step computes."""
+        return len(self.token_ids) + self.num_awaited_tokens - self.num_computed_tokens - self.num_in_flight_tokens
 
     def move_to(self, state: RequestState) -> None:
         """Change state; InvariantError for a move that the life cycle does not have."""

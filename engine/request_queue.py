@@ -10,7 +10,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from engine.request import Request, RequestState
+from engine.request import Request
 from tandem.errors import InvariantError
 from tandem.ids import RequestId
 
@@ -74,27 +74,38 @@ class RequestQueue:
 
 
 class Deadlines:
-    """Deadlines of waiting requests, soonest first."""
+    """Deadlines of waiting requests, soonest first; a request that no longer waits is not kept alive."""
 
-    __slots__ = ("_heap", "_serial")
+    __slots__ = ("_heap", "_waiting")
 
     def __init__(self) -> None:
-        # The number breaks ties: requests have no order of their own.
-        self._heap: list[tuple[float, int, Request]] = []
-        self._serial = 0
+        self._waiting: dict[RequestId, Request] = {}
+        # Also of some who no longer wait: to find them in the middle would cost more than to pass over them.
+        self._heap: list[tuple[float, RequestId]] = []
+
+    def __len__(self) -> int:
+        """Entries kept, of who no longer waits included."""
+        return len(self._heap)
 
     def watch(self, request: Request) -> None:
         """The request waits; without a deadline it does so for ever."""
         if request.deadline_s is not None:
-            self._serial += 1
-            heapq.heappush(self._heap, (request.deadline_s, self._serial, request))
+            self._waiting[request.request_id] = request
+            heapq.heappush(self._heap, (request.deadline_s, request.request_id))
+
+    def forget(self, request: Request) -> None:
+        """The request waits no longer. O(1) on average."""
+        if self._waiting.pop(request.request_id, None) is not None and len(self._heap) > 2 * len(self._waiting) + 64:
+            self._heap = [item for item in self._heap if item[1] in self._waiting]
+            heapq.heapify(self._heap)
 
     def expired(self, now: float) -> list[Request]:
         """Requests whose deadline has passed while they waited, told once."""
         late: list[Request] = []
         while self._heap and self._heap[0][0] <= now:
-            request = heapq.heappop(self._heap)[2]
-            # One that was preempted was watched twice.
-            if request.state is RequestState.WAITING and request not in late:
+            deadline_s, request_id = heapq.heappop(self._heap)
+            request = self._waiting.get(request_id)
+            if request is not None and request.deadline_s == deadline_s:
+                del self._waiting[request_id]
                 late.append(request)
         return late

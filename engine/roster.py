@@ -35,7 +35,7 @@ class Roster:
 
     def admit(self, request: Request) -> None:
         """It has its blocks, and perhaps a prefix in them: from now on it runs."""
-        self.waiting.remove(request)
+        self._stop_waiting(request)
         request.move_to(RequestState.RUNNING)
         self.running.add(request)
         self.backlog_tokens -= request.num_computed_tokens
@@ -57,7 +57,7 @@ class Roster:
     def leave(self, request: Request) -> None:
         """It is over."""
         if request.state is RequestState.WAITING:
-            self.waiting.remove(request)
+            self._stop_waiting(request)
         elif request.state is RequestState.RUNNING:
             self.running.remove(request)
         if request.state is not RequestState.HELD:
@@ -68,6 +68,10 @@ class Roster:
     def _wait(self, request: Request) -> None:
         self.waiting.add(request)
         self.deadlines.watch(request)
+
+    def _stop_waiting(self, request: Request) -> None:
+        self.waiting.remove(request)
+        self.deadlines.forget(request)
 
     def check_invariants(self) -> None:
         """InvariantError unless the count of the backlog is right; O(requests), for tests and audits."""

@@ -1,9 +1,21 @@
-"""What the engine asks of a model: one synchronous call per step, on the engine's own thread."""
+"""What the engine asks of a model: to launch a step, and later what came of it; on the engine's own thread."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 from engine.request import Batch, SampledToken
+
+
+class LaunchedStep(Protocol):
+    """A step on its way."""
+
+    def tokens(self) -> Sequence[SampledToken | None]:
+        """Wait for the step: one token per item that samples, in the batch's order.
+
+        None where the logits held NaN or infinity, or nothing finite: no token can be chosen from them. An exception
+        ends the engine: after a failed step nobody knows which blocks hold what.
+        """
+        ...
 
 
 class Runner(Protocol):
@@ -13,9 +25,11 @@ class Runner(Protocol):
         """Called once, by the engine's thread, before the first step."""
         ...
 
-    def execute(self, batch: Batch) -> Sequence[SampledToken]:
-        """Write the KV of every item's tokens; return one token per item that samples, in the batch's order.
+    def launch(self, batch: Batch) -> LaunchedStep:
+        """Begin to write the KV of every item's tokens and to sample; nothing of the batch is read after the return.
 
-        An exception ends the engine: after a failed step nobody knows which blocks hold what.
+        Steps are executed in the order of their launches. A batch may be launched before the tokens of the one before
+        are known: an item that starts after its request's last known token computes the one sampled there. An
+        exception ends the engine, as in `tokens`.
         """
         ...

@@ -3,25 +3,73 @@
 Order, as in vLLM: log-probabilities of the untouched logits; banned and biased tokens; penalties; temperature;
 min-p; top-k; top-p; then a draw with noise fixed by (seed, choice, position) alone (`engine.sampling_kernels`).
 Greedy rows skip everything from the temperature on.
+
+Nothing here waits for a device or needs a token that only the device knows: positions follow from lengths, and what
+penalties count is kept beside the logits (`engine.token_counts`).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.request import Request, SampledToken, TokenLogprob
-from engine.sampling_kernels import DrawParams, SamplingKernels, TorchSampling
+from engine.request import Request
+from engine.sampling_kernels import DrawParams, LogitEdits, SamplingKernels, TorchSampling
+from engine.token_counts import CountedRequests, Penalties, Put
 from tandem.sampling import SamplingParams
 
 _NEVER = float("-inf")
-_MAX_GROUP_ELEMENTS = 2**20
-"""Logits handled together: penalties and log-probabilities take several times their memory, at every batch size."""
+_MAX_GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
+"""Logits handled together, by device: sampling takes several times their memory, at every batch size. On a GPU that is
+a whole batch, or nearly: launches cost more there."""
+
+
+class SampleRow(NamedTuple):
+    """A request that samples, and its length then: the new token's position, counted from the sequence's start."""
+
+    request: Request
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowLogprobs:
+    """Log-probabilities that some rows asked for."""
+
+    rows: tuple[int, ...]  # [num_asking]
+    num_top: tuple[int, ...]  # [num_asking]
+    sampled: Tensor  # float32 [num_asking]
+    top_ids: Tensor  # int64 [num_asking, most]
+    top_values: Tensor  # float32 [num_asking, most]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chosen:
+    """A step's samples, on the device."""
+
+    token_ids: Tensor  # int64 [num_rows]; UNUSABLE: none could be chosen
+    logprobs: tuple[RowLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Group:
+    """What never changes about the requests of some rows, made once for as long as they stay together."""
+
+    requests: list[Request]
+    is_plain: bool
+    """All greedy, and nothing is edited or penalised."""
+    is_edited: bool
+    is_penalised: bool
+    asking: tuple[int, ...]
+    """Rows that want log-probabilities."""
+    floats: Tensor  # float32 [6, num_rows]: temperature, min-p, top-p, repetition, presence, frequency
+    integers: Tensor  # int64 [3, num_rows]: top-k, seed, choice
 
 
 class Sampler:
-    """Chooses one token per row; keeps no state between steps."""
+    """Chooses one token per row. What it keeps between steps only saves work."""
 
     def __init__(
         self,
@@ -29,139 +77,136 @@ class Sampler:
         eos_token_ids: Sequence[int],
         device: torch.device | str = "cpu",
         kernels: SamplingKernels | None = None,
+        put: Put | None = None,
     ) -> None:
-        """`kernels`: of the device; plain torch when absent."""
-        self._kernels = kernels or TorchSampling()
-        self._eos_token_ids = tuple(eos_token_ids)
+        """`kernels`: of the device; plain torch when absent. `put`: brings arrays there; waiting for it when absent."""
         self._device = torch.device(device)
+        self._kernels: SamplingKernels = kernels or TorchSampling()
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._put: Put = put or (lambda array: torch.from_numpy(array).to(self._device))
+        self._groups: dict[int, _Group] = {}
+        self._counted: CountedRequests | None = None
 
-    def sample(self, logits: Tensor, requests: Sequence[Request]) -> list[SampledToken]:
+    def choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
         """One token for each row of float32 `[num_rows, vocab_size]` logits, which are left as they are."""
-        if logits.shape[0] == 0:
-            return []
-        group = max(1, _MAX_GROUP_ELEMENTS // logits.shape[1])
-        tokens: list[SampledToken] = []
-        for begin in range(0, len(requests), group):
-            tokens += self._sample_group(logits[begin : begin + group], requests[begin : begin + group])
-        return tokens
+        size = max(1, _MAX_GROUP_ELEMENTS[self._device.type] // logits.shape[1])
+        parts = [self._choose_group(logits, rows, begin, begin + size) for begin in range(0, len(rows), size)]
+        if len(parts) == 1:
+            return parts[0]
+        return Chosen(
+            token_ids=torch.cat([part.token_ids for part in parts]),
+            logprobs=tuple(found for part in parts for found in part.logprobs),
+        )
 
-    def _sample_group(self, logits: Tensor, requests: Sequence[Request]) -> list[SampledToken]:
-        adjusted = self._adjust(logits, requests)
-        random_rows = [i for i, request in enumerate(requests) if not request.params.greedy]
-        if len(random_rows) == len(requests):
-            chosen = self._draw(adjusted, requests)
+    def _choose_group(self, all_logits: Tensor, all_rows: Sequence[SampleRow], begin: int, end: int) -> Chosen:
+        logits, rows = all_logits[begin:end], all_rows[begin:end]
+        group = self._group(begin, [row.request for row in rows])
+        if group.is_plain:
+            tokens = self._kernels.choose(logits, None)
         else:
-            chosen = self._kernels.argmax(adjusted)
-            if random_rows:
-                rows = self._tensor(random_rows)
-                chosen[rows] = self._draw(adjusted[rows], [requests[i] for i in random_rows])
-        tokens = [SampledToken(token_id=token) for token in chosen.tolist()]
-        self._add_logprobs(tokens, logits, requests)
-        return tokens
+            tokens = self._kernels.choose(
+                logits,
+                self._draw_params(group, rows),
+                penalties=self._penalties(group, rows, all_rows, logits.shape[1]) if group.is_penalised else None,
+                edits=self._edits(rows) if group.is_edited else None,
+            )
+        return Chosen(token_ids=tokens, logprobs=self._logprobs(group, logits, tokens, begin))
 
-    def _adjust(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
-        """Bans, biases and penalties, on a copy if there are any."""
-        biases = [
+    def _group(self, begin: int, requests: list[Request]) -> _Group:
+        """Of the rows from `begin` on: the one of the step before, if it was of the same requests."""
+        group = self._groups.get(begin)
+        if group is None or group.requests != requests:
+            group = self._groups[begin] = self._make_group(requests)
+        return group
+
+    def _make_group(self, requests: list[Request]) -> _Group:
+        params = [request.params for request in requests]
+        is_edited = any(p.logit_bias or p.min_tokens for p in params)
+        is_penalised = any(_has_penalties(p) for p in params)
+        is_plain = not (is_edited or is_penalised) and all(p.greedy for p in params)
+        floats = [
+            (p.temperature, p.min_p, p.top_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+            for p in params
+        ]
+        integers = [(p.top_k, p.seed, request.choice_index) for p, request in zip(params, requests, strict=True)]
+        return _Group(
+            requests=requests,
+            is_plain=is_plain,
+            is_edited=is_edited,
+            is_penalised=is_penalised,
+            asking=tuple(i for i, p in enumerate(params) if p.num_logprobs is not None),
+            floats=self._put(np.array([] if is_plain else floats, dtype=np.float32).reshape(-1, 6).T.copy()),
+            integers=self._put(np.array([] if is_plain else integers, dtype=np.int64).reshape(-1, 3).T.copy()),
+        )
+
+    def _draw_params(self, group: _Group, rows: Sequence[SampleRow]) -> DrawParams:
+        positions = [num_tokens - request.num_prompt_tokens for request, num_tokens in rows]
+        return DrawParams(
+            temperature=group.floats[0],
+            min_p=group.floats[1],
+            top_p=group.floats[2],
+            top_k=group.integers[0],
+            seed=group.integers[1],
+            position=self._put(np.array(positions, dtype=np.int64)),
+            choice=group.integers[2],
+        )
+
+    def _penalties(
+        self, group: _Group, rows: Sequence[SampleRow], all_rows: Sequence[SampleRow], vocab_size: int
+    ) -> Penalties:
+        if self._counted is None:
+            self._counted = CountedRequests(vocab_size, self._device, self._put)
+        penalised = [row if _has_penalties(row.request.params) else None for row in rows]
+        slots = self._counted.slots(penalised, keep=frozenset(row.request for row in all_rows))
+        return Penalties(
+            counts=self._counted.counts,
+            slots=self._put(slots),
+            repetition=group.floats[3],
+            presence=group.floats[4],
+            frequency=group.floats[5],
+        )
+
+    def _edits(self, rows: Sequence[SampleRow]) -> LogitEdits | None:
+        """Biases, and bans; None when nobody has any at present."""
+        edits = [
             (row, token, bias)
-            for row, request in enumerate(requests)
+            for row, (request, _) in enumerate(rows)
             if request.params.logit_bias
             for token, bias in request.params.logit_bias.items()
         ]
-        bans = [(row, token) for row, request in enumerate(requests) for token in self._banned(request)]
-        penalised = [row for row, request in enumerate(requests) if _has_penalties(request.params)]
-        if not (biases or bans or penalised):
-            return logits
-        adjusted = logits.clone()
-        if biases:
-            rows, tokens, values = zip(*biases, strict=True)
-            adjusted[self._tensor(rows), self._tensor(tokens)] += self._floats(values)
-        if bans:
-            rows, tokens = zip(*bans, strict=True)
-            adjusted[self._tensor(rows), self._tensor(tokens)] = _NEVER
-        if penalised:
-            self._penalise(adjusted, penalised, requests)
-        return adjusted
+        edits += [(row, token, _NEVER) for row, sample in enumerate(rows) for token in self._banned(sample)]
+        if not edits:
+            return None
+        numbers = np.array([edit[:2] for edit in edits], dtype=np.int32)
+        return LogitEdits(
+            rows=self._put(numbers[:, 0].copy()),
+            token_ids=self._put(numbers[:, 1].copy()),
+            values=self._put(np.array([edit[2] for edit in edits], dtype=np.float32)),
+        )
 
-    def _banned(self, request: Request) -> tuple[int, ...]:
+    def _banned(self, row: SampleRow) -> tuple[int, ...]:
         """Tokens that would end the choice before its `min_tokens`."""
-        params = request.params
-        if request.num_output_tokens >= params.min_tokens:
+        params = row.request.params
+        if row.num_tokens - row.request.num_prompt_tokens >= params.min_tokens:
             return ()
         return params.stop_token_ids if params.ignore_eos else params.stop_token_ids + self._eos_token_ids
 
-    def _penalise(self, logits: Tensor, rows: list[int], requests: Sequence[Request]) -> None:
-        """Repetition counts prompt and output (Keskar et al., 2019); presence and frequency count output only."""
-        chosen = [requests[row] for row in rows]
-        params = [request.params for request in chosen]
-        every = self._counts(chosen, logits.shape[-1], output_only=False)
-        output = self._counts(chosen, logits.shape[-1], output_only=True)
-        index = self._tensor(rows)
-        part = logits[index]  # [num_penalised, vocab_size]
-        repetition = self._floats([p.repetition_penalty for p in params])[:, None]
-        repeated = torch.where(part > 0, part / repetition, part * repetition)
-        part = torch.where(every > 0, repeated, part)
-        part -= self._floats([p.frequency_penalty for p in params])[:, None] * output
-        part -= self._floats([p.presence_penalty for p in params])[:, None] * (output > 0)
-        logits[index] = part
-
-    def _counts(self, requests: Sequence[Request], vocab_size: int, *, output_only: bool) -> Tensor:
-        """How often each token stands in each request: float32 `[num_requests, vocab_size]`."""
-        tokens = []
-        for request in requests:
-            ids = request.token_ids
-            start = request.num_prompt_tokens if output_only else 0
-            tokens.append(np.array(ids[start:], dtype=np.int64))
-        lengths = [len(part) for part in tokens]
-        rows = np.repeat(np.arange(len(requests), dtype=np.int64), lengths)
-        flat = torch.from_numpy(rows * vocab_size + np.concatenate(tokens)).to(self._device)
-        counts = torch.zeros(len(requests) * vocab_size, dtype=torch.float32, device=self._device)
-        counts.index_add_(0, flat, torch.ones(len(flat), dtype=torch.float32, device=self._device))
-        return counts.view(len(requests), vocab_size)
-
-    def _draw(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
-        params = [request.params for request in requests]
-        return self._kernels.draw(
-            logits,
-            DrawParams(
-                temperature=self._floats([p.temperature for p in params]),
-                min_p=self._floats([p.min_p for p in params]),
-                top_p=self._floats([p.top_p for p in params]),
-                top_k=self._tensor([p.top_k for p in params]),
-                seed=self._tensor([p.seed for p in params]),
-                position=self._tensor([request.num_output_tokens for request in requests]),
-                choice=self._tensor([request.choice_index for request in requests]),
+    def _logprobs(self, group: _Group, logits: Tensor, tokens: Tensor, begin: int) -> tuple[RowLogprobs, ...]:
+        if not group.asking:
+            return ()
+        rows = self._put(np.array(group.asking, dtype=np.int64))
+        logprobs = logits[rows].log_softmax(dim=-1)
+        num_top = tuple(group.requests[row].params.num_logprobs or 0 for row in group.asking)
+        top = logprobs.topk(min(max(num_top), logits.shape[-1]), dim=-1)
+        return (
+            RowLogprobs(
+                rows=tuple(begin + row for row in group.asking),
+                num_top=num_top,
+                sampled=logprobs.gather(-1, tokens[rows].clamp(min=0)[:, None])[:, 0],
+                top_ids=top.indices,
+                top_values=top.values,
             ),
         )
-
-    def _add_logprobs(self, tokens: list[SampledToken], logits: Tensor, requests: Sequence[Request]) -> None:
-        """Replace, in place, the tokens whose requests want log-probabilities."""
-        wanted = [
-            (row, request.params.num_logprobs)
-            for row, request in enumerate(requests)
-            if request.params.num_logprobs is not None
-        ]
-        if not wanted:
-            return
-        rows = [row for row, _ in wanted]
-        logprobs = logits[self._tensor(rows)].log_softmax(dim=-1)
-        sampled = self._tensor([tokens[row].token_id for row in rows])
-        own = logprobs.gather(-1, sampled[:, None])[:, 0].tolist()
-        most = min(max(count for _, count in wanted), logits.shape[-1])
-        top = logprobs.topk(most, dim=-1)
-        top_ids, top_values = top.indices.tolist(), top.values.tolist()
-        for i, (row, count) in enumerate(wanted):
-            pairs = list(zip(top_ids[i], top_values[i], strict=True))[:count]
-            tokens[row] = SampledToken(
-                token_id=tokens[row].token_id,
-                logprob=own[i],
-                top_logprobs=tuple(TokenLogprob(token_id=t, logprob=v) for t, v in pairs),
-            )
-
-    def _tensor(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
-
-    def _floats(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)
 
 
 def _has_penalties(params: SamplingParams) -> bool:

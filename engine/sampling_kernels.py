@@ -1,8 +1,8 @@
-"""The two heavy steps of sampling behind a small Protocol, and their reference in plain torch.
+"""What sampling asks of a device, behind a small Protocol, and its reference in plain torch.
 
-`draw` is a pure function of a row's logits and its DrawParams: temperature, min-p, top-k, top-p, then the largest of
-logits plus Gumbel noise (Gumbel, 1954), which samples the softmax exactly. Cut-offs are by value: tokens tied with
-the last one kept are kept, so that no sort order matters.
+Every token is a pure function of a row's logits and what is asked of it: biases and bans, penalties, temperature,
+min-p, top-k, top-p, then the largest of logits plus Gumbel noise (Gumbel, 1954), which samples the softmax exactly.
+Cut-offs are by value: tokens tied with the last one kept are kept, so that no sort order matters.
 """
 
 from dataclasses import dataclass
@@ -13,17 +13,21 @@ import torch
 from torch import Tensor
 
 from engine.philox import gumbel_noise
+from engine.token_counts import Penalties
 
 _NEVER = float("-inf")
 _MAX_NOISE_ELEMENTS = 2**20
 """Noise made at a time: sixteen rows of a vocabulary of 65,536, or the integers of the noise would dwarf the logits."""
+
+UNUSABLE = -1
+"""In the place of a token, on the device: no token can be chosen from the row's logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DrawParams:
     """How each row draws; on the logits' device, each `[num_rows]`."""
 
-    temperature: Tensor  # float32, above zero
+    temperature: Tensor  # float32; 0: the largest, and nothing else counts
     min_p: Tensor  # float32, 0 is off
     top_p: Tensor  # float32, 1 is off
     top_k: Tensor  # int64, below 1 is off
@@ -35,30 +39,73 @@ class DrawParams:
         """A run of rows."""
         return DrawParams(**{name: getattr(self, name)[begin:end] for name in self.__slots__})
 
+    def pick(self, rows: Tensor) -> "DrawParams":
+        """Rows by index, int64."""
+        return DrawParams(**{name: getattr(self, name)[rows] for name in self.__slots__})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LogitEdits:
+    """Biases, and bans, which are biases of minus infinity; any order, each added once."""
+
+    rows: Tensor  # int32 [num_edits]; negative: padding
+    token_ids: Tensor  # int32 [num_edits]
+    values: Tensor  # float32 [num_edits]
+
 
 class SamplingKernels(Protocol):
-    """What the sampler asks of a device. Both leave the logits, float32 `[num_rows, vocab_size]`, as they are."""
+    """What the sampler asks of a device. The logits, float32 `[num_rows, vocab_size]`, are left as they are."""
+
+    def choose(
+        self,
+        logits: Tensor,
+        params: DrawParams | None,
+        *,
+        penalties: Penalties | None = None,
+        edits: LogitEdits | None = None,
+    ) -> Tensor:
+        """One token per row, int64 `[num_rows]`; UNUSABLE where a row holds NaN or infinity, or nothing finite.
+
+        `params` None: the largest of each row, the first of equal ones. Chosen tokens are counted in the penalties'
+        counts.
+        """
+        ...
+
+
+class DrawKernels(Protocol):
+    """The two heavy steps of sampling, for rows that are usable."""
 
     def argmax(self, logits: Tensor) -> Tensor:
         """Index of each row's largest value, the lowest of equal ones: int64 `[num_rows]`."""
         ...
 
     def draw(self, logits: Tensor, params: DrawParams) -> Tensor:
-        """One token per row: int64 `[num_rows]`."""
+        """One token per row, temperatures above zero: int64 `[num_rows]`."""
         ...
 
 
 class TorchSampling:
     """Reference; on the CPU with numpy where that is several times as fast."""
 
-    def argmax(self, logits: Tensor) -> Tensor:
+    def choose(
+        self,
+        logits: Tensor,
+        params: DrawParams | None,
+        *,
+        penalties: Penalties | None = None,
+        edits: LogitEdits | None = None,
+    ) -> Tensor:
         """See SamplingKernels."""
+        return choose_by_steps(self, logits, params, penalties=penalties, edits=edits)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """See DrawKernels."""
         if logits.device.type == "cpu":
             return torch.from_numpy(logits.numpy().argmax(axis=-1))
         return logits.argmax(dim=-1)
 
     def draw(self, logits: Tensor, params: DrawParams) -> Tensor:
-        """See SamplingKernels."""
+        """See DrawKernels."""
         group = max(1, _MAX_NOISE_ELEMENTS // logits.shape[1])
         parts = [
             self._draw_group(logits[begin : begin + group], params.rows(begin, begin + group))
@@ -71,6 +118,64 @@ class TorchSampling:
         _truncate_(logits, params)
         noise = gumbel_noise(params.seed, params.position, params.choice, logits.shape[-1])
         return self.argmax(noise.add_(logits))
+
+
+def choose_by_steps(
+    kernels: DrawKernels,
+    logits: Tensor,
+    params: DrawParams | None,
+    *,
+    penalties: Penalties | None = None,
+    edits: LogitEdits | None = None,
+) -> Tensor:
+    """`SamplingKernels.choose` by torch operators around the two heavy steps. Waits for the device."""
+    usable = logits.amax(dim=-1).isfinite()  # NaN, infinity and a row of nothing all show in the largest
+    if not bool(usable.all()):
+        logits = logits.masked_fill(~usable[:, None], 0.0)
+    if edits is not None or penalties is not None:
+        logits = adjusted(logits, penalties=penalties, edits=edits)
+    tokens = _argmax_or_draw(kernels, logits, params)
+    if penalties is not None:
+        counted = ((penalties.slots >= 0) & usable).nonzero()[:, 0]
+        counts, slots = penalties.counts.counts, penalties.slots[counted].to(torch.int64)
+        twos = torch.full((len(slots),), 2, dtype=torch.int32, device=slots.device)
+        counts.index_put_((slots, tokens[counted]), twos, accumulate=True)
+    return tokens.masked_fill_(~usable, UNUSABLE)
+
+
+def _argmax_or_draw(kernels: DrawKernels, logits: Tensor, params: DrawParams | None) -> Tensor:
+    """Each row in its own way: int64 `[num_rows]`."""
+    rows = None if params is None else params.temperature.nonzero()[:, 0]
+    if params is None or rows is None or not len(rows):
+        return kernels.argmax(logits)
+    if len(rows) == len(logits):
+        return kernels.draw(logits, params)
+    tokens = kernels.argmax(logits)
+    tokens[rows] = kernels.draw(logits[rows], params.pick(rows))
+    return tokens
+
+
+def adjusted(logits: Tensor, *, penalties: Penalties | None = None, edits: LogitEdits | None = None) -> Tensor:
+    """A copy with edits made, then penalties.
+
+    Repetition counts prompt and output (Keskar et al., 2019); presence and frequency count output only.
+    """
+    logits = logits.clone()
+    if edits is not None:
+        values = edits.values.masked_fill(edits.rows < 0, 0.0)
+        logits.index_put_((edits.rows.clamp(min=0).long(), edits.token_ids.long()), values, accumulate=True)
+    if penalties is None:
+        return logits
+    rows = (penalties.slots >= 0).nonzero()[:, 0]
+    part = logits[rows]  # [num_penalised, vocab_size]
+    seen = penalties.counts.counts[penalties.slots[rows].long()]
+    repetition = penalties.repetition[rows, None]
+    part = torch.where(seen > 0, torch.where(part > 0, part / repetition, part * repetition), part)
+    output = (seen >> 1).to(torch.float32)
+    part -= penalties.frequency[rows, None] * output
+    part -= penalties.presence[rows, None] * (output > 0)
+    logits[rows] = part
+    return logits
 
 
 def _truncate_(logits: Tensor, params: DrawParams) -> None:

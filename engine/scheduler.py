@@ -1,13 +1,15 @@
 """What the engine computes next: requests catch up with their tokens, within budgets, in rank order.
 
-One step is `schedule` → a runner executes the batch → `commit`. There is no prefill and no decode phase: a request's
-`num_computed_tokens` trails its tokens by a prompt, by one, or by everything after a preemption, and each step
-closes some of the gap. Blocks for all known tokens are taken when a request is admitted, so only sampling makes a
-request grow, and a `prefill_only` request, which samples once, is never preempted under a running hand-off.
+One step is `schedule` → a runner executes the batch → `commit`, and the next may be scheduled before that. There is no
+prefill and no decode phase: a request's `num_computed_tokens` trails its tokens by a prompt, by one, or by everything
+after a preemption, and each step closes some of the gap. Blocks for all known tokens are taken when a request is
+admitted, so only sampling makes a request grow, and a `prefill_only` request, which samples once, is never preempted
+under a running hand-off.
 
 Who gets a share of a step, and whose blocks, is `engine.planner`'s to say; this is the door and the accounts.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 
@@ -17,6 +19,7 @@ from engine.config import EngineConfig
 from engine.eviction import eviction_policy
 from engine.kv_events import KVEventLog
 from engine.limits import check_size, end_rule, finish_reason, reason_of
+from engine.lookahead import Lookahead
 from engine.notices import Notices
 from engine.planner import Planner
 from engine.preemption import Offloading
@@ -24,19 +27,21 @@ from engine.request import Batch, FinishReason, Request, RequestState, SampledTo
 from engine.request_queue import Ranking
 from engine.reservations import Reservations
 from engine.roster import Roster
-from engine.step import Load, StepOutput
+from engine.step import Load, StepOutput, StepTimings
 from engine.tiers import OffloadTier
 from tandem.block_hash import BlockHasher
 from tandem.errors import InvalidRequest, InvariantError, Overloaded
 from tandem.ids import BlockId, RequestId
 
+_log = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1.0
 
 
 class Scheduler:
     """All requests of one worker and the blocks they use. Plain, synchronous, touched by the engine thread alone.
 
-    Between `schedule` and the `commit` of its batch nothing may be called: the runner works on live tables.
+    Between `schedule` and the launch of its batch nothing may be called: the runner lays it out from live tables. From
+    then to its `commit` anything may: what a launched step can touch stays as it is until the step has settled.
     """
 
     def __init__(
@@ -48,7 +53,7 @@ class Scheduler:
         block_bytes: int = 0,
     ) -> None:
         """`tier` takes the KV of preempted requests where that costs less than computing it again; `block_bytes` is
-        then the size of a block over all layers, and `offloading.rates` must be kept up to date.
+        then the size of a block over all layers, `offloading.copies_at` must be told, and `observe` called every step.
         """
         self._config = config
         kv_events = KVEventLog(config.kv_event_capacity)
@@ -63,8 +68,14 @@ class Scheduler:
         self.offloading = Offloading(self.blocks, tier, block_bytes=block_bytes) if tier is not None else None
         self._roster = Roster(Ranking(config.priority_aging_s))
         self._notices = Notices(kv_events)
+        self._ahead = Lookahead()
         self._planner = Planner(
-            config, blocks=self.blocks, roster=self._roster, notices=self._notices, offloading=self.offloading
+            config,
+            blocks=self.blocks,
+            roster=self._roster,
+            notices=self._notices,
+            ahead=self._ahead,
+            offloading=self.offloading,
         )
 
     # Entering and leaving
@@ -156,39 +167,78 @@ class Scheduler:
     # One step
 
     def schedule(self, now: float) -> Batch | None:
-        """Choose the next step's work; None when nothing can run until somebody adds, releases or aborts.
+        """Choose the next step's work, taking every launched step for done.
+
+        None when nothing can run until a launched step is committed or, without any, somebody adds, releases or aborts.
 
         `now` is on the clock of the requests' `arrival_s`; whoever waited beyond its `deadline_s` ends here, told by
         the next output. Costs O(running requests + admitted blocks).
         """
         for request in self._roster.deadlines.expired(now):
             self._end(request, FinishReason.DEADLINE)
-        return self._planner.plan(now)
+        batch = self._planner.plan(now)
+        if batch is not None:
+            self._ahead.launch(batch)
+            self.blocks.begin_step()
+        return batch
 
-    def commit(self, batch: Batch, sampled: Sequence[SampledToken]) -> StepOutput:
-        """Account for an executed batch: one sampled token per sampling item, in order."""
+    def commit(self, batch: Batch, sampled: Sequence[SampledToken | None]) -> StepOutput:
+        """Account for the oldest launched batch: one sampled token per sampling item, in order.
+
+        None stands for logits that no token can be chosen from: only its own request fails. Of requests that ended
+        since the launch nothing is kept.
+        """
         if len(sampled) != sum([item.samples for item in batch.items]):
             raise InvariantError(f"{len(sampled)} tokens sampled for {len(batch.items)} items")
+        self._ahead.settle(batch)
         self._planner.executed()
-        size = self._config.block_size
+        size, running = self._config.block_size, RequestState.RUNNING
         tokens = iter(sampled)
+        num_caught_up = 0
+        leaving: list[Request] = []
+        failed: list[Request] = []
         for request, start, num_tokens, samples in batch.items:
+            request.num_in_flight_tokens -= num_tokens
+            token = None
+            if samples:
+                request.num_awaited_tokens -= 1
+                token = next(tokens)
+            if request.state is not running:
+                continue
             end = start + num_tokens
             request.num_computed_tokens = end
-            if start // size != end // size:
-                displaced = self.blocks.index_computed(request, start // size)
-                if displaced:
-                    self.blocks.surrender(request.request_id, displaced)
+            num_caught_up += num_tokens
+            if samples and token is None:
+                failed.append(request)
+                continue
+            if start // size != end // size or request.prefill_only:
+                self._commit_blocks(request, start // size)
+            if token is not None:
+                num_caught_up -= 1  # a token more to compute
+                if self._commit_token(request, token) or request.prefill_only:
+                    leaving.append(request)
+        self._roster.backlog_tokens -= num_caught_up
+        for request in leaving:
             if request.prefill_only:
-                self._notices.progress(request, size)
-            if samples:
-                self._commit_token(request, next(tokens))
-        # Every row computed a token; every sample added one that is not computed yet.
-        self._roster.backlog_tokens += len(sampled) - batch.num_tokens
-        self._settle(batch)
+                self._roster.hold(request)
+            else:
+                self._retire(request)
+        for request in failed:
+            _log.warning("%s: the model gave no usable logits", request.request_id)
+            self.blocks.condemn(request)
+            self._end(request, FinishReason.ERROR)
         return self.drain()
 
-    def _commit_token(self, request: Request, token: SampledToken) -> None:
+    def _commit_blocks(self, request: Request, first_block: int) -> None:
+        """Its full blocks from `first_block` on may be found and, if it waits for a hand-off, sent."""
+        displaced = self.blocks.index_computed(request, first_block)
+        if displaced:
+            self.blocks.surrender(request.request_id, displaced)
+        if request.prefill_only:
+            self._notices.progress(request, self._config.block_size)
+
+    def _commit_token(self, request: Request, token: SampledToken) -> bool:
+        """Whether it was the last."""
         request.token_ids.append(token.token_id)
         rule = request.end_rule or end_rule(request, self._config)
         num_tokens = len(request.token_ids)
@@ -196,15 +246,12 @@ class Scheduler:
         if num_tokens >= rule.max_tokens or token.token_id in rule.token_ids:
             request.finish_reason = reason = reason_of(rule, token.token_id, num_tokens)
         self._notices.token(request, num_tokens - request.num_prompt_tokens - 1, token, reason)
+        return reason is not None
 
-    def _settle(self, batch: Batch) -> None:
-        """Those that have all they came for leave the batch."""
-        for request, _, _, samples in batch.items:
-            if samples:
-                if request.prefill_only:
-                    self._roster.hold(request)
-                elif request.finish_reason is not None:
-                    self._retire(request)
+    def observe(self, timings: StepTimings) -> None:
+        """What a step took: offloading compares it with copying."""
+        if self.offloading is not None:
+            self.offloading.observe(timings)
 
     # Telling
 
@@ -241,6 +288,7 @@ class Scheduler:
         """Every reference count is accounted for by its owners; O(num_blocks), for tests and audits."""
         self.blocks.check_invariants()
         self._roster.check_invariants()
+        self._ahead.check_invariants()
         owned = self.reservations.references() + self.blocks.pinned_blocks()
         for request in self._roster.requests.values():
             owned.extend(request.block_table)

@@ -62,6 +62,13 @@ class StepTimings:
     commit_s: float
     num_tokens: int
     num_requests: int
+    is_overlapped: bool = False
+    """Scheduling and committing were done while the device computed."""
+
+    @property
+    def step_s(self) -> float:
+        """From one step to the next, in a row of steps alike."""
+        return self.execute_s if self.is_overlapped else self.schedule_s + self.execute_s + self.commit_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

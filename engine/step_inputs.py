@@ -22,13 +22,16 @@ _ROOM = 1.5
 """How much larger than needed the remembered tables are made."""
 
 
-def _no_copies() -> IntArray:
+def _no_moves() -> IntArray:
     return np.empty((0, 2), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """What one step computes. `num_seqs` sequences in row order; `num_rows` tokens."""
+    """What one step computes. `num_seqs` sequences in row order; `num_rows` tokens.
+
+    Blocks move first, in the order offloads, loads, copies.
+    """
 
     token_ids: IntArray  # [num_rows]
     positions: IntArray  # [num_rows]
@@ -40,7 +43,11 @@ class StepInputs:
     """Sequences with one row; they are the first, and their lengths never increase."""
     sample_rows: IntArray  # last row of each sampling item, in the batch's order
     block_size: int
-    copies: IntArray = field(default_factory=_no_copies)  # [num_copies, 2], blocks (source, target), copied first
+    offloads: IntArray = field(default_factory=_no_moves)  # [num_offloads, 2], block and place in the host tier
+    loads: IntArray = field(default_factory=_no_moves)  # [num_loads, 2], place and block
+    copies: IntArray = field(default_factory=_no_moves)  # [num_copies, 2], blocks (source, target)
+    feeds: IntArray = field(default_factory=_no_moves)  # [num_feeds, 2], row whose token id only the device knows,
+    # and which sample of the step before it is
 
     @property
     def lengths(self) -> IntArray:
@@ -63,16 +70,19 @@ class StepInputBuilder:
         self._requests: list[Request] = []
         self._versions: list[int] = []
         self._filled: list[int] = []
+        self._last: Batch | None = None
 
     def build(self, batch: Batch) -> StepInputs:
         """The arrays of a batch. `tables` is a view that the next call may overwrite; all others are new.
 
-        InvariantError when an item has fewer tokens or blocks than it computes.
+        A row may be of the token that the batch before samples: it becomes one of `feeds`. InvariantError when an item
+        has fewer tokens or blocks than it computes.
         """
         requests, starts_given, counts_given, samples = zip(*batch.items, strict=True)
         starts = np.array(starts_given, dtype=np.int64)
         counts = np.array(counts_given, dtype=np.int64)
-        _check(requests, starts, counts, self._block_size)
+        awaited = _check(requests, starts, counts, self._block_size)
+        last, self._last = self._last, batch
         order = np.lexsort((-starts, counts > 1))
         starts, counts = starts[order], counts[order]
         ordered = [requests[i] for i in order.tolist()]
@@ -85,6 +95,7 @@ class StepInputBuilder:
         last_row[order] = ends - 1
         return StepInputs(
             token_ids=_gather_tokens(ordered, starts, counts, num_single),
+            feeds=_feeds(last, ordered, np.flatnonzero(awaited[order])) if awaited.any() else _no_moves(),
             positions=positions,
             slots=blocks * self._block_size + positions % self._block_size,
             tables=tables,
@@ -93,7 +104,9 @@ class StepInputBuilder:
             num_single=num_single,
             sample_rows=last_row[np.array(samples, dtype=bool)],
             block_size=self._block_size,
-            copies=np.array(batch.copies, dtype=np.int64).reshape(-1, 2),
+            offloads=_pairs(batch.offloads),
+            loads=_pairs(batch.loads),
+            copies=_pairs(batch.copies),
         )
 
     def _gather_tables(self, requests: list[Request], needed: IntArray) -> IntArray:
@@ -143,18 +156,39 @@ class StepInputBuilder:
         self._filled[row] = needed
 
 
-def _check(requests: Sequence[Request], starts: IntArray, counts: IntArray, block_size: int) -> None:
-    """InvariantError when a request has fewer tokens or blocks than the step computes of it."""
+def _pairs(moves: Sequence[tuple[int, int]]) -> IntArray:
+    return np.array(moves, dtype=np.int64).reshape(-1, 2) if moves else _no_moves()
+
+
+def _check(requests: Sequence[Request], starts: IntArray, counts: IntArray, block_size: int) -> NDArray[np.bool_]:
+    """Which requests compute the token after their last known one; InvariantError when one has less than it computes.
+
+    `[num_requests]`.
+    """
     ends = starts + counts
     num_tokens = np.array([len(request.token_ids) for request in requests], dtype=np.int64)
     num_blocks = np.array([len(request.block_table.ids) for request in requests], dtype=np.int64)
-    wrong = np.flatnonzero((counts < 1) | (ends > num_tokens) | (ends > num_blocks * block_size))
+    awaited: NDArray[np.bool_] = (starts == num_tokens) & (counts == 1)
+    beyond = (ends > num_tokens) & ~awaited
+    wrong = np.flatnonzero((counts < 1) | beyond | (ends > num_blocks * block_size))
     if len(wrong):
         i = int(wrong[0])
         raise InvariantError(
             f"request {requests[i].request_id}: step over tokens {starts[i]}..{ends[i]} has "
             f"{num_tokens[i]} tokens and {num_blocks[i]} blocks"
         )
+    return awaited
+
+
+def _feeds(last: Batch | None, requests: list[Request], rows: IntArray) -> IntArray:
+    """Pairs of a row and the sample of the batch before that it computes; rows of one token are their sequences."""
+    sampling = [] if last is None else [item.request for item in last.items if item.samples]
+    sample_of = {id(request): k for k, request in enumerate(sampling)}
+    pairs = [(row, sample_of.get(id(requests[row]))) for row in rows.tolist()]
+    for row, sample in pairs:
+        if sample is None:
+            raise InvariantError(f"request {requests[row].request_id}: nobody has sampled the token that it computes")
+    return np.array(pairs, dtype=np.int64)
 
 
 def _rows(starts: IntArray, counts: IntArray, ends: IntArray, num_single: int) -> tuple[IntArray, IntArray]:
@@ -168,8 +202,10 @@ def _rows(starts: IntArray, counts: IntArray, ends: IntArray, num_single: int) -
 
 def _gather_tokens(requests: list[Request], starts: IntArray, counts: IntArray, num_single: int) -> IntArray:
     firsts = starts.tolist()
+    # A token that only the device knows has no id here.
     singles = [
-        request.token_ids[start] for request, start in zip(requests[:num_single], firsts[:num_single], strict=True)
+        request.token_ids[start] if start < len(request.token_ids) else 0
+        for request, start in zip(requests[:num_single], firsts[:num_single], strict=True)
     ]
     parts = [np.array(singles, dtype=np.int64)]
     for i in range(num_single, len(requests)):

@@ -33,18 +33,18 @@ class StepPlan:
 
     def add_token(self, request: Request) -> None:
         """Give a request that is one token behind that token."""
-        self._items.append(BatchItem(request, request.num_computed_tokens, 1, True))
+        self._items.append(BatchItem(request, request.num_computed_tokens + request.num_in_flight_tokens, 1, True))
         self.tokens_left -= 1
         self.rows_left -= 1
 
     def add(self, request: Request) -> None:
         """Give a request as many of its next tokens as the budgets allow."""
-        gap = request.num_uncomputed_tokens
+        gap = request.num_unplanned_tokens
         if gap == 1:
             self.add_token(request)
             return
         num_tokens = min(gap, self.chunk_left, self.tokens_left)
-        self._items.append(BatchItem(request, request.num_computed_tokens, num_tokens, num_tokens == gap))
+        self._items.append(BatchItem(request, request.num_planned_tokens, num_tokens, num_tokens == gap))
         self.chunk_left -= num_tokens
         self.tokens_left -= num_tokens
         self.rows_left -= 1

@@ -70,6 +70,7 @@ class PrefillWorker:
         if max(job.token_ids) >= vocab_size:
             raise InvalidRequest(f"token_ids must be below the vocabulary's {vocab_size}", param="token_ids")
         job.sampling.validate(vocab_size=vocab_size)
+        now_s = time.monotonic()
         request = Request(
             request_id=RequestId(job.transfer_id),
             token_ids=array("i", job.token_ids),
@@ -77,8 +78,9 @@ class PrefillWorker:
             params=job.sampling,
             hash_root=job.hash_root,
             choice_index=job.choice_index,
-            arrival_s=time.monotonic(),
+            arrival_s=now_s,
             priority=job.priority,
+            deadline_s=None if job.timeout_s is None else now_s + job.timeout_s,
             prefill_only=True,
         )
         task = PrefillTask(job=job, request=request)
@@ -139,7 +141,7 @@ class PrefillWorker:
             if event.finish_reason is FinishReason.DEADLINE:
                 hub.failed(task.job.transfer_id, DeadlineExceeded("the prompt's time ran out in the queue"))
             elif event.finish_reason is FinishReason.ERROR:
-                hub.failed(task.job.transfer_id, InternalError("the engine ended the prefill"))
+                hub.failed(task.job.transfer_id, InternalError("the model gave no usable logits (NaN or infinity)"))
         elif not task.job.resume:
             hub.first_token(task.job.transfer_id, event.token, event.num_cached_tokens)
 

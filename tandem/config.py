@@ -62,7 +62,7 @@ class EngineConfig(Section):
     """Budget for weights, workspace and KV of one worker; a share of the machine's when absent."""
     max_batched_tokens: PositiveInt = 2048
     """Most tokens computed in one step."""
-    prefill_chunk_tokens: PositiveInt = 512
+    prefill_chunk_tokens: PositiveInt = 1024
     """Most prompt tokens computed in one step, given to prompts in order: bounds the gap between a stream's tokens."""
     max_running_requests: PositiveInt = 256
     max_waiting_requests: PositiveInt = 1024
@@ -73,12 +73,20 @@ class EngineConfig(Section):
     """How many waiting requests with more of their prompt cached may go before one that came earlier; 0: none."""
     priority_aging_s: Seconds | None = None
     """A request one priority lower ranks as if it had come so much later; absent: after all above it, always."""
+    offload_bytes: int = Field(default=0, ge=0)
+    """Host memory of a decode worker for the KV of preempted requests, where copying beats computing again; 0: none.
+    Taken, and counted in `memory_bytes` on a CPU, at start."""
+    pipelined: Literal["auto", "on", "off"] = "auto"
+    """Launch a step before the one before has ended; `auto` does so on a GPU. Never over several ranks."""
     num_threads: PositiveInt | None = None
     """CPU threads of each rank for tensor work; the cores divided by the ranks of all workers when absent."""
     kernels: Literal["auto", "torch"] = "auto"
     """`auto` takes compiled kernels (C++ on a CPU, Triton on CUDA) where they can be had, and says so when not."""
     quantization: Literal["none", "int8"] = "none"
     """`int8` keeps and multiplies the layers' matrices in eight bits (W8A8); see docs/measurements.md for its cost."""
+    kv_dtype: Literal["auto", "int8", "fp8_e4m3"] = "auto"
+    """What keys and values are cached in: `auto` is the model's dtype, the others take about half of bfloat16's memory;
+    the same on every worker. See docs/measurements.md for their cost."""
     deterministic: bool = False
     """Results never depend on the batch, the chunk size or the step at which a token is computed."""
 

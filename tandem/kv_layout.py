@@ -1,12 +1,21 @@
 """Geometry of a KV cache: what two workers must agree on before any block moves between them.
 
 A block's payload is head-major, `[layer, block, k/v, kv_head, token, head_dim]`, so that one head of one block
-is contiguous and any tensor-parallel slice is a list of contiguous ranges.
+is contiguous and any tensor-parallel slice is a list of contiguous ranges. In int8 the scales of a block, float32
+`[k/v, kv_head, token]`, follow its codes within the payload, so that whoever moves blocks moves both and knows of
+neither; fp8_e4m3 has scales that belong to the model, and none in its blocks.
 """
 
 from dataclasses import dataclass, fields
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8_e4m3": 1}
+QUANTISED_DTYPES = ("int8", "fp8_e4m3")
+"""What a cache may hold whatever its model computes in."""
+AUTO_DTYPE = "auto"
+"""Instead of a dtype: the one that the model computes in."""
+
+_SCALE_BYTES = 4
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +25,7 @@ class KVLayout:
     model_fingerprint: str
     """Digest of the model's configuration and weights' revision; never a path."""
     dtype: str
+    """Of cached keys and values: one of DTYPE_BYTES."""
     num_layers: int
     num_kv_heads: int
     """Of the whole model, not of one rank."""
@@ -31,10 +41,21 @@ class KVLayout:
         return max(1, self.num_kv_heads // self.tp_size)
 
     @property
+    def is_quantised(self) -> bool:
+        """Whether keys and values are eight-bit codes."""
+        return self.dtype in QUANTISED_DTYPES
+
+    @property
+    def scale_offset(self) -> int | None:
+        """Where, in one block of one layer, the scales of its tokens begin, in bytes; None when it holds none."""
+        return _round_up(self._values_bytes) if self.dtype == "int8" else None
+
+    @property
     def layer_block_bytes(self) -> int:
-        """Bytes of one block in one layer: K and V of all local heads."""
-        per_head = self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
-        return 2 * self.num_local_kv_heads * per_head
+        """Bytes of one block in one layer: K and V of all local heads, with their scales; padded to 64 if there are."""
+        if self.scale_offset is None:
+            return self._values_bytes
+        return _round_up(self.scale_offset + 2 * self.num_local_kv_heads * self.block_size * _SCALE_BYTES)
 
     @property
     def block_bytes(self) -> int:
@@ -60,3 +81,11 @@ class KVLayout:
             if mine != theirs:
                 return f"{f.name}: {mine} here, {theirs} there"
         return None
+
+    @property
+    def _values_bytes(self) -> int:
+        return 2 * self.num_local_kv_heads * self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+
+
+def _round_up(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

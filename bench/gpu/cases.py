@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from bench.gpu.stage import Stage
-from engine.kernels.triton.pages import LARGEST_CODE, LayerPages
-from engine.kernels.triton.reference import quantised
+from engine.kernels.triton.pages import LayerPages
+from engine.kernels.triton.reference import stored
 from engine.kernels.triton.tuning import (
     DEFAULT_TABLE,
     AttentionShape,
@@ -19,6 +19,7 @@ from engine.kernels.triton.tuning import (
     PrefillLaunch,
     load_table,
 )
+from engine.kv_codes import LARGEST_CODE
 
 EIGHT_BIT = (torch.int8, torch.float8_e4m3fn)
 FOREIGN_BLOCK = 2**30
@@ -73,11 +74,9 @@ def random_pages(
     """Of `(num_blocks, num_kv_heads, block_size, head_dim)`; heads differ in magnitude, so that scales matter."""
     num_blocks, num_kv_heads, block_size, head_dim = shape
     values = randn(rng, num_blocks, 2, num_kv_heads, block_size, head_dim, dtype=torch.float32, device=device)
-    if dtype not in LARGEST_CODE:
-        return LayerPages(pages=values.to(dtype))
-    values *= torch.logspace(-1, 0.3, num_kv_heads, device=device)[:, None, None]
-    codes, scales = quantised(values, dtype)
-    return LayerPages(pages=codes, scales=scales)
+    if dtype in LARGEST_CODE:
+        values *= torch.logspace(-1, 0.3, num_kv_heads, device=device)[:, None, None]
+    return stored(values, dtype)
 
 
 def random_tables(

@@ -44,6 +44,10 @@ class Mode:
     """All prompts at once; else one after another."""
     repeated: bool = False
     """Once more over blocks that the first time left in the cache."""
+    pipelined: bool = False
+    """Each step launched before the one before has ended: its tokens are known to the device alone."""
+    graphs: bool = False
+    """Decoding steps recorded at start and replayed."""
 
 
 def engine_parity(stage: Stage) -> Findings:
@@ -72,11 +76,16 @@ def modes(stage: Stage) -> tuple[Mode, ...]:
         Mode(name="batched", options=best),
         Mode(name="chunked", options=best, chunk_tokens=7),
         Mode(name="cached", options=best, repeated=True),
+        Mode(name="pipelined", options=best, chunk_tokens=7, pipelined=True),
     )
     if stage.is_small:
         return shared
     plain = replace(best, kernels="torch")
-    return (*shared, Mode(name="plain-torch", options=plain), *_deterministic(best))
+    replayed = (
+        Mode(name="graphs", options=best, graphs=True),
+        Mode(name="pipelined-graphs", options=best, graphs=True, pipelined=True),
+    )
+    return (*shared, *replayed, Mode(name="plain-torch", options=plain), *_deterministic(best))
 
 
 def _deterministic(best: BackendOptions) -> Iterator[Mode]:
@@ -153,6 +162,8 @@ def _count_wrong(model: Decoder, mode: Mode, prompts: Sequence[Tokens], expected
         max_tokens=512,
         chunk_tokens=mode.chunk_tokens,
         max_model_len=_MAX_LENGTH,
+        pipelined=mode.pipelined,
+        graphs=mode.graphs,
     )
     with Serving(model, limits) as serving:
         if mode.together:

@@ -1,20 +1,33 @@
 """An 8B-shaped random model on the whole engine: decode against the bandwidth, prefill against the matrix products."""
 
+from array import array
 from random import Random
 
 import torch
+from torch import Tensor
 
 from bench.engine_bench.roofline import ModelCost, mean_context
 from bench.gpu.machine import gemm_flops_per_s, read_bytes_per_s
-from bench.gpu.serving import Limits, Serving, pool_blocks, random_prompts
+from bench.gpu.serving import BLOCK_SIZE, Limits, Serving, pool_blocks, random_prompts
 from bench.gpu.sources import random_model
 from bench.gpu.stage import Findings, Note, Stage
+from bench.gpu.timing import wall_seconds_per_call
 from bench.report import figure
+from engine.kv_cache import PagedKVCache
+from engine.memory import kv_layout
+from engine.model_runner import ModelRunner
+from engine.models.decoder import Decoder
+from engine.request import Batch, BatchItem, BlockTable, Request
+from engine.step_inputs import StepInputs, build_step_inputs
+from tandem.ids import BlockHash, BlockId, RequestId
+from tandem.sampling import SamplingParams
 
 DECODE_GOALS = {1: 0.85, 16: 0.80, 64: 0.70}
 """Batch to the least share of the bandwidth roofline (issue 3)."""
 PREFILL_GOAL = 0.60
 """Of the GEMM rate measured in the same minute (issue 3)."""
+SAME_WITHIN = 0.05
+"""Of the largest logit: a replayed step may split its attention otherwise than a launched one, no more."""
 _REPEATS = 2
 
 
@@ -49,6 +62,62 @@ def decode(stage: Stage) -> Findings:
             yield figure(
                 f"decode.{batch}.of_roofline", batch / step_s / limit, "", at_least=stage.goal(goal) if goal else None
             )
+    del serving
+    yield from _launched_and_replayed(model, batches, length)
+
+
+@torch.inference_mode()
+def _launched_and_replayed(model: Decoder, batches: tuple[int, ...], length: int) -> Findings:
+    """The model's part of a decode step, without scheduler and sampling: kernel by kernel, and as a recorded graph."""
+    layout = kv_layout(
+        model.config,
+        fingerprint=model.fingerprint,
+        dtype=str(model.dtype).removeprefix("torch."),
+        block_size=BLOCK_SIZE,
+    )
+    blocks_each = -(-length // BLOCK_SIZE)
+    cache = PagedKVCache(layout, num_blocks=blocks_each * max(batches), device=model.device)
+    runner = ModelRunner(model, cache)
+    launched: dict[int, tuple[float, Tensor]] = {}
+    for batch in batches:
+        launched[batch] = _step(runner, decode_inputs(batch, length, blocks_each))
+        yield figure(f"decode.{batch}.model.launched", launched[batch][0] * 1e3, "ms")
+    if model.device.type != "cuda":
+        yield Note(name="decode.graphs", text="none on this device")
+        return
+    runner.record_graphs(max_rows=max(batches), max_length=length)
+    for batch, (launched_s, logits) in launched.items():
+        replayed_s, replayed = _step(runner, decode_inputs(batch, length, blocks_each))
+        yield figure(f"decode.{batch}.model.replayed", replayed_s * 1e3, "ms")
+        yield figure(f"decode.{batch}.model.graph_gain", launched_s / replayed_s, "x")
+        apart = ((replayed - logits).abs().max() / logits.abs().max()).item()
+        yield figure(f"decode.{batch}.model.graph_apart", apart, "of the largest logit", at_most=SAME_WITHIN)
+
+
+def _step(runner: ModelRunner, inputs: StepInputs) -> tuple[float, Tensor]:
+    """Seconds from asking to having, one step asked for after the other, and the logits."""
+    seconds = wall_seconds_per_call(lambda _: runner.compute(inputs), runner.model.device, calls=8)
+    logits = runner.compute(inputs)
+    if logits is None:
+        raise ValueError(f"no logits, though {len(inputs.sample_rows)} rows sample")
+    return seconds, logits.clone()
+
+
+def decode_inputs(batch: int, length: int, blocks_each: int) -> StepInputs:
+    """A step in which each of `batch` sequences computes its last token, and blocks lie in no order."""
+    order = Random(f"decode-inputs:{batch}").sample(range(batch * blocks_each), batch * blocks_each)
+    items = []
+    for i in range(batch):
+        request = Request(
+            request_id=RequestId(f"suite-{i}"),
+            token_ids=array("i", range(length)),
+            num_prompt_tokens=length,
+            params=SamplingParams(temperature=0.0),
+            hash_root=BlockHash(b""),
+            block_table=BlockTable(BlockId(block) for block in order[i * blocks_each : (i + 1) * blocks_each]),
+        )
+        items.append(BatchItem(request=request, start=length - 1, num_tokens=1, samples=True))
+    return build_step_inputs(Batch(items=tuple(items)), BLOCK_SIZE)
 
 
 def prefill(stage: Stage) -> Findings:

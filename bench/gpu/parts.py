@@ -32,6 +32,7 @@ PARTS = (
     _part("parity.engine", "engine_parity.engine_parity", 50),
     _part("speed.decode", "model_speed.decode", 55),
     _part("speed.prefill", "model_speed.prefill", 30),
+    _part("speed.pipelining", "pipelining.pipelining", 25),
     _part("speed.transformers", "transformers_peer.continuous_batching", 75),
     _part("speed.flash_decode", "kernel_speed.flash_decode_speed", 25),
     _part("speed.paged_prefill", "kernel_speed.paged_prefill_speed", 25),

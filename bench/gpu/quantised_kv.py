@@ -8,7 +8,10 @@ from bench.gpu.timing import seconds_per_call
 from bench.report import figure
 from engine.kernels.triton import reference
 from engine.kernels.triton.flash_decode import flash_decode
-from engine.kernels.triton.pages import LARGEST_CODE, LayerPages
+from engine.kernels.triton.pages import LayerPages
+from engine.kv_cache import PagedKVCache
+from engine.kv_codes import LARGEST_CODE
+from tandem.kv_layout import QUANTISED_DTYPES, KVLayout
 
 HELD_GOAL = 2.0
 """Times as many sequences (issue 3)."""
@@ -22,21 +25,18 @@ _NUM_CHECKED = 3
 
 def sequences_held(stage: Stage) -> Findings:
     """Allocated for real, filled, and attended to."""
-    plain = getattr(torch, stage.dtype)
-    held: dict[torch.dtype, int] = {}
-    # The interpreter has no eight-bit floats worth the name; integers are laid out alike.
-    others = (torch.int8,) if stage.is_small else (torch.float8_e4m3fn, torch.int8)
-    for dtype in (plain, *others):
-        name = str(dtype).removeprefix("torch.").removesuffix("_e4m3fn")
+    held: dict[str, int] = {}
+    for dtype in (stage.dtype, *QUANTISED_DTYPES):
+        name = dtype.removesuffix("_e4m3")
         layer, num_seqs = _full_pool(stage, dtype)
         held[dtype] = num_seqs
         yield figure(f"kv.{name}.sequences", num_seqs, f"of {sequence_length(stage)} tokens")
         seconds, share = _attended(stage, layer, num_seqs)
         yield figure(f"kv.{name}.attention", seconds / num_seqs * 1e6, "us a sequence")
         yield figure(f"kv.{name}.error", share, "of tolerance", at_most=1.0)
-        if dtype != plain:
-            judged = stage.goal(HELD_GOAL) if dtype == torch.float8_e4m3fn else None
-            yield figure(f"kv.{name}.gain", num_seqs / held[plain], "x", at_least=judged)
+        if dtype != stage.dtype:
+            judged = stage.goal(HELD_GOAL) if dtype == "fp8_e4m3" else None
+            yield figure(f"kv.{name}.gain", num_seqs / held[stage.dtype], "x", at_least=judged)
         del layer
 
 
@@ -45,23 +45,34 @@ def sequence_length(stage: Stage) -> int:
     return _SMALL_LENGTH if stage.is_small else _LENGTH
 
 
-def _full_pool(stage: Stage, dtype: torch.dtype) -> tuple[LayerPages, int]:
-    """As many whole sequences as the pool's bytes hold, scales included; codes and scales of random keys and values."""
+def _full_pool(stage: Stage, dtype: str) -> tuple[LayerPages, int]:
+    """As many whole sequences as the pool's bytes hold by the engine's own layout, filled with random numbers."""
     kv_heads, head_dim = (2, 32) if stage.is_small else (8, 128)
-    scale_bytes = torch.float32.itemsize if dtype in LARGEST_CODE else 0
-    block_bytes = 2 * kv_heads * _BLOCK_SIZE * (head_dim * dtype.itemsize + scale_bytes)
+    layout = KVLayout(
+        model_fingerprint="",
+        dtype=dtype,
+        num_layers=1,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=_BLOCK_SIZE,
+    )
     blocks_each = sequence_length(stage) // _BLOCK_SIZE
-    num_seqs = (_SMALL_POOL_BYTES if stage.is_small else _POOL_BYTES) // (block_bytes * blocks_each)
-    shape = (num_seqs * blocks_each, 2, kv_heads, _BLOCK_SIZE, head_dim)
-    if dtype not in LARGEST_CODE:
-        return LayerPages(pages=torch.randn(shape, dtype=dtype, device=stage.place)), num_seqs
-    scales = torch.rand(shape[:-1], device=stage.place) * (2 / LARGEST_CODE[dtype])
-    codes = torch.empty(shape, dtype=dtype, device=stage.place)
-    step = max(1, (64 << 20) // (codes[0].numel() * 4))  # the float32 numbers of a few blocks at a time
-    for begin in range(0, shape[0], step):
-        part = torch.rand(codes[begin : begin + step].shape, device=stage.place).sub_(0.5)
-        codes[begin : begin + step] = part.mul_(2 * LARGEST_CODE[dtype]).to(dtype)
-    return LayerPages(pages=codes, scales=scales), num_seqs
+    num_seqs = (_SMALL_POOL_BYTES if stage.is_small else _POOL_BYTES) // (layout.layer_block_bytes * blocks_each)
+    cache = PagedKVCache(layout, num_blocks=num_seqs * blocks_each, device=stage.place)
+    pages, token_scales = cache.layer(0), cache.layer_scales(0)
+    layer = LayerPages(
+        pages=pages,
+        token_scales=token_scales,
+        head_scales=torch.full((2, kv_heads), 0.01, device=stage.place) if dtype == "fp8_e4m3" else None,
+    )
+    largest = LARGEST_CODE.get(pages.dtype, 2.0)
+    step = max(1, (64 << 20) // (pages[0].numel() * 4))  # the float32 numbers of a few blocks at a time
+    for begin in range(0, len(pages), step):
+        part = torch.rand(pages[begin : begin + step].shape, device=stage.place).sub_(0.5)
+        pages[begin : begin + step].copy_(part.mul_(2 * largest))
+    if token_scales is not None:
+        token_scales.uniform_(0.0, 2 / largest)
+    return layer, num_seqs
 
 
 def _attended(stage: Stage, layer: LayerPages, num_seqs: int) -> tuple[float, float]:

@@ -69,8 +69,8 @@ def sampling_parity(stage: Stage) -> Findings:
         logits = randn(rng, rows, vocab_size, dtype=torch.float32, device=stage.place) * rng.choice([0.5, 2.0, 6.0])
         params = _draw_params(rng, rows, stage.place)
         with naming(f"{rows} rows of {vocab_size}"):
-            drawn, expected = TritonSampling().draw(logits, params), TorchSampling().draw(logits, params)
-            highest, first = TritonSampling().argmax(logits), TorchSampling().argmax(logits)
+            drawn, expected = TritonSampling().choose(logits, params), TorchSampling().choose(logits, params)
+            highest, first = TritonSampling().choose(logits, None), TorchSampling().choose(logits, None)
         worst += int((drawn != expected).sum()) + int((highest != first).sum())
         num_rows += 2 * rows
     yield figure("parity.sampling.differing", worst, f"of {num_rows} tokens", at_most=0)
@@ -128,9 +128,7 @@ def _rope_case(stage: Stage, rng: Random, dtype: torch.dtype, number: int) -> fl
     if number % 4 < 2:
         query, key = (randn(rng, head_dim, dtype=dtype, device=place) for _ in range(2))
         norm = HeadNorm(query, key, _EPS)
-    expected_layer = LayerPages(
-        pages=layer.pages.clone(), scales=None if layer.scales is None else layer.scales.clone()
-    )
+    expected_layer = reference.copied(layer)
     expected = qkv.clone()
     cos, sin = angles.cos(), angles.sin()
     reference.rope_kv(expected, expected_layer, cos=cos, sin=sin, slots=slots, norm=norm)
@@ -141,12 +139,15 @@ def _rope_case(stage: Stage, rng: Random, dtype: torch.dtype, number: int) -> fl
 
 
 def _pages_share(found: LayerPages, expected: LayerPages, dtype: torch.dtype) -> float:
-    if found.scales is None or expected.scales is None:
+    if not found.is_quantised:
         return error_share(found.pages, expected.pages, _TOLERANCE[dtype])
     codes = code_share(found.pages, expected.pages)
     apart = (found.pages.float() != expected.pages.float()).float().mean().item()
     rare = 1e-3 if dtype == torch.float32 else 1e-2
-    return max(codes, apart / rare, error_share(found.scales, expected.scales, _TOLERANCE[torch.float32]))
+    share = max(codes, apart / rare)
+    if found.token_scales is None or expected.token_scales is None:
+        return share
+    return max(share, error_share(found.token_scales, expected.token_scales, _TOLERANCE[torch.float32]))
 
 
 def _product_case(stage: Stage, rng: Random, dtype: torch.dtype, number: int) -> float:

@@ -137,8 +137,8 @@ def _sampling(stage: Stage, size: _Sizes) -> RowKernel:
     ours, theirs = TritonSampling(), TorchSampling()
     return RowKernel(
         name=f"sampling.{size.label}",
-        ours=lambda _: ours.draw(logits, params),
-        theirs=lambda _: theirs.draw(logits, params),
+        ours=lambda _: ours.choose(logits, params),
+        theirs=lambda _: theirs.choose(logits, params),
         waits=True,
     )
 

@@ -46,6 +46,10 @@ class Limits:
     chunk_tokens: int
     max_model_len: int
     block_size: int = BLOCK_SIZE
+    pipelined: bool = True
+    """A step is launched before the one before has ended, as an engine does on a GPU."""
+    graphs: bool = False
+    """Decoding steps are recorded at start, where the backend can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,16 +106,20 @@ class Serving:
             max_overtakes=0,
             priority_aging_s=None,
         )
+        runner = ModelRunner(model, cache)
+        if limits.graphs:
+            runner.record_graphs(max_rows=limits.max_rows, max_length=limits.max_model_len)
         self._root = root_hash(secret=_SECRET, model_fingerprint=model.fingerprint)
         self._names = count()
         self._job: _Job | None = None
         self._error: BaseException | None = None
         self._engine = Engine(
             scheduler=Scheduler(config, BlockHasher(_SECRET)),
-            runner=ModelRunner(model, cache),
+            runner=runner,
             on_step=self._on_step,
             on_fatal=self._on_fatal,
             clock=time.perf_counter,
+            pipelined=limits.pipelined,
         )
         self._engine.start()
 

@@ -70,8 +70,12 @@ class Embedding(Protocol):
 class StepGraphs(Protocol):
     """Whole steps recorded once and replayed."""
 
-    def logits(self, inputs: StepInputs) -> Tensor | None:
-        """Fill the cache; logits of the rows that sample, valid until the next call; None: no recording serves."""
+    def logits(self, inputs: StepInputs, token_ids: Tensor, rows: Tensor | None) -> Tensor | None:
+        """Fill the cache; float32 logits of the wanted rows, valid until the next call; None: no recording serves.
+
+        `token_ids`: int64 `[num_rows]`, on the device, for some may be known only there. `rows`: int64
+        `[num_wanted]`; all in their order when None.
+        """
         ...
 
 
@@ -125,6 +129,10 @@ class Backend(Protocol):
         self, model: "Decoder", attention: AttentionBackend, *, max_rows: int, max_length: int
     ) -> StepGraphs | None:
         """Steps of up to `max_rows` decoding rows recorded ahead; None where recording gains nothing."""
+        ...
+
+    def trim(self) -> None:
+        """Give back the memory of results: steps take as much of it again as they need. Recorded steps keep theirs."""
         ...
 
     def bind_thread(self) -> None:

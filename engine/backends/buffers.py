@@ -7,11 +7,18 @@ from torch import Tensor
 class Buffers:
     """Tensors by name, each as large as the largest step so far asked for."""
 
-    __slots__ = ("_device", "_tensors")
+    __slots__ = ("_device", "_tensors", "generation")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._tensors: dict[str, Tensor] = {}
+        self.generation = 0
+        """Changes whenever a buffer comes to lie elsewhere."""
+
+    def clear(self) -> None:
+        """Give all memory back."""
+        self._tensors.clear()
+        self.generation += 1
 
     def rows(self, name: str, num_rows: int, num_columns: int, dtype: torch.dtype, *, padding: int = 0) -> Tensor:
         """Uninitialised `[num_rows, num_columns]`, rows `padding` elements apart; valid until the next with this name.
@@ -20,6 +27,14 @@ class Buffers:
         """
         tensor = self._tensors.get(name)
         if tensor is None or tensor.shape[0] < num_rows:
-            tensor = torch.empty((num_rows, num_columns + padding), dtype=dtype, device=self._device)[:, :num_columns]
+            room = _with_room(num_rows)
+            tensor = torch.empty((room, num_columns + padding), dtype=dtype, device=self._device)[:, :num_columns]
             self._tensors[name] = tensor
+            self.generation += 1
         return tensor[:num_rows] if tensor.shape[0] > num_rows else tensor
+
+
+def _with_room(num_rows: int) -> int:
+    """Up to a quarter more: one decoding row more beside a prompt's chunk, step after step, moves no buffer."""
+    grain = 1 << max(0, num_rows.bit_length() - 3)
+    return -(-num_rows // grain) * grain

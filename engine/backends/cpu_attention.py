@@ -1,5 +1,7 @@
 """The compiled attention kernels behind the engine's attention Protocols."""
 
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -40,16 +42,21 @@ class CpuAttention:
         self.buffers = buffers
         self.paged = PagedAttention(library, self.shape, num_threads=num_threads, deterministic=deterministic)
         self.layers = tuple(cache.layer(i) for i in range(config.num_layers))
-        # One row per head, as the kernel reads them: queries' weight for queries, keys' for keys.
-        self.norm_weights = tuple(
-            torch.cat((norm.query.expand(config.num_heads, -1), norm.key.expand(config.num_kv_heads, -1)))
-            for norm in spec.head_norms or ()
-        )
+        self.norm_weights = head_norm_weights(spec)
         self.eps = spec.head_norms[0].eps if spec.head_norms else 0.0
 
     def plan(self, inputs: StepInputs) -> "CpuAttentionPlan":
         """See AttentionBackend."""
         return CpuAttentionPlan(self, inputs)
+
+
+def head_norm_weights(spec: AttentionSpec) -> tuple[Tensor, ...]:
+    """Per layer one row per head, as the kernel reads them: queries' weight for queries, keys' for keys."""
+    config = spec.config
+    return tuple(
+        torch.cat((norm.query.expand(config.num_heads, -1), norm.key.expand(config.num_kv_heads, -1)))
+        for norm in spec.head_norms or ()
+    )
 
 
 class CpuAttentionPlan:
@@ -62,6 +69,16 @@ class CpuAttentionPlan:
         cos, sin = backend.spec.rope.half_angles(torch.from_numpy(inputs.positions))
         self._rotation = backend.kernels.plan_rotation(backend.shape, cos, sin, inputs.slots)
         self._metadata = backend.paged.plan(inputs)
+
+    @property
+    def kernels(self) -> tuple[bool, bool]:
+        """Whether `attend` calls the kernel for single rows, and the one for chunks."""
+        return self._metadata.num_singles > 0, self._metadata.num_units > 0
+
+    @property
+    def records(self) -> tuple[ctypes.Structure, ...]:
+        """All that the kernels are told of this step beside what each layer passes: valid while this plan lives."""
+        return self._rotation.call, self._metadata.step
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         """See AttentionPlan."""

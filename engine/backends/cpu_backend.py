@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.backends.backend import Embedding, Projection, Role
+from engine.backends.backend import Embedding, Projection, Role, StepGraphs
 from engine.backends.buffers import Buffers
 from engine.backends.cpu_attention import CpuAttention
+from engine.backends.cpu_int8_attention import CpuInt8Attention
 from engine.backends.options import BackendOptions
 from engine.kernels.cpu.build import KernelsUnavailable
 from engine.kernels.cpu.elementwise import CpuElementwise
@@ -23,6 +24,7 @@ from engine.kernels.cpu.threads import bind_team
 from engine.kv_cache import TORCH_DTYPES, PagedKVCache
 from engine.layers.attention import AttentionBackend, AttentionSpec
 from engine.layers.linear import TokenEmbedding
+from engine.layers.torch_attention import TorchAttention
 from engine.sampling_kernels import SamplingKernels
 
 if TYPE_CHECKING:
@@ -156,6 +158,12 @@ class CpuBackend:
 
     def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> AttentionBackend:
         """See Backend."""
+        if cache.layout.dtype == "int8":
+            return CpuInt8Attention(
+                spec, cache, self._library, self._kernels, self._buffers, deterministic=self._deterministic
+            )
+        if cache.layout.is_quantised:
+            return TorchAttention(spec, cache)  # said at start: engine.backends.select
         return CpuAttention(
             spec,
             cache,
@@ -166,8 +174,19 @@ class CpuBackend:
             deterministic=self._deterministic,
         )
 
-    def graphs(self, model: "Decoder", attention: AttentionBackend, *, max_rows: int, max_length: int) -> None:
-        """See Backend: operators are called one by one."""
+    def graphs(
+        self, model: "Decoder", attention: AttentionBackend, *, max_rows: int, max_length: int
+    ) -> StepGraphs | None:
+        """See Backend. Only what is computed by our kernels from end to end can be recorded."""
+        from engine.backends.cpu_programs import CpuPrograms
+
+        if not self._has_packing or not isinstance(attention, CpuAttention):
+            return None
+        return CpuPrograms(model, attention, self._library, self._buffers, max_rows=max_rows)
+
+    def trim(self) -> None:
+        """See Backend."""
+        self._buffers.clear()
 
     def bind_thread(self) -> None:
         """See Backend. Threads that wait for each other at every product must not share a processor by accident."""

@@ -102,11 +102,13 @@ class CudaAttention:
         config = spec.config
         self.spec = spec
         self.device = cache.tensor.device
-        self.dtype = cache.tensor.dtype
-        shape = AttentionShape(head_dim=config.head_dim, wide=self.dtype is torch.float32)
+        self.dtype = spec.dtype
+        shape = AttentionShape(
+            head_dim=config.head_dim, wide=self.dtype is torch.float32, eight_bit=cache.layout.is_quantised
+        )
         self.prefill_launch = table.prefill(shape, deterministic=deterministic)
         self.decode_launch = table.decode(shape, deterministic=deterministic)
-        self.layers = tuple(LayerPages(pages=cache.layer(i)) for i in range(config.num_layers))
+        self.layers = tuple(_pages(spec, cache, i) for i in range(config.num_layers))
         self._num_sms = _CPU_SMS
         if self.device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -131,6 +133,15 @@ class CudaAttention:
         if splits == 1:
             return None
         return DecodeWorkspace.allocate(batch, config.num_heads, splits, config.head_dim, self.device)
+
+
+def _pages(spec: AttentionSpec, cache: PagedKVCache, index: int) -> LayerPages:
+    pages = cache.layer(index)
+    if pages.dtype is not torch.float8_e4m3fn:
+        return LayerPages(pages=pages, token_scales=cache.layer_scales(index))
+    if spec.kv_scales is None:
+        return LayerPages(pages=pages, head_scales=torch.ones(pages.shape[1:3], device=pages.device))
+    return LayerPages(pages=pages, head_scales=spec.kv_scales[index])
 
 
 class CudaAttentionPlan:

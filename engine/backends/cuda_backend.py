@@ -160,6 +160,9 @@ class CudaBackend:
         graphs.capture()
         return graphs
 
+    def trim(self) -> None:
+        """See Backend: results are torch's own, which it has back already."""
+
     def bind_thread(self) -> None:
         """See Backend."""
         if self.device.type == "cuda":

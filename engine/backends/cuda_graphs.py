@@ -61,6 +61,7 @@ class _Graph:
     layout: StepLayout
     words: Tensor  # int32 [table_begin]
     tables: Tensor  # int32 [batch, max_blocks]
+    token_ids: Tensor  # int64 [batch], within `words`
     replay: Callable[[], Tensor]
 
 
@@ -91,15 +92,15 @@ class DecodeGraphs:
         for batch in reversed(self._batch_sizes):
             self._graphs[batch] = self._captured(batch)
 
-    def logits(self, inputs: StepInputs) -> Tensor | None:
-        """Float32 logits of the rows that sample, valid until the next call; None when no graph serves the step.
+    def logits(self, inputs: StepInputs, token_ids: Tensor, rows: Tensor | None) -> Tensor | None:
+        """See StepGraphs. Waits for nothing.
 
         A graph serves steps of single rows only, as many as the largest batch at most, within the tables' width.
         """
         count = len(inputs.starts)
         place = bisect_left(self._batch_sizes, count)
         fits = count == inputs.num_single and inputs.tables.shape[1] <= self._max_blocks
-        if not fits or place == len(self._batch_sizes) or not len(inputs.sample_rows):
+        if not fits or place == len(self._batch_sizes):
             return None
         graph = self._graphs.get(self._batch_sizes[place])
         if graph is None:
@@ -107,11 +108,9 @@ class DecodeGraphs:
         words, tables = upload(inputs, graph.layout, self._model.device)
         graph.words.copy_(words)
         graph.tables[:count, : tables.shape[1]].copy_(tables)
+        graph.token_ids[:count].copy_(token_ids)
         logits = graph.replay()
-        rows = inputs.sample_rows
-        if len(rows) == count and bool((rows[1:] > rows[:-1]).all()):
-            return logits[:count]
-        return logits.index_select(0, torch.from_numpy(rows).to(logits.device, non_blocking=True))
+        return logits[:count] if rows is None else logits.index_select(0, rows)
 
     def _captured(self, batch: int) -> _Graph:
         device = self._model.device
@@ -125,7 +124,8 @@ class DecodeGraphs:
             plan = CudaAttentionPlan(self._attention, step, num_single=batch, max_length=self._max_length)
             return self._model.logits(self._model.forward(step.token_ids, plan, None))
 
-        return _Graph(layout=layout, words=words, tables=tables, replay=self._recorder.record(work))
+        replay = self._recorder.record(work)
+        return _Graph(layout=layout, words=words, tables=tables, token_ids=step.token_ids, replay=replay)
 
 
 def graph_batch_sizes(largest: int) -> tuple[int, ...]:

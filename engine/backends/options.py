@@ -13,6 +13,7 @@ class BackendOptions:
     dtype: str
     kernels: str = "auto"
     quantization: str = "none"
+    kv_dtype: str = "auto"
     deterministic: bool = False
     num_threads: int = 1
     binds_threads: bool = False

@@ -2,13 +2,18 @@
 
 import logging
 
+import torch
+
 from engine.backends.backend import Backend
 from engine.backends.options import BackendOptions
 from engine.backends.torch_backend import TorchBackend
 from engine.kv_cache import TORCH_DTYPES
 from tandem.errors import ConfigError
+from tandem.kv_layout import AUTO_DTYPE, QUANTISED_DTYPES
 
 _log = logging.getLogger(__name__)
+_FIRST_WITH_FP8 = (8, 9)
+"""Compute capability, of Ada and Hopper."""
 
 
 def select_backend(options: BackendOptions) -> Backend:
@@ -19,6 +24,7 @@ def select_backend(options: BackendOptions) -> Backend:
     """
     if options.dtype not in TORCH_DTYPES:
         raise ConfigError(f"model.dtype must be one of {', '.join(TORCH_DTYPES)}, is {options.dtype!r:.40}")
+    _check_kv_dtype(options)
     reason = "engine.kernels is torch"
     if options.kernels != "torch":
         found = _compiled(options)
@@ -31,6 +37,24 @@ def select_backend(options: BackendOptions) -> Backend:
     if options.kernels != "torch":
         _log.warning("no compiled kernels, plain torch serves instead: %s", reason)
     return TorchBackend(device=options.device, dtype=TORCH_DTYPES[options.dtype])
+
+
+def _check_kv_dtype(options: BackendOptions) -> None:
+    known = (AUTO_DTYPE, *QUANTISED_DTYPES)
+    if options.kv_dtype not in known:
+        raise ConfigError(f"engine.kv_dtype must be one of {', '.join(known)}, is {options.kv_dtype!r:.40}")
+    if options.kv_dtype != "fp8_e4m3" or options.kernels == "torch":
+        return
+    if options.device.type == "cuda":
+        if torch.cuda.get_device_capability(options.device) < _FIRST_WITH_FP8:
+            raise ConfigError("engine.kv_dtype is fp8_e4m3, which this GPU lacks; int8 runs on every one")
+        return
+    if options.deterministic:
+        raise ConfigError(
+            "engine.kv_dtype is fp8_e4m3, which a CPU attends to in plain torch; engine.deterministic needs compiled "
+            "attention: int8 has it"
+        )
+    _log.warning("engine.kv_dtype is fp8_e4m3: no compiled attention on a CPU, plain torch serves instead")
 
 
 def _compiled(options: BackendOptions) -> Backend | str:

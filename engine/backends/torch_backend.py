@@ -57,6 +57,9 @@ class TorchBackend:
     def graphs(self, model: "Decoder", attention: AttentionBackend, *, max_rows: int, max_length: int) -> None:
         """See Backend: operators are called one by one."""
 
+    def trim(self) -> None:
+        """See Backend: results are torch's own, which it has back already."""
+
     def bind_thread(self) -> None:
         """See Backend."""
         if self.device.type == "cuda":

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from engine.layers.norm import HeadNorm
@@ -20,6 +21,10 @@ class AttentionSpec:
     rope: RotaryEmbedding
     head_norms: tuple[HeadNorm, ...] | None
     """One per layer, or none at all."""
+    dtype: torch.dtype
+    """Of queries and results; of the cache too unless that is quantised."""
+    kv_scales: Tensor | None = None
+    """The model's own, for a cache in fp8_e4m3: float32 `[num_layers, 2, num_kv_heads]`, keys' first."""
 
 
 class AttentionPlan(Protocol):

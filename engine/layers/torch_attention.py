@@ -5,8 +5,8 @@ scaled-dot-product call, split into groups so that neither padding nor the gathe
 Each longer chunk is one call of its own (tiled when its mask would be too large); a chunk that starts its
 sequence attends straight to its own rows. Gather indices and masks are made once per step.
 
-The cache of one layer is seen as `[num_blocks * 2 * num_kv_heads, block_size * head_dim]`, so that a gather in the
-order (k/v, sequence, head, block) yields keys and values ready for the call in one copy.
+A gather in the order (k/v, sequence, head, block) yields keys and values ready for the call; what is cached in eight
+bits is restored on the way, a chunk's own rows included, so that everybody attends to the same numbers.
 """
 
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from engine.kv_cache import PagedKVCache
 from engine.layers.attention import AttentionSpec
+from engine.layers.kv_pages import pages_of, plane_index, slot_index
 from engine.layers.rope import rotate_
 from engine.memory import MAX_GATHER_BYTES, MAX_MASK_ELEMENTS
 from engine.step_inputs import IntArray, StepInputs
@@ -68,13 +69,9 @@ class TorchAttention:
         self.config = config
         self.cache = cache
         self.device = cache.tensor.device
-        self.dtype = cache.tensor.dtype
-        self.max_group_blocks = max(1, max_gather_bytes // cache.layout.layer_block_bytes)
-        blocks, planes, row = cache.num_blocks, 2 * config.num_kv_heads, cache.block_size * config.head_dim
-        self.block_rows = tuple(
-            cache.layer(i).view(blocks * planes, row) for i in range(config.num_layers)
-        )  # each [num_blocks * 2 * num_kv_heads, block_size * head_dim]
-        self.slot_rows = tuple(rows.view(-1, config.head_dim) for rows in self.block_rows)
+        self.dtype = spec.dtype
+        self.pages = pages_of(cache, spec)
+        self.max_group_blocks = max(1, max_gather_bytes // self.pages.gathered_bytes)
         self.windows = tuple(dict.fromkeys(config.layer_windows))
         self.hidden_score = float(torch.finfo(self.dtype).min) / 2
 
@@ -83,19 +80,8 @@ class TorchAttention:
         return TorchAttentionPlan(self, inputs)
 
     def gather_index(self, tables: IntArray) -> Tensor:
-        """Rows of `block_rows` for `[num_seqs, num_blocks]` tables, in the order (k/v, sequence, head, block)."""
-        heads = self.config.num_kv_heads
-        planes = np.arange(2 * heads, dtype=np.int64).reshape(2, 1, heads, 1)
-        index = tables[None, :, None, :] * (2 * heads) + planes
-        return self.to_device(index.reshape(-1))
-
-    def slot_index(self, slots: IntArray) -> Tensor:
-        """Rows of `slot_rows` for the step's tokens, in the order (token, k/v, head)."""
-        size = self.cache.block_size
-        planes = np.arange(2 * self.config.num_kv_heads, dtype=np.int64)
-        blocks, offsets = slots // size, slots % size
-        index = (blocks[:, None] * planes.size + planes) * size + offsets[:, None]
-        return self.to_device(index.reshape(-1))
+        """What to gather of `[num_seqs, num_blocks]` tables, in the order (k/v, sequence, head, block)."""
+        return self.to_device(plane_index(tables, self.config.num_kv_heads))
 
     def mask(self, chunk: _Chunk, begin: int, end: int) -> Tensor:
         """What to add to the scores of a chunk's rows `begin..end`: `[end - begin, num_keys]`."""
@@ -118,7 +104,8 @@ class TorchAttentionPlan:
     def __init__(self, backend: TorchAttention, inputs: StepInputs) -> None:
         self._backend = backend
         self._inputs = inputs
-        self._write_index = backend.slot_index(inputs.slots)
+        index = slot_index(inputs.slots, backend.config.num_kv_heads, backend.cache.block_size)
+        self._write_index = backend.to_device(index)
         self._cos, self._sin = backend.spec.rope.angles(backend.to_device(inputs.positions), backend.dtype)
         self.singles = {w: tuple(self._single_groups(w)) for w in backend.windows}
         self.chunks = {w: tuple(self._chunks_of(w)) for w in backend.windows}
@@ -135,7 +122,7 @@ class TorchAttentionPlan:
         fresh = qkv[:, config.num_heads :].view(qkv.shape[0], 2, config.num_kv_heads, -1)
         # A slot is also read, with weight zero, by sequences that do not own it: see PagedKVCache.
         fresh.nan_to_num_(0.0, 0.0, 0.0)
-        backend.slot_rows[layer].index_copy_(0, self._write_index, fresh.reshape(-1, config.head_dim))
+        fresh = backend.pages.write(layer, self._write_index, fresh)
         window = config.layer_windows[layer]
         singles, chunks = self.singles[window], self.chunks[window]
         if len(singles) == 1 and not chunks:
@@ -150,7 +137,7 @@ class TorchAttentionPlan:
     def _attend_singles(self, layer: int, group: _SingleGroup, queries: Tensor) -> Tensor:
         config = self._backend.config
         num_seqs = group.end - group.begin
-        gathered = self._backend.block_rows[layer].index_select(0, group.index)
+        gathered = self._backend.pages.gather(layer, group.index)
         keys, values = gathered.view(2, num_seqs, config.num_kv_heads, -1, config.head_dim)
         # The query heads of one key-value head stand as rows of one call: keys are read once for all of them.
         grouped = queries.reshape(num_seqs, config.num_kv_heads, config.group_size, config.head_dim)
@@ -162,7 +149,7 @@ class TorchAttentionPlan:
         if chunk.index is None:
             keys, values = fresh[chunk.begin : chunk.end].permute(1, 2, 0, 3)
         else:
-            gathered = self._backend.block_rows[layer].index_select(0, chunk.index)
+            gathered = self._backend.pages.gather(layer, chunk.index)
             gathered = gathered.view(2, config.num_kv_heads, -1, config.head_dim)
             keys, values = gathered[:, :, : chunk.num_keys]  # each [num_kv_heads, num_keys, head_dim]
         spread = (-1, config.group_size, -1, -1)

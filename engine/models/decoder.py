@@ -25,6 +25,7 @@ class DecoderLayer:
     attention_norm: Norm
     qkv: Projection  # rows: queries, keys, values
     head_norm: HeadNorm | None
+    kv_scales: Tensor | None  # float32 [2, num_kv_heads], for a cache in fp8_e4m3
     output: Projection
     mlp_norm: Norm
     gate_up: Projection  # silu(gate) * up
@@ -87,7 +88,9 @@ class Decoder:
     def attention_spec(self) -> AttentionSpec:
         """What a backend must know to attend for this model."""
         norms = tuple(layer.head_norm for layer in self.layers if layer.head_norm is not None)
-        return AttentionSpec(config=self.config, rope=self.rope, head_norms=norms or None)
+        return AttentionSpec(
+            config=self.config, rope=self.rope, head_norms=norms or None, dtype=self.dtype, kv_scales=self._kv_scales()
+        )
 
     def forward(self, token_ids: Tensor, plan: AttentionPlan, wanted: Tensor | None = None) -> Tensor:
         """Hidden states before the final norm, `[num_rows, hidden_size]`, of int64 `[num_rows]` token ids.
@@ -96,7 +99,20 @@ class Decoder:
         leave their keys and values in every layer, which is all that a prompt's inner tokens are computed for, so
         behind the last attention they are dropped.
         """
-        residual = self.embedding(token_ids)
+        residual, delta = self._blocks(self.embedding(token_ids), plan, wanted)
+        return residual if delta is None else residual.add_(delta)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[num_rows, hidden_size]` from `forward` to float32 `[num_rows, vocab_size]`."""
+        return self.head(self.norm(hidden))
+
+    def logits_of_embedded(self, embedded: Tensor, plan: AttentionPlan) -> Tensor:
+        """The same for every row from its embedding on, `[num_rows, hidden_size]`, which is overwritten."""
+        residual, delta = self._blocks(embedded, plan, None)
+        return self.head(self.norm(residual, delta))
+
+    def _blocks(self, residual: Tensor, plan: AttentionPlan, wanted: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The residual stream, and what the last layer would still add to it."""
         delta = None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
@@ -104,12 +120,15 @@ class Decoder:
             attended = plan.attend(index, qkv)
             if index == last and wanted is not None:
                 if not len(wanted):
-                    return residual[:0]
+                    return residual[:0], None
                 residual, attended = residual.index_select(0, wanted), attended.index_select(0, wanted)
             delta = layer.output(attended)
             delta = layer.down(layer.gate_up(layer.mlp_norm(residual, delta)))
-        return residual if delta is None else residual.add_(delta)
+        return residual, delta
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """`[num_rows, hidden_size]` from `forward` to float32 `[num_rows, vocab_size]`."""
-        return self.head(self.norm(hidden))
+    def _kv_scales(self) -> Tensor | None:
+        given = [layer.kv_scales for layer in self.layers]
+        if all(scales is None for scales in given):
+            return None
+        ones = torch.ones(2, self.config.num_kv_heads, device=self.device)
+        return torch.stack([ones if scales is None else scales for scales in given])

@@ -18,6 +18,7 @@ from engine.layers.norm import HeadNorm
 from engine.model_config import ModelConfig, load_model_config
 from engine.model_files import ModelDirectory
 from engine.models.decoder import Decoder, DecoderLayer, DecoderWeights
+from engine.models.kv_scales import all_scale_names, kv_scales
 from engine.parallel.group import ParallelGroup, SoloGroup
 from engine.parallel.layers import GatheredHead, RowParallel, VocabParallelEmbedding
 from engine.parallel.shard import Part, Shard
@@ -140,6 +141,8 @@ class _Loader:
         for name, shape in self._shapes.items():
             self._source.require(name, shape)
         ignored = {"lm_head.weight"} if self._config.tie_embeddings else set()
+        for i in range(self._config.num_layers):
+            ignored |= all_scale_names(f"model.layers.{i}.self_attn.")
         unknown = sorted(
             name
             for name in self._source.names - self._shapes.keys() - ignored
@@ -158,6 +161,7 @@ class _Loader:
             attention_norm=self._norm(prefix + "input_layernorm"),
             qkv=project(*self._matrix(attention + "q_proj", attention + "k_proj", attention + "v_proj"), Role.QKV),
             head_norm=self._head_norm(attention) if self._config.qk_norm else None,
+            kv_scales=self._kv_scales(attention),
             output=self._summed(project(*self._matrix(attention + "o_proj"), Role.OUTPUT)),
             mlp_norm=self._norm(prefix + "post_attention_layernorm"),
             gate_up=self._backend.gated(*self._matrix(mlp + "gate_proj", mlp + "up_proj")),
@@ -179,6 +183,16 @@ class _Loader:
     def _head_norm(self, prefix: str) -> HeadNorm:
         query, key = self._fill(prefix + "q_norm.weight"), self._fill(prefix + "k_norm.weight")
         return HeadNorm(query, key, self._config.rms_norm_eps)
+
+    def _kv_scales(self, attention: str) -> Tensor | None:
+        """Of this rank's heads."""
+        names = all_scale_names(attention) & self._source.names
+        scales = kv_scales({name: self._source.tensor(name) for name in names}, attention, self._config.num_kv_heads)
+        part = self._shard.part(attention + "k_proj.weight")
+        if scales is None or part is None:
+            return scales if scales is None else scales.to(self._backend.device)
+        heads = slice(part.begin // self._config.head_dim, part.end // self._config.head_dim)
+        return scales[:, heads].contiguous().to(self._backend.device)
 
     def _table(self, name: str) -> Tensor:
         """One row per token; the rows that pad the last ranks' parts are zeros."""

@@ -53,8 +53,9 @@ class TorchGroup:
     ) -> None:
         """Meet the other ranks: ends once all are here.
 
-        `store_fd`: of an empty file that every rank has open; closed by `close`. `timeout_s` bounds the wait for the
-        others, now and in every later call. `fixed_order`: sums do not depend on a tensor's size. Raises RankLost.
+        `store_fd`: of an empty file that every rank has open; closed by `close`, and the caller's own when this
+        raises. `timeout_s` bounds the wait for the others, now and in every later call. `fixed_order`: sums do not
+        depend on a tensor's size. Raises RankLost.
         """
         is_cuda = device.type == "cuda"
         self.rank = rank
@@ -72,8 +73,12 @@ class TorchGroup:
             self._backend = make(store, rank, size, timeout)
         except RuntimeError as error:
             raise RankLost(f"rank {rank} did not meet the others: {error}") from None
-        # NCCL connects at its first call; better now than in a request.
-        self.all_reduce_(torch.zeros(1, device=device))
+        try:
+            # NCCL connects at its first call; better now than in a request.
+            self.all_reduce_(torch.zeros(1, device=device))
+        except RankLost:
+            self._leave()
+            raise
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """See ParallelGroup."""
@@ -96,9 +101,13 @@ class TorchGroup:
     def close(self) -> None:
         """Give everything up; the other ranks are gone, or about to be. Twice does no harm."""
         if self._backend is not None:
+            self._leave()
+            os.close(self._store_fd)
+
+    def _leave(self) -> None:
+        if self._backend is not None:
             self._backend.abort()
             self._backend = None  # with it goes the store, which still opens its file once
-            os.close(self._store_fd)
 
     def _sum_in_rank_order_(self, tensor: Tensor) -> None:
         """Everybody gets all parts and adds them alike.

@@ -108,7 +108,7 @@ class _Follower:
     def _use(self, plan: PoolPlan, fd: int | None) -> None:
         memory = None if fd is None else _part(plan, fd)
         cache = PagedKVCache(plan.layout, num_blocks=plan.num_blocks, device=self._model.device, buffer=memory)
-        self._runner = ModelRunner(self._model, cache)
+        self._runner = ModelRunner(self._model, cache, num_host_slots=plan.num_host_slots)
 
 
 def _part(plan: PoolPlan, fd: int) -> memoryview:

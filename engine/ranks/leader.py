@@ -27,8 +27,8 @@ from tandem.kv_layout import KVLayout
 _log = logging.getLogger(__name__)
 _START_S = 120.0
 """For a process to begin: most of it is importing torch."""
-_EXIT_S = 5.0
-"""For this process to end by itself once a rank has died."""
+_EXIT_S = 0.9
+"""For this process to end by itself once a rank has died. A GPU that waits for the dead would keep it for ever."""
 
 
 def open_ranks(setup: RankSetup) -> Ranks:
@@ -70,7 +70,7 @@ class Leader:
 
     def begin_dry_run(self, layout: KVLayout) -> None:
         """See Ranks."""
-        self._send_plans(Kind.DRY_RUN, layout, 1, None)
+        self._send_plans(Kind.DRY_RUN, PoolPlan(layout=layout, num_blocks=1), None)
 
     def end_dry_run(self, own_bytes: int | None) -> int | None:
         """See Ranks."""
@@ -79,9 +79,12 @@ class Leader:
         known = [value for value in measured if value is not None]
         return max(known) if len(known) == len(measured) else None
 
-    def use_pool(self, layout: KVLayout, num_blocks: int, memory: PoolMemory | None) -> None:
+    def use_pool(
+        self, layout: KVLayout, num_blocks: int, memory: PoolMemory | None, *, num_host_slots: int = 0
+    ) -> None:
         """See Ranks."""
-        self._send_plans(Kind.POOL, layout, num_blocks, None if memory is None else memory.fd)
+        plan = PoolPlan(layout=layout, num_blocks=num_blocks, num_host_slots=num_host_slots)
+        self._send_plans(Kind.POOL, plan, None if memory is None else memory.fd)
         self._channels.collect(Kind.POOL_READY)
         self._channels.set_timeout(self._timeout_s)
 
@@ -107,21 +110,25 @@ class Leader:
         self._channels.set_timeout(None)
         # Without a name: nobody else can open it, and nothing is left behind.
         store_fd = os.memfd_create("tandem-ranks", os.MFD_CLOEXEC)
-        self._channels.send_each(Kind.SETUP, lambda rank: setup.of_rank(rank).to_json(), fd=store_fd)
-        return TorchGroup(
-            store_fd,
-            rank=0,
-            size=setup.size,
-            device=setup.of_rank(0).backend.device,
-            timeout_s=setup.timeout_s,
-            fixed_order=setup.backend.deterministic,
-        )
+        try:
+            self._channels.send_each(Kind.SETUP, lambda rank: setup.of_rank(rank).to_json(), fd=store_fd)
+            return TorchGroup(
+                store_fd,
+                rank=0,
+                size=setup.size,
+                device=setup.of_rank(0).backend.device,
+                timeout_s=setup.timeout_s,
+                fixed_order=setup.backend.deterministic,
+            )
+        except BaseException:
+            os.close(store_fd)
+            raise
 
-    def _send_plans(self, kind: Kind, layout: KVLayout, num_blocks: int, fd: int | None) -> None:
-        def plan(rank: int) -> bytes:
-            return PoolPlan(layout=replace(layout, tp_rank=rank), num_blocks=num_blocks).to_json()
+    def _send_plans(self, kind: Kind, plan: PoolPlan, fd: int | None) -> None:
+        def of_rank(rank: int) -> bytes:
+            return replace(plan, layout=replace(plan.layout, tp_rank=rank)).to_json()
 
-        self._channels.send_each(kind, plan, fd=fd)
+        self._channels.send_each(kind, of_rank, fd=fd)
 
 
 class _Channels:

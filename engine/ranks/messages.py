@@ -71,6 +71,8 @@ class PoolPlan:
     layout: KVLayout
     """With this rank's `tp_rank`."""
     num_blocks: int
+    num_host_slots: int = 0
+    """Places for blocks in host memory, the same on every rank."""
 
     @property
     def rank_bytes(self) -> int:
@@ -85,7 +87,7 @@ class PoolPlan:
     def from_json(cls, data: memoryview) -> "PoolPlan":
         """What `to_json` was given."""
         values: Mapping[str, Any] = json.loads(bytes(data))
-        return cls(layout=KVLayout(**values["layout"]), num_blocks=values["num_blocks"])
+        return cls(**{**values, "layout": KVLayout(**values["layout"])})
 
 
 class PoolMemory(Protocol):

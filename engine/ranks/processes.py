@@ -47,6 +47,7 @@ class RankProcesses:
         self._closing = threading.Event()
         self._error: OSError | None = None
         self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._pid_fds: dict[int, int] = {}
         self._thread = threading.Thread(target=self._run, name="tandem-ranks", daemon=True)
         self._thread.start()
         self._started.wait()
@@ -75,9 +76,10 @@ class RankProcesses:
 
     def close(self) -> None:
         """Kill and reap every rank: they hold nothing that outlives them."""
-        if self._closing.is_set():
-            return
-        self._closing.set()
+        with self._lock:
+            if self._closing.is_set():
+                return
+            self._closing.set()
         os.eventfd_write(self._stop_fd, 1)
         self._thread.join()
         os.close(self._stop_fd)
@@ -86,13 +88,17 @@ class RankProcesses:
         try:
             for command in self._commands:
                 # A session of its own: a terminal's Ctrl-C is rank 0's business.
-                self._children[command.rank] = subprocess.Popen(  # noqa: S603  # our own module, no shell
+                child = subprocess.Popen(  # noqa: S603  # our own module, no shell
                     command.argv, stdin=subprocess.DEVNULL, pass_fds=(command.fd,), start_new_session=True
                 )
+                self._children[command.rank] = child
+                self._pid_fds[os.pidfd_open(child.pid)] = command.rank
         except OSError as error:
             self._error = error
         self._started.set()
         dead = None if self._error is not None else self._wait()
+        for fd in self._pid_fds:
+            os.close(fd)
         for child in self._children.values():
             child.kill()
         for child in self._children.values():
@@ -102,16 +108,11 @@ class RankProcesses:
 
     def _wait(self) -> int | None:
         """Until a rank dies or the end is wanted: the rank, or None."""
-        ranks = {os.pidfd_open(child.pid): rank for rank, child in self._children.items()}
         poll = select.poll()
-        for fd in (self._stop_fd, *ranks):
+        for fd in (self._stop_fd, *self._pid_fds):
             poll.register(fd, select.POLLIN)
-        try:
-            woken = {fd for fd, _ in poll.poll()}
-            return None if self._closing.is_set() else ranks[min(woken)]
-        finally:
-            for fd in ranks:
-                os.close(fd)
+        woken = {fd for fd, _ in poll.poll()}
+        return None if self._closing.is_set() else self._pid_fds[min(woken)]
 
     def _tell(self, rank: int) -> None:
         child = self._children[rank]

@@ -35,8 +35,13 @@ class Ranks(Protocol):
         """The most memory that any rank's steps took; None when one cannot tell."""
         ...
 
-    def use_pool(self, layout: KVLayout, num_blocks: int, memory: PoolMemory | None) -> None:
-        """Have every rank make its KV cache: in its part of `memory`, or in memory of its own when there is none."""
+    def use_pool(
+        self, layout: KVLayout, num_blocks: int, memory: PoolMemory | None, *, num_host_slots: int = 0
+    ) -> None:
+        """Have every rank make its KV cache: in its part of `memory`, or in memory of its own when there is none.
+
+        `num_host_slots`: places in host memory for blocks of preempted requests, of each rank its part.
+        """
         ...
 
     def announce(self, inputs: StepInputs) -> None:
@@ -69,7 +74,9 @@ class SoloRanks:
         """See Ranks."""
         return own_bytes
 
-    def use_pool(self, layout: KVLayout, num_blocks: int, memory: PoolMemory | None) -> None:
+    def use_pool(
+        self, layout: KVLayout, num_blocks: int, memory: PoolMemory | None, *, num_host_slots: int = 0
+    ) -> None:
         """See Ranks."""
 
     def announce(self, inputs: StepInputs) -> None:

@@ -1,7 +1,7 @@
 """One step's inputs as one flat byte string, and back: what rank 0 tells the others. Numpy only.
 
-Seven little-endian int32 (rows, sequences, blocks of the widest table, samples, copies, `num_single`, `block_size`),
-then the arrays, of the same type.
+Nine little-endian int32 (rows, sequences, blocks of the widest table, samples, offloads, loads, copies, `num_single`,
+`block_size`), then the arrays, of the same type.
 """
 
 import struct
@@ -11,7 +11,7 @@ import numpy as np
 from engine.step_inputs import StepInputs
 from tandem.errors import InvariantError
 
-_HEADER = struct.Struct("<7i")
+_HEADER = struct.Struct("<9i")
 _INT = np.dtype("<i4")
 
 
@@ -23,6 +23,8 @@ def encode_step(inputs: StepInputs) -> bytes:
         num_seqs,
         max_blocks,
         len(inputs.sample_rows),
+        len(inputs.offloads),
+        len(inputs.loads),
         len(inputs.copies),
         inputs.num_single,
         inputs.block_size,
@@ -34,6 +36,8 @@ def encode_step(inputs: StepInputs) -> bytes:
         inputs.starts,
         inputs.counts,
         inputs.sample_rows,
+        inputs.offloads,
+        inputs.loads,
         inputs.copies,
         inputs.tables,
     )
@@ -44,12 +48,13 @@ def decode_step(data: bytes | bytearray | memoryview) -> StepInputs:
     """What `encode_step` was given, in memory of its own; InvariantError when the sizes contradict each other."""
     if len(data) < _HEADER.size:
         raise InvariantError("a step's inputs are cut short")
-    rows, seqs, blocks, samples, copies, num_single, block_size = _HEADER.unpack_from(data)
-    sizes = (rows, rows, rows, seqs, seqs, samples, 2 * copies, seqs * blocks)
-    if min(rows, seqs, blocks, samples, copies) < 0 or len(data) != _HEADER.size + sum(sizes) * _INT.itemsize:
+    rows, seqs, blocks, samples, *moves, num_single, block_size = _HEADER.unpack_from(data)
+    sizes = (rows, rows, rows, seqs, seqs, samples, *(2 * count for count in moves), seqs * blocks)
+    if min(rows, seqs, blocks, samples, *moves) < 0 or len(data) != _HEADER.size + sum(sizes) * _INT.itemsize:
         raise InvariantError(f"{len(data)} bytes are no step of {rows} rows and {seqs} sequences of {blocks} blocks")
     values = np.frombuffer(data, dtype=_INT, offset=_HEADER.size).astype(np.int64)
-    token_ids, positions, slots, starts, counts, sample_rows, moves, tables = np.split(values, np.cumsum(sizes[:-1]))
+    parts = np.split(values, np.cumsum(sizes[:-1]))
+    token_ids, positions, slots, starts, counts, sample_rows, offloads, loads, copies, tables = parts
     return StepInputs(
         token_ids=token_ids,
         positions=positions,
@@ -60,5 +65,7 @@ def decode_step(data: bytes | bytearray | memoryview) -> StepInputs:
         num_single=num_single,
         sample_rows=sample_rows,
         block_size=block_size,
-        copies=moves.reshape(copies, 2),
+        offloads=offloads.reshape(-1, 2),
+        loads=loads.reshape(-1, 2),
+        copies=copies.reshape(-1, 2),
     )

@@ -5,10 +5,17 @@ import random
 import pytest
 import torch
 
+from engine.backends.options import BackendOptions
+from engine.backends.select import select_backend
+from engine.device_queue import CudaQueue
+from engine.launched import ComingTokens
 from engine.models.loader import load_model
 from engine.philox import gumbel_noise
+from engine.sampler import Sampler, SampleRow
 from tandem.sampling import SamplingParams
+from tests.unit.engine import ledger
 from tests.unit.engine.paged_harness import Session, random_tokens, reference_model
+from tests.unit.engine.serve import Serve, every_way_to_sample
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,3 +66,30 @@ def test_half_precision_runs(model_path, dtype):
     session.run(requests, num_output=8, chunk=4)
     assert all(r.num_output_tokens >= 8 for r in requests)
     assert torch.isfinite(session.cache.tensor).all()
+
+
+def test_pipelined_tokens_are_the_same_with_graphs_and_without(model_path):
+    """Whatever is sampled with: what penalties count never leaves the device."""
+    answers = []
+    model = load_model(
+        model_path, backend=select_backend(BackendOptions(device=torch.device("cuda", 0), dtype="float32"))
+    )
+    for pipelined, graphs in ((False, False), (True, False), (True, True)):
+        with Serve(model, pipelined=pipelined, graphs=graphs, num_blocks=14, prefill_chunk_tokens=20) as serve:
+            told = serve.run(every_way_to_sample(random.Random(4), 14))
+        answers.append([(answer.ids, answer.reason) for answer in told])
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_nan_on_the_device_is_told_without_being_asked_for(model_path):
+    model = load_model(
+        model_path, backend=select_backend(BackendOptions(device=torch.device("cuda", 0), dtype="float32"))
+    )
+    logits = torch.randn(4, 97, device="cuda")
+    logits[1, 5], logits[2] = float("nan"), float("-inf")
+    params = SamplingParams(temperature=0.0)
+    rows = [SampleRow(ledger.request([5, 6, 7], params=params), 3) for _ in range(4)]
+    kernels = model.backend.sampling()
+    chosen = Sampler(eos_token_ids=(2,), device="cuda", kernels=kernels).choose(logits, rows)
+    tokens = ComingTokens(CudaQueue(torch.device("cuda", 0)), chosen).tokens()
+    assert [token is None for token in tokens] == [False, True, True, False]

@@ -92,7 +92,7 @@ def prefill_process(transport: str, *, incarnation: int = 5, gate_after_tokens: 
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("block_size", 8), ("dtype", "bfloat16"), ("num_layers", 4), ("model_fingerprint", "other")]
+    ("field", "value"), [("block_size", 8), ("dtype", "int8"), ("num_layers", 4), ("model_fingerprint", "other")]
 )
 async def test_unlike_layouts_are_refused_when_they_meet(field: str, value: object) -> None:
     fabric = MemoryFabric()

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from array import array
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -19,9 +21,12 @@ from safetensors.torch import load_file, save_file
 from engine.assembly import EngineParts, EngineSpec, assemble
 from engine.backends.options import BackendOptions
 from engine.parallel.group import RankLost
+from engine.preemption import MeasuredRates
+from engine.ranks import leader as leading
+from engine.ranks.channel import Channel, Kind
 from engine.ranks.leader import Leader
 from engine.ranks.messages import RankSetup
-from engine.request import Batch, BatchItem, BlockTable, Request
+from engine.request import Batch, BatchItem, BlockTable, Request, SampledToken
 from kv_transfer.transports.shared_pool import SharedPool
 from tandem.errors import ConfigError
 from tandem.ids import BlockHash, BlockId, RequestId
@@ -32,6 +37,17 @@ from tests.unit.engine.paged_harness import ARCHITECTURES, reference_model
 BUILTIN = model_directory("builtin")
 WAIT_S = 20.0
 OUTPUT = 12
+ODD = SamplingParams(
+    temperature=1.1,
+    top_k=30,
+    min_p=0.02,
+    repetition_penalty=1.3,
+    presence_penalty=0.4,
+    frequency_penalty=0.3,
+    logit_bias={7: 2.5, 11: -3.0},
+    seed=-4,
+)
+"""Everything that can be asked of a draw."""
 
 
 def spec(path: Path, size: int, **more) -> EngineSpec:
@@ -61,6 +77,12 @@ def spec(path: Path, size: int, **more) -> EngineSpec:
     return EngineSpec(**values | more)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process stands for a worker; it must not be ended because a test is slow to close its ranks."""
+    monkeypatch.setattr(leading, "_EXIT_S", 120.0)
+
+
 def say(parts: EngineParts, params: SamplingParams) -> list[list[int]]:
     """Continuations of three prompts, computed in chunks and then together."""
     rng = random.Random(3)
@@ -83,17 +105,64 @@ def say(parts: EngineParts, params: SamplingParams) -> list[list[int]]:
     return [list(request.token_ids)[request.num_prompt_tokens :][:OUTPUT] for request in requests]
 
 
-def run_step(parts: EngineParts, requests: list[Request]) -> None:
+def run_step(parts: EngineParts, requests: list[Request]) -> list[SampledToken]:
     items = []
     for request in requests:
         count = min(32, request.num_uncomputed_tokens)
         samples = request.num_computed_tokens + count == request.num_tokens
         items.append(BatchItem(request=request, start=request.num_computed_tokens, num_tokens=count, samples=samples))
-    sampled = iter(parts.runner.execute(Batch(items=tuple(items))))
+    tokens = parts.runner.execute(Batch(items=tuple(items)))
+    sampled = iter(tokens)
     for item in items:
         item.request.num_computed_tokens += item.num_tokens
         if item.samples:
             item.request.token_ids.append(next(sampled).token_id)
+    return list(tokens)
+
+
+def say_with_logprobs(parts: EngineParts) -> Iterator[SampledToken]:
+    """One continuation, step by step."""
+    request = Request(
+        request_id=RequestId("logprobs"),
+        token_ids=array("i", range(3, 40)),
+        num_prompt_tokens=37,
+        params=replace(ODD, num_logprobs=3),
+        hash_root=BlockHash(b""),
+        block_table=BlockTable([BlockId(i) for i in range(8)]),
+    )
+    while request.num_output_tokens < OUTPUT:
+        yield from run_step(parts, [request])
+
+
+def compare_logprobs(ours, expected) -> None:
+    """The same tokens; sums over ranks are made in another order, so that log-probabilities are only close."""
+    for one, other in zip(ours, expected, strict=True):
+        assert one.token_id == other.token_id
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert [top.token_id for top in one.top_logprobs] == [top.token_id for top in other.top_logprobs]
+        values = [top.logprob for top in other.top_logprobs]
+        assert [top.logprob for top in one.top_logprobs] == pytest.approx(values, abs=1e-4)
+
+
+def test_a_step_is_told_once_to_every_rank_whatever_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = assemble(spec(BUILTIN, 2))
+    told: list[Kind] = []
+    send = Channel.send
+
+    def counted(self: Channel, kind: Kind, payload: bytes = b"", *, fd: int | None = None) -> None:
+        told.append(kind)
+        send(self, kind, payload, fd=fd)
+
+    steps = []
+    execute = parts.runner.execute
+    monkeypatch.setattr(Channel, "send", counted)
+    monkeypatch.setattr(parts.runner, "execute", lambda batch: steps.append(batch) or execute(batch))
+    try:
+        say(parts, ODD)
+        assert len(steps) >= OUTPUT
+        assert told == [Kind.STEP] * len(steps)
+    finally:
+        parts.ranks.close()
 
 
 def children() -> list[psutil.Process]:
@@ -111,8 +180,9 @@ def test_processes_together_say_what_one_says(architecture: str, size: int, tmp_
     alone = assemble(spec(tmp_path, 1))
     together = assemble(spec(tmp_path, size), pool=SharedPool)
     try:
-        for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, top_p=0.9, seed=7)):
+        for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, top_p=0.9, seed=7), ODD):
             assert say(together, params) == say(alone, params)
+        compare_logprobs(say_with_logprobs(together), say_with_logprobs(alone))
         assert together.layout.tp_size == size
         assert together.model == alone.model
         assert together.budget.num_blocks == alone.budget.num_blocks == 40
@@ -125,6 +195,47 @@ def test_processes_together_say_what_one_says(architecture: str, size: int, tmp_
         assert all(any(part) for part in parts)
     finally:
         together.ranks.close()
+
+
+def test_every_rank_saves_and_brings_back_its_part_of_a_preempted_request(tmp_path: Path) -> None:
+    model = reference_model("Qwen3ForCausalLM", num_attention_heads=8, num_key_value_heads=4, head_dim=8)
+    model.save_pretrained(tmp_path)
+    alone = serve_all(assemble(spec(tmp_path, 1)))
+    together = assemble(spec(tmp_path, 2, num_blocks=11, offload_bytes=1 << 20))
+    try:
+        offloading = together.scheduler.offloading
+        assert offloading is not None
+        offloading.rates = MeasuredRates(prefill_tokens_per_s=1.0, offload_bytes_per_s=1e12, load_bytes_per_s=1e12)
+        assert serve_all(together) == alone
+        assert together.facts()["offload_bytes"] > 0
+    finally:
+        together.ranks.close()
+
+
+def serve_all(parts: EngineParts) -> list[list[int]]:
+    """What four requests say; with a host tier, some of them must have been there and back."""
+    requests = []
+    for i in range(4):
+        prompt = array("i", [(13 * i + 5 * k) % 90 + 3 for k in range(20 + 9 * i)])
+        requests.append(
+            Request(
+                request_id=RequestId(str(i)),
+                token_ids=prompt,
+                num_prompt_tokens=len(prompt),
+                params=SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
+                hash_root=BlockHash(b"root"),
+                arrival_s=float(i),
+            )
+        )
+        parts.scheduler.add(requests[-1])
+    num_saved = num_loaded = 0
+    while (batch := parts.scheduler.schedule(0.0)) is not None:
+        num_saved += len(batch.offloads)
+        num_loaded += len(batch.loads)
+        parts.scheduler.commit(batch, parts.runner.execute(batch))
+    if parts.scheduler.offloading is not None:
+        assert num_saved >= num_loaded > 0
+    return [list(request.token_ids[request.num_prompt_tokens :]) for request in requests]
 
 
 def test_a_part_that_is_wrong_is_refused_by_its_rank_and_nobody_is_left(tmp_path: Path) -> None:

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu.attention import AttentionShape
+from engine.kernels.cpu.attention_int8 import CodedLayer
 from engine.kernels.cpu.library import KernelLibrary
 from engine.step_inputs import IntArray
 from tandem.errors import ConfigError, InvariantError
 
+_LARGEST_HEAD = 1024
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
@@ -56,6 +58,7 @@ class CpuElementwise:
         self._add_rms_norm = library.function(f"tandem_add_rms_norm_{suffix}", "ppppiifi")
         self._silu_mul = library.function(f"tandem_silu_mul_{suffix}", "ppiii")
         self._qk_norm_rope_write = library.function(f"tandem_qk_norm_rope_write_{suffix}", "ppppf")
+        self._write_int8 = library.function(f"tandem_qk_norm_rope_write_int8_{suffix}", "ppppf")
         self._gather_rows = library.function("tandem_gather_rows", "piipipi", "i")
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -141,15 +144,30 @@ class CpuElementwise:
         values left as they are. `cache`: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`. `norm_weight`:
         `[num_heads + num_kv_heads, head_dim]` (Qwen3), or None. What is not finite is stored as zero.
         """
-        self._check(qkv, cache)
+        self._check(cache)
+        weight = self._check_rope(plan, qkv, norm_weight)
+        self._qk_norm_rope_write(plan.address, qkv.data_ptr(), cache.data_ptr(), weight, eps)
+
+    def qk_norm_rope_write_int8(
+        self, plan: RotationPlan, qkv: Tensor, cache: CodedLayer, norm_weight: Tensor | None, eps: float
+    ) -> None:
+        """The same into a cache in int8; codes and scales as engine/kv_codes.py has them."""
+        if plan.call.head_dim > _LARGEST_HEAD:
+            raise InvariantError(f"an int8 cache holds heads of up to {_LARGEST_HEAD} values")
+        weight = self._check_rope(plan, qkv, norm_weight)
+        self._write_int8(plan.address, qkv.data_ptr(), cache.address, weight, eps)
+
+    def _check_rope(self, plan: RotationPlan, qkv: Tensor, norm_weight: Tensor | None) -> int | None:
+        """Where the weight is."""
+        self._check(qkv)
         call = plan.call
         heads = call.num_heads + call.num_kv_heads
         self._sizes(heads, heads, qkv.numel(), plan.num_rows * (heads + call.num_kv_heads) * call.head_dim)
-        if norm_weight is not None:
-            self._check(norm_weight)
-            self._sizes(heads * call.head_dim, norm_weight.numel(), 0, 0)
-        weight = None if norm_weight is None else norm_weight.data_ptr()
-        self._qk_norm_rope_write(plan.address, qkv.data_ptr(), cache.data_ptr(), weight, eps)
+        if norm_weight is None:
+            return None
+        self._check(norm_weight)
+        self._sizes(heads * call.head_dim, norm_weight.numel(), 0, 0)
+        return norm_weight.data_ptr()
 
     def _check(self, *tensors: Tensor) -> None:
         for tensor in tensors:

@@ -5,7 +5,8 @@ result with plain integers (`tensor.data_ptr()`) costs about a microsecond.
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,15 @@ class CpuFeatures:
         return cls(**{name: bool(bits >> index & 1) for index, name in enumerate(cls.__slots__)})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelCall:
+    """One call of a C function, as it was made."""
+
+    address: int
+    signature: str
+    arguments: tuple[Any, ...]
+
+
 class KernelLibrary:
     """The loaded library. Loading it twice gives the same code, so an engine may own its own instance."""
 
@@ -41,6 +51,7 @@ class KernelLibrary:
             self._library = ctypes.CDLL(str(path))
         except OSError as error:
             raise KernelsUnavailable(f"{path} does not load: {error}") from error
+        self._tape: list[KernelCall] | None = None
         self.features = CpuFeatures.from_bits(self.function("tandem_cpu_features", "", "i")())
 
     def function(self, name: str, signature: str, returns: str = "") -> Callable[..., Any]:
@@ -49,8 +60,26 @@ class KernelLibrary:
         p: pointer, as an int, ctypes reference or None; i: int64_t; f: float; d: double. Raises AttributeError for a
         name that the library lacks.
         """
-        found = ctypes.CFUNCTYPE(_TYPES[returns] if returns else None, *(_TYPES[letter] for letter in signature))
-        return found((name, self._library))
+        kind = ctypes.CFUNCTYPE(_TYPES[returns] if returns else None, *(_TYPES[letter] for letter in signature))
+        found = kind((name, self._library))
+        address = ctypes.cast(found, ctypes.c_void_p).value or 0
+
+        def kernel(*arguments: Any) -> Any:
+            if self._tape is not None:
+                self._tape.append(KernelCall(address=address, signature=signature, arguments=arguments))
+            return found(*arguments)
+
+        return kernel
+
+    @contextmanager
+    def recording(self) -> Iterator[list[KernelCall]]:
+        """Notes every call made through `function` meanwhile, by the one thread that uses this library."""
+        tape: list[KernelCall] = []
+        self._tape = tape
+        try:
+            yield tape
+        finally:
+            self._tape = None
 
 
 def load_kernels(cache_root: Path | None = None) -> KernelLibrary:

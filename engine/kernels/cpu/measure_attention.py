@@ -108,7 +108,8 @@ class AttentionBench:
         elementwise = CpuElementwise(self._library, shape.dtype, num_threads=self._num_threads)
         angles = rope.half_angles(torch.from_numpy(inputs.positions))
         rotation, plan = elementwise.plan_rotation(shape, *angles, inputs.slots), attention.plan(inputs)
-        reference = TorchAttention(AttentionSpec(config=config, rope=rope, head_norms=None), cache).plan(inputs)
+        spec = AttentionSpec(config=config, rope=rope, head_norms=None, dtype=shape.dtype)
+        reference = TorchAttention(spec, cache).plan(inputs)
         heads = shape.num_heads + 2 * shape.num_kv_heads
         qkv = torch.randn(plan.num_rows, heads, shape.head_dim).to(shape.dtype)
         out = qkv.new_empty(plan.num_rows, shape.num_heads * shape.head_dim)

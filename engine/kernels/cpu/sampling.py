@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu.library import KernelLibrary
-from engine.sampling_kernels import DrawParams
+from engine.sampling_kernels import DrawParams, LogitEdits, choose_by_steps
+from engine.token_counts import Penalties
 
 
 class CpuSampling:
@@ -19,15 +20,26 @@ class CpuSampling:
         self._argmax = library.function("tandem_argmax", "piipi")
         self._draw = library.function("tandem_draw", "piippppppppi")
 
-    def argmax(self, logits: Tensor) -> Tensor:
+    def choose(
+        self,
+        logits: Tensor,
+        params: DrawParams | None,
+        *,
+        penalties: Penalties | None = None,
+        edits: LogitEdits | None = None,
+    ) -> Tensor:
         """See SamplingKernels."""
+        return choose_by_steps(self, logits, params, penalties=penalties, edits=edits)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """See DrawKernels."""
         logits = logits.contiguous()
         tokens = torch.empty(logits.shape[0], dtype=torch.int64)
         self._argmax(logits.data_ptr(), *logits.shape, tokens.data_ptr(), self._threads)
         return tokens
 
     def draw(self, logits: Tensor, params: DrawParams) -> Tensor:
-        """See SamplingKernels."""
+        """See DrawKernels."""
         logits = logits.contiguous()
         tokens = torch.empty(logits.shape[0], dtype=torch.int64)
         cuts = (params.temperature, params.min_p, params.top_p, params.top_k)

@@ -6,7 +6,7 @@ constants and its launch.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.kernels.triton.activation import silu_mul_kernel
 from engine.kernels.triton.flash_decode import flash_decode_kernel, merge_parts_kernel
@@ -17,9 +17,22 @@ from engine.kernels.triton.pages import power_of_two
 from engine.kernels.triton.rope_kv import rope_kv_kernel
 from engine.kernels.triton.sampling import edit_kernel, prepare_kernel, select_kernel
 from engine.kernels.triton.tuning import AttentionShape, LaunchTable
+from tandem.kv_layout import KVLayout
 
 _FLOATS = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
-_EIGHT_BIT = {"int8": ("i8", 127.0), "fp8": ("fp8e4nv", 448.0)}
+
+
+class _EightBit(NamedTuple):
+    code: str
+    largest: float
+    scales: str
+    """Which argument brings them."""
+
+
+_EIGHT_BIT = {
+    "int8": _EightBit("i8", 127.0, "scales_ptr"),
+    "fp8": _EightBit("fp8e4nv", 448.0, "head_scales_ptr"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +76,13 @@ class _Variant:
     def pages(self) -> dict[str, str]:
         if self.cache == "same":
             return {"pages_ptr": f"*{self.dtype}"}
-        return {"pages_ptr": f"*{_EIGHT_BIT[self.cache][0]}", "scales_ptr": "*fp32"}
+        return {"pages_ptr": f"*{_EIGHT_BIT[self.cache].code}", _EIGHT_BIT[self.cache].scales: "*fp32"}
 
     @property
     def geometry(self) -> dict[str, Any]:
         constants = {"GROUP": self.group, "NUM_KV_HEADS": 8, "HEAD_DIM": self.head_dim, "BLOCK_SIZE": 16}
         constants |= {"WINDOW": self.window, "BLOCK_D": power_of_two(self.head_dim, 16)}
-        return constants if self.cache != "same" else constants | {"scales_ptr": None}
+        return constants | _strides(self.cache, self.head_dim) | _absent(self.cache)
 
 
 def all_cases(table: LaunchTable) -> Iterator[AotCase]:
@@ -136,7 +149,7 @@ def _decode(v: _Variant, table: LaunchTable) -> Iterator[AotCase]:
         representative=v.representative,
     )
     if v.cache == "same":
-        kept = {name: v.geometry[name] for name in ("HEAD_DIM", "WINDOW", "BLOCK_D")}
+        kept = {name: v.geometry[name] for name in ("GROUP", "HEAD_DIM", "WINDOW", "BLOCK_D", "head_scales_ptr")}
         pointers = ("out_ptr", "sums_ptr", "stats_ptr", "lengths_ptr", "out_stride")
         yield AotCase(
             name=f"merge_parts {v.name}",
@@ -152,11 +165,11 @@ def _rope(dtype: str, cache: str, head_dim: int) -> AotCase:
     types |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "slots_ptr": "*i64"}
     types |= {"qkv_stride": "i32", "angle_stride": "i32", "eps": "fp32"}
     constants: dict[str, Any] = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": head_dim // 2, "BLOCK_SIZE": 16}
-    constants |= {"LARGEST": 0.0, "BLOCK_HALF": power_of_two(head_dim // 2), "BLOCK_HEADS": 8, "scales_ptr": None}
+    constants |= {"LARGEST": 0.0, "BLOCK_HALF": power_of_two(head_dim // 2), "BLOCK_HEADS": 8}
+    constants |= _strides(cache, head_dim) | _absent(cache)
     if cache != "same":
-        code, constants["LARGEST"] = _EIGHT_BIT[cache]
-        types |= {"pages_ptr": f"*{code}", "scales_ptr": "*fp32"}
-        del constants["scales_ptr"]
+        constants["LARGEST"] = _EIGHT_BIT[cache].largest
+        types |= {"pages_ptr": f"*{_EIGHT_BIT[cache].code}", _EIGHT_BIT[cache].scales: "*fp32"}
     return AotCase(
         name=f"rope_kv {dtype}-{cache}-d{head_dim}",
         kernel=rope_kv_kernel,
@@ -165,6 +178,26 @@ def _rope(dtype: str, cache: str, head_dim: int) -> AotCase:
         num_warps=2,
         representative=dtype == "bf16" and head_dim == 128,
     )
+
+
+def _strides(cache: str, head_dim: int) -> dict[str, int]:
+    """From block to block, of eight heads in blocks of 16."""
+    layout = KVLayout(
+        model_fingerprint="",
+        dtype="int8" if cache == "int8" else "fp8_e4m3",
+        num_layers=1,
+        num_kv_heads=8,
+        head_dim=head_dim,
+        block_size=16,
+    )
+    size = layout.layer_block_bytes
+    return {"BLOCK_STRIDE": size, "SCALE_STRIDE": 0 if layout.scale_offset is None else size // 4}
+
+
+def _absent(cache: str) -> dict[str, None]:
+    """Arguments that are None."""
+    given = _EIGHT_BIT[cache].scales if cache != "same" else ""
+    return {name: None for name in ("scales_ptr", "head_scales_ptr") if name != given}
 
 
 def _elementwise(dtype: str, table: LaunchTable) -> Iterator[AotCase]:

@@ -14,9 +14,13 @@ import triton.language as tl
 def attend_keys(
     state, queries, positions, pages_ptr, scales_ptr, table_ptr, kv_head, begin, end, score_scale,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Attend over keys `begin..end`, `begin` a multiple of BLOCK_N; unless MASKED, every row sees all of them."""
+    """Attend over keys `begin..end`, `begin` a multiple of BLOCK_N; unless MASKED, every row sees all of them.
+
+    scales_ptr: of tokens. Where a head has one scale, `score_scale` holds the keys', and the result lacks the values'.
+    """
     largest, total, acc = state
     BLOCK_D: tl.constexpr = queries.shape[1]
     dims = tl.arange(0, BLOCK_D)
@@ -25,13 +29,14 @@ def attend_keys(
         inside = keys < end
         # A cache of more than 2^31 elements is ordinary: offsets are 64 bits wide from the block's number on.
         block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        line = (block * (2 * NUM_KV_HEADS) + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE
+        line = kv_head * BLOCK_SIZE + keys % BLOCK_SIZE
         loaded = inside[:, None] & (dims < HEAD_DIM)[None, :]
-        where = pages_ptr + line[:, None] * HEAD_DIM + dims[None, :]
+        where = pages_ptr + (block * BLOCK_STRIDE + line * HEAD_DIM)[:, None] + dims[None, :]
         key = tl.load(where, mask=loaded, other=0.0).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * score_scale
         if scales_ptr is not None:
-            scores *= tl.load(scales_ptr + line, mask=inside, other=0.0)[None, :]
+            scale_where = scales_ptr + block * SCALE_STRIDE + line
+            scores *= tl.load(scale_where, mask=inside, other=0.0)[None, :]
         if MASKED:
             visible = inside[None, :] & (keys[None, :] <= positions[:, None])
             if WINDOW > 0:
@@ -45,7 +50,7 @@ def attend_keys(
         value = tl.load(where + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, mask=loaded, other=0.0)
         if scales_ptr is not None:
             # Scaled before the product: a weight times a small scale would underflow in float16.
-            scale = tl.load(scales_ptr + line + NUM_KV_HEADS * BLOCK_SIZE, mask=inside, other=0.0)
+            scale = tl.load(scale_where + NUM_KV_HEADS * BLOCK_SIZE, mask=inside, other=0.0)
             value = value.to(tl.float32) * scale[:, None]
         acc = tl.dot(weights.to(queries.dtype), value.to(queries.dtype), acc * shrink[:, None], input_precision="ieee")
         largest = higher

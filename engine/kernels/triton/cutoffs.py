@@ -47,20 +47,25 @@ def kth_largest(x_ptr, size, k, BLOCK: tl.constexpr):
 
 @triton.jit
 def best_above(x_ptr, y_ptr, size, bound, peak, STRICT: tl.constexpr, BLOCK: tl.constexpr):
-    """Among tokens with x >= bound (STRICT: above it): the sum of exp(x - peak), and the first where y is largest."""
+    """Among tokens with x >= bound (STRICT: above it): the sum of exp(x - peak), and the first where y is largest.
+
+    Third, whether the row is usable: that anything was among them, and nothing anywhere is NaN or infinity.
+    """
+    broken = tl.full([], 0, tl.int32)
     mass = tl.full([], 0.0, tl.float32)
     best = tl.full([], float("-inf"), tl.float32)
     where = tl.full([], 0, tl.int32)
     for begin in tl.range(0, size, BLOCK):
         index = begin + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + index, mask=index < size, other=float("-inf"))
+        broken += tl.sum(((x != x) | (x == float("inf"))).to(tl.int32), 0)  # noqa: PLR0124 - NaN alone
         kept = (x > bound) if STRICT else ((x >= bound) & (x > float("-inf")))
         mass += tl.sum(tl.where(kept, tl.exp(x - peak), 0.0), 0)
         y = tl.load(y_ptr + index, mask=kept, other=float("-inf"))
         highest, at = tl.max(y, 0, return_indices=True, return_indices_tie_break_left=True)
         where = tl.where(highest > best, begin + at, where)
         best = tl.maximum(best, highest)
-    return mass, where
+    return mass, where, (broken == 0) & (best > float("-inf"))
 
 
 @triton.jit

@@ -59,11 +59,13 @@ def _span(length, NUM_SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr, FIXED_KEYS: 
     return first, origin, span, tl.cdiv(length - origin, span)
 
 
-@triton.jit
+# As for prefill: a step's arrays begin anywhere.
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables_ptr", "lengths_ptr"])
 def flash_decode_kernel(
-    queries_ptr, pages_ptr, scales_ptr, out_ptr, sums_ptr, stats_ptr, tables_ptr, lengths_ptr,
+    queries_ptr, pages_ptr, scales_ptr, head_scales_ptr, out_ptr, sums_ptr, stats_ptr, tables_ptr, lengths_ptr,
     query_stride, out_stride, table_stride, score_scale,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr, FIXED_KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -81,10 +83,12 @@ def flash_decode_kernel(
     positions = tl.where(lanes < GROUP, length - 1, -1)
     begin = tl.maximum(origin + split * span, first)
     end = tl.minimum(origin + (split + 1) * span, length)
+    if head_scales_ptr is not None:
+        score_scale *= tl.load(head_scales_ptr + kv_head)
     largest, total, acc = attend_keys(
         empty_state(BLOCK_M, BLOCK_D), queries, positions, pages_ptr, scales_ptr,
         tables_ptr + sequence * table_stride, kv_head, begin, end, score_scale,
-        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, BLOCK_N, True,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, SCALE_STRIDE, WINDOW, BLOCK_N, True,
     )  # fmt: skip
     if NUM_SPLITS > 1:
         part = (sequence * NUM_KV_HEADS * GROUP + head) * NUM_SPLITS + split
@@ -93,13 +97,15 @@ def flash_decode_kernel(
         tl.store(stats_ptr + part * 2 + 1, total, mask=lanes < GROUP)
     else:
         result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+        if head_scales_ptr is not None:
+            result *= tl.load(head_scales_ptr + NUM_KV_HEADS + kv_head)
         tl.store(out_ptr + sequence * out_stride + columns, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["lengths_ptr"])
 def merge_parts_kernel(
-    out_ptr, sums_ptr, stats_ptr, lengths_ptr, out_stride,
-    HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr,
+    out_ptr, head_scales_ptr, sums_ptr, stats_ptr, lengths_ptr, out_stride,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr,
     FIXED_KEYS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One query head of one sequence. Fixed runs are merged in order, as prefill does; others several at a time."""
@@ -130,8 +136,11 @@ def merge_parts_kernel(
             total = total * shrink + tl.sum(weights * totals, 0)
             acc = acc * shrink + tl.sum(others * weights[:, None], 0)
             largest = higher
-    result = (acc / tl.where(total > 0.0, total, 1.0)).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + sequence * out_stride + head * HEAD_DIM + dims, result, mask=dims < HEAD_DIM)
+    result = acc / tl.where(total > 0.0, total, 1.0)
+    if head_scales_ptr is not None:
+        result *= tl.load(head_scales_ptr + tl.num_programs(1) // GROUP + head // GROUP)
+    where = out_ptr + sequence * out_stride + head * HEAD_DIM + dims
+    tl.store(where, result.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 def flash_decode(
@@ -159,14 +168,15 @@ def flash_decode(
     group, splits = num_heads // layer.num_kv_heads, workspace.sums.shape[2] if workspace else 1
     block_d = power_of_two(head_dim, 16)
     split = {"WINDOW": window or 0, "NUM_SPLITS": splits, "FIXED_KEYS": launch.fixed_keys, "HEAD_DIM": head_dim}
-    split |= {"MIN_KEYS": launch.min_keys, "BLOCK_N": launch.block_n, "BLOCK_D": block_d}
+    split |= {"GROUP": group, "MIN_KEYS": launch.min_keys, "BLOCK_N": launch.block_n, "BLOCK_D": block_d}
     sums, stats = (workspace.sums, workspace.stats) if workspace else (None, None)
     flash_decode_kernel[(num_seqs, layer.num_kv_heads, splits)](
-        queries, layer.pages, layer.scales, out, sums, stats, tables, lengths,
+        queries, layer.pages, layer.token_scales, layer.head_scales, out, sums, stats, tables, lengths,
         queries.stride(0), out.stride(0), tables.stride(0), score_scale(head_dim),
-        GROUP=group,
         NUM_KV_HEADS=layer.num_kv_heads,
         BLOCK_SIZE=layer.block_size,
+        BLOCK_STRIDE=layer.block_stride,
+        SCALE_STRIDE=layer.scale_stride,
         BLOCK_M=max(launch.block_m, power_of_two(group, 16)),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
@@ -175,8 +185,8 @@ def flash_decode(
     )  # fmt: skip
     if splits > 1:
         merge_parts_kernel[(num_seqs, num_heads)](
-            out, sums, stats, lengths, out.stride(0), BLOCK_S=min(_MERGED_AT_ONCE, power_of_two(splits)),
-            enable_fp_fusion=not launch.fixed_keys, **split,
+            out, layer.head_scales, sums, stats, lengths, out.stride(0),
+            BLOCK_S=min(_MERGED_AT_ONCE, power_of_two(splits)), enable_fp_fusion=not launch.fixed_keys, **split,
         )  # fmt: skip
 
 

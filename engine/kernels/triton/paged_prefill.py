@@ -39,6 +39,7 @@ def _sequence_of(tile, row_starts_ptr, num_seqs, TOKENS: tl.constexpr):
 def _attend_tile(
     queries, positions, pages_ptr, scales_ptr, table_ptr, kv_head, first, end, score_scale,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr, FIXED_KEYS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The state of a tile whose first row is at position `first` and whose last key is before `end`."""
@@ -51,7 +52,7 @@ def _attend_tile(
             part = attend_keys(
                 empty_state(BLOCK_M, BLOCK_D), queries, positions, pages_ptr, scales_ptr, table_ptr, kv_head,
                 tl.maximum(run, begin), tl.minimum(run + FIXED_KEYS, end), score_scale,
-                NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, BLOCK_N, True,
+                NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, SCALE_STRIDE, WINDOW, BLOCK_N, True,
             )  # fmt: skip
             state = merge_states(state, part)
         return state
@@ -60,21 +61,26 @@ def _attend_tile(
             shared = (first + 1) // BLOCK_N * BLOCK_N
             state = attend_keys(
                 state, queries, positions, pages_ptr, scales_ptr, table_ptr, kv_head, begin, shared, score_scale,
-                NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, BLOCK_N, False,
+                NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, SCALE_STRIDE, WINDOW, BLOCK_N, False,
             )  # fmt: skip
             begin = shared
         return attend_keys(
             state, queries, positions, pages_ptr, scales_ptr, table_ptr, kv_head, begin, end, score_scale,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, BLOCK_N, True,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, SCALE_STRIDE, WINDOW, BLOCK_N, True,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+# Where a step's arrays begin, and how wide its tables are, changes from step to step: a kernel compiled for each way in
+# which these are multiples of 16 would keep somebody waiting for the compiler.
+@triton.jit(
+    do_not_specialize=["num_seqs", "table_stride"],
+    do_not_specialize_on_alignment=["tables_ptr", "row_starts_ptr", "starts_ptr"],
+)
 def paged_prefill_kernel(
-    queries_ptr, pages_ptr, scales_ptr, out_ptr, tables_ptr, row_starts_ptr, starts_ptr,
+    queries_ptr, pages_ptr, scales_ptr, head_scales_ptr, out_ptr, tables_ptr, row_starts_ptr, starts_ptr,
     query_stride, out_stride, table_stride, num_seqs, score_scale,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, FIXED_KEYS: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, WINDOW: tl.constexpr, FIXED_KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """See the module."""
@@ -96,13 +102,17 @@ def paged_prefill_kernel(
     columns = head[:, None] * HEAD_DIM + dims[None, :]
     queries = tl.load(queries_ptr + row[:, None] * query_stride + columns, mask=mask, other=0.0)
     start = tl.load(starts_ptr + sequence)
+    if head_scales_ptr is not None:
+        score_scale *= tl.load(head_scales_ptr + kv_head)
     _, total, acc = _attend_tile(
         queries, tl.where(valid, start + token, -1), pages_ptr, scales_ptr,
         tables_ptr + sequence.to(tl.int64) * table_stride, kv_head,
         start + first_token, start + tl.minimum(first_token + TOKENS, count), score_scale,
-        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, FIXED_KEYS, BLOCK_N,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, SCALE_STRIDE, WINDOW, FIXED_KEYS, BLOCK_N,
     )  # fmt: skip
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    if head_scales_ptr is not None:
+        result *= tl.load(head_scales_ptr + NUM_KV_HEADS + kv_head)
     tl.store(out_ptr + row[:, None] * out_stride + columns, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -132,12 +142,14 @@ def paged_prefill(
     group = num_heads // layer.num_kv_heads
     block_m = max(launch.block_m, power_of_two(group, 16))
     paged_prefill_kernel[(num_rows // (block_m // group) + num_seqs, layer.num_kv_heads)](
-        queries, layer.pages, layer.scales, out, tables, row_starts, starts,
+        queries, layer.pages, layer.token_scales, layer.head_scales, out, tables, row_starts, starts,
         queries.stride(0), out.stride(0), tables.stride(0), num_seqs, score_scale(head_dim),
         GROUP=group,
         NUM_KV_HEADS=layer.num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=layer.block_size,
+        BLOCK_STRIDE=layer.block_stride,
+        SCALE_STRIDE=layer.scale_stride,
         WINDOW=window or 0,
         FIXED_KEYS=launch.fixed_keys,
         BLOCK_M=block_m,

@@ -1,10 +1,7 @@
-"""How kernels see one layer of the paged cache, in the cache's own dtype or quantised to eight bits.
+"""How kernels see one layer of the paged cache, in the model's dtype or in eight-bit codes (engine/kv_codes.py).
 
-Quantised values carry one float32 scale per token and key-value head, `[num_blocks, 2, num_kv_heads, block_size]`,
-in a tensor beside the pages: the largest magnitude of the head's vector over the largest code. Per token, because
-tokens are written one at a time: a scale per block would have to requantise a block whenever a later token is larger,
-so that content would depend on how a prompt was cut, and a block would not be final until full. Per head, because
-magnitudes of keys differ between heads by far more than a code's range forgives. It costs `4 / head_dim` of the cache.
+int8 has one float32 scale per token and key-value head, which follow a block's codes in memory, so that blocks lie
+further apart than their codes are long; fp8_e4m3 has one per key-value head of K and of V, the model's own.
 """
 
 from dataclasses import dataclass
@@ -12,35 +9,41 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.kv_codes import LARGEST_CODE
 from tandem.errors import ConfigError
-
-LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""Of each eight-bit dtype that a cache may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerPages:
-    """Keys and values of one layer. Raises ConfigError unless contiguous, and scaled exactly when quantised."""
+    """Keys and values of one layer. Raises ConfigError unless each block is contiguous and has its dtype's scales."""
 
     pages: Tensor  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
-    scales: Tensor | None = None  # float32 [num_blocks, 2, num_kv_heads, block_size]
+    token_scales: Tensor | None = None  # float32 [num_blocks, 2, num_kv_heads, block_size], with int8
+    head_scales: Tensor | None = None  # float32 [2, num_kv_heads], with fp8_e4m3
 
     def __post_init__(self) -> None:
-        if not self.pages.is_contiguous() or self.pages.dim() != 5:
-            raise ConfigError("KV pages must be contiguous and have five dimensions")
-        if self.is_quantised != (self.scales is not None):
-            raise ConfigError(f"a KV cache of {self.pages.dtype} {'needs' if self.is_quantised else 'takes no'} scales")
-        if self.scales is not None and (
-            self.scales.shape != self.pages.shape[:-1]
-            or self.scales.dtype != torch.float32
-            or not self.scales.is_contiguous()
-        ):
-            raise ConfigError("KV scales must be contiguous float32, one per token and head")
+        if self.pages.dim() != 5 or not self.pages[:1].is_contiguous():
+            raise ConfigError("KV pages must have five dimensions and contiguous blocks")
+        wanted = (self.pages.dtype is torch.int8, self.pages.dtype is torch.float8_e4m3fn)
+        if wanted != (self.token_scales is not None, self.head_scales is not None):
+            raise ConfigError(f"a KV cache of {self.pages.dtype} has other scales: int8 by token, fp8_e4m3 by head")
+        _check_scales(self.token_scales, self.pages.shape[:-1], "token and head")
+        _check_scales(self.head_scales, self.pages.shape[1:3], "key-value head of K and of V")
 
     @property
     def is_quantised(self) -> bool:
         """Whether values are eight-bit codes."""
         return self.pages.dtype in LARGEST_CODE
+
+    @property
+    def block_stride(self) -> int:
+        """Values from one block to the next."""
+        return self.pages.stride(0)
+
+    @property
+    def scale_stride(self) -> int:
+        """Scales from one block to the next; 0 without any."""
+        return 0 if self.token_scales is None else self.token_scales.stride(0)
 
     @property
     def num_kv_heads(self) -> int:
@@ -56,6 +59,13 @@ class LayerPages:
     def head_dim(self) -> int:
         """Values per head."""
         return self.pages.shape[4]
+
+
+def _check_scales(scales: Tensor | None, shape: torch.Size, what: str) -> None:
+    if scales is None:
+        return
+    if scales.shape != shape or scales.dtype != torch.float32 or not scales[:1].is_contiguous():
+        raise ConfigError(f"KV scales must be contiguous float32, one per {what}")
 
 
 def power_of_two(value: int, least: int = 1) -> int:

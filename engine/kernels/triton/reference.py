@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.kernels.triton.pages import LARGEST_CODE, LayerPages
+from engine.kernels.triton.pages import LayerPages
+from engine.kv_cache import PagedKVCache
+from engine.kv_codes import LARGEST_CODE, SMALLEST_PEAK, head_codes, token_codes
 from engine.layers.norm import HeadNorm
-
-_NO_SCALE_BELOW = 1e-30
+from tandem.kv_layout import KVLayout
 
 
 def attention(
@@ -53,19 +54,51 @@ def gathered(layer: LayerPages, table: Tensor, length: int) -> tuple[Tensor, Ten
     """A sequence's keys and values, float32 `[num_kv_heads, length, head_dim]` each."""
     blocks = table[: -(-length // layer.block_size)].long()
     pages = layer.pages[blocks].float()  # [num_used, 2, num_kv_heads, block_size, head_dim]
-    if layer.scales is not None:
-        pages = pages * layer.scales[blocks][..., None]
+    if layer.token_scales is not None:
+        pages = pages * layer.token_scales[blocks][..., None]
+    if layer.head_scales is not None:
+        pages = pages * layer.head_scales[..., None, None]
     keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
     return keys, values
 
 
-def quantised(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes of `[..., head_dim]` and float32 scales `[...]`: the largest magnitude gets the largest code."""
-    largest = LARGEST_CODE[dtype]
-    peak = values.abs().amax(-1)
-    factor = torch.where(peak > _NO_SCALE_BELOW, largest / peak.clamp_min(_NO_SCALE_BELOW), torch.zeros_like(peak))
-    codes = (values * factor[..., None]).clamp(-largest, largest)
-    return (codes.round() if dtype == torch.int8 else codes).to(dtype), peak / largest
+def stored(values: Tensor, dtype: torch.dtype) -> LayerPages:
+    """A layer that holds finite `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, laid out as the engine's cache.
+
+    In fp8_e4m3 each head's scale brings its largest magnitude to the largest code.
+    """
+    if dtype not in LARGEST_CODE:
+        return LayerPages(pages=values.to(dtype))
+    if dtype is torch.float8_e4m3fn:
+        scales = (values.abs().amax((0, 3, 4)) / LARGEST_CODE[dtype]).clamp_min(SMALLEST_PEAK)
+        return LayerPages(pages=head_codes(values, scales[..., None]), head_scales=scales)
+    num_blocks, _, num_kv_heads, block_size, head_dim = values.shape
+    layout = KVLayout(
+        model_fingerprint="",
+        dtype="int8",
+        num_layers=1,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+    )
+    cache = PagedKVCache(layout, num_blocks=num_blocks, device=values.device)
+    layer = LayerPages(pages=cache.layer(0), token_scales=cache.layer_scales(0))
+    codes, token_scales = token_codes(values)
+    layer.pages.copy_(codes)
+    if layer.token_scales is not None:
+        layer.token_scales.copy_(token_scales)
+    return layer
+
+
+def copied(layer: LayerPages) -> LayerPages:
+    """The same content in memory of its own."""
+
+    def copy(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.clone()
+
+    return LayerPages(
+        pages=layer.pages.clone(), token_scales=copy(layer.token_scales), head_scales=copy(layer.head_scales)
+    )
 
 
 def rope_kv(qkv: Tensor, layer: LayerPages, *, cos: Tensor, sin: Tensor, slots: Tensor, norm: HeadNorm | None) -> None:
@@ -85,13 +118,15 @@ def rope_kv(qkv: Tensor, layer: LayerPages, *, cos: Tensor, sin: Tensor, slots: 
     fresh = heads[:, num_queries:].view(len(qkv), 2, layer.num_kv_heads, layer.head_dim).nan_to_num(0.0, 0.0, 0.0)
     used = slots >= 0
     block, offset = slots[used] // layer.block_size, slots[used] % layer.block_size
-    if layer.scales is None:
+    if layer.token_scales is not None:
+        codes, layer.token_scales[block, :, :, offset] = token_codes(fresh[used])
+        layer.pages[block, :, :, offset] = codes
+    elif layer.head_scales is not None:
+        codes = head_codes(fresh[used], layer.head_scales)
+        # Eight-bit floats have few operators, indexed assignment not among them; their bytes do.
+        layer.pages.view(torch.uint8)[block, :, :, offset] = codes.view(torch.uint8)
+    else:
         layer.pages[block, :, :, offset] = fresh[used].to(layer.pages.dtype)
-        return
-    codes, scales = quantised(fresh[used], layer.pages.dtype)
-    # Eight-bit floats have few operators, indexed assignment not among them; their bytes do.
-    layer.pages.view(torch.uint8)[block, :, :, offset] = codes.view(torch.uint8)
-    layer.scales[block, :, :, offset] = scales
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.triton.pages import LARGEST_CODE, LayerPages, power_of_two
+from engine.kernels.triton.pages import LayerPages, power_of_two
+from engine.kv_codes import LARGEST_CODE
 from engine.layers.norm import HeadNorm
 
 _HEADS_PER_PROGRAM = 8
@@ -32,32 +33,38 @@ def _code(value, pages_ptr):
 
 
 @triton.jit
-def _store_kv(low, high, slot, head, stored, pages_ptr, scales_ptr, LARGEST: tl.constexpr,
-              NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
+def _store_kv(low, high, slot, head, stored, pages_ptr, scales_ptr, head_scales_ptr, LARGEST: tl.constexpr,
+              HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+              SCALE_STRIDE: tl.constexpr):  # fmt: skip
     """Both halves of some heads of one token; `head` counts keys' heads, then values'."""
     # Others read this slot with weight zero while its block is partly filled, and zero times NaN is NaN.
     low = tl.where(tl.abs(low) < float("inf"), low, 0.0)
     high = tl.where(tl.abs(high) < float("inf"), high, 0.0)
-    line = (slot // BLOCK_SIZE * (2 * NUM_KV_HEADS) + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    block, line = slot // BLOCK_SIZE, head * BLOCK_SIZE + slot % BLOCK_SIZE
     if scales_ptr is not None:
         peak = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
-        tl.store(scales_ptr + line, peak / LARGEST, mask=stored)
-        factor = tl.where(peak > 1e-30, LARGEST / tl.maximum(peak, 1e-30), 0.0)[:, None]  # 448 / 1e-30 is finite
+        tl.store(scales_ptr + block * SCALE_STRIDE + line, peak / LARGEST, mask=stored)
+        factor = tl.where(peak > 1e-30, LARGEST / tl.maximum(peak, 1e-30), 0.0)[:, None]  # 127 / 1e-30 is finite
         low = tl.minimum(tl.maximum(low * factor, -LARGEST), LARGEST)
         high = tl.minimum(tl.maximum(high * factor, -LARGEST), LARGEST)
+    if head_scales_ptr is not None:
+        scale = tl.load(head_scales_ptr + head, mask=stored, other=1.0)[:, None]
+        low = tl.minimum(tl.maximum(low / scale, -LARGEST), LARGEST)
+        high = tl.minimum(tl.maximum(high / scale, -LARGEST), LARGEST)
     half = tl.arange(0, low.shape[1])
     mask = stored[:, None] & (half < HALF)[None, :]
-    where = pages_ptr + line[:, None] * (2 * HALF) + half[None, :]
+    where = pages_ptr + (block * BLOCK_STRIDE + line * (2 * HALF))[:, None] + half[None, :]
     tl.store(where, _code(low, pages_ptr), mask=mask)
     tl.store(where + HALF, _code(high, pages_ptr), mask=mask)
 
 
 @triton.jit
 def rope_kv_kernel(
-    qkv_ptr, pages_ptr, scales_ptr, cos_ptr, sin_ptr, slots_ptr, query_norm_ptr, key_norm_ptr,
+    qkv_ptr, pages_ptr, scales_ptr, head_scales_ptr, cos_ptr, sin_ptr, slots_ptr, query_norm_ptr, key_norm_ptr,
     qkv_stride, angle_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    LARGEST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, LARGEST: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one row: queries, keys and values are told apart by number."""
     row = tl.program_id(0).to(tl.int64)
@@ -86,8 +93,8 @@ def rope_kv_kernel(
     tl.store(where + HALF, turned_high.to(qkv_ptr.dtype.element_ty), mask=mask & is_query)
     slot = tl.load(slots_ptr + row)
     stored = tl.where(present & (head >= NUM_HEADS), slot, -1) >= 0
-    _store_kv(turned_low, turned_high, slot, head - NUM_HEADS, stored, pages_ptr, scales_ptr, LARGEST,
-              NUM_KV_HEADS, HALF, BLOCK_SIZE)  # fmt: skip
+    _store_kv(turned_low, turned_high, slot, head - NUM_HEADS, stored, pages_ptr, scales_ptr, head_scales_ptr, LARGEST,
+              HALF, BLOCK_SIZE, BLOCK_STRIDE, SCALE_STRIDE)  # fmt: skip
 
 
 def rope_kv(
@@ -111,7 +118,8 @@ def rope_kv(
     rope_kv_kernel[(num_rows, -(-heads // _HEADS_PER_PROGRAM))](
         qkv,
         layer.pages,
-        layer.scales,
+        layer.token_scales,
+        layer.head_scales,
         cos,
         sin,
         slots,
@@ -124,6 +132,8 @@ def rope_kv(
         NUM_KV_HEADS=layer.num_kv_heads,
         HALF=layer.head_dim // 2,
         BLOCK_SIZE=layer.block_size,
+        BLOCK_STRIDE=layer.block_stride,
+        SCALE_STRIDE=layer.scale_stride,
         LARGEST=LARGEST_CODE.get(layer.pages.dtype, 0.0),
         BLOCK_HALF=power_of_two(layer.head_dim // 2),
         BLOCK_HEADS=_HEADS_PER_PROGRAM,

@@ -3,10 +3,9 @@
 Biases and bans are added first, as a list of edits. A first kernel, parallel over stretches of the vocabulary, applies
 penalties and temperature and adds the noise; a second, one program a row, finds the cut-offs and the winner
 (`engine.kernels.triton.cutoffs`) and counts the token it chose. A row of temperature 0 is greedy: no noise, no
-cut-offs. The share of top-p is taken of everything that min-p and top-k keep, ties included.
+cut-offs. The share of top-p is taken of everything that min-p and top-k keep, ties included. A row that holds NaN or
+infinity, or nothing finite, is found out as it is read, and gets no token.
 """
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -15,50 +14,14 @@ from torch import Tensor
 
 from engine.kernels.triton.cutoffs import best_above, kth_largest, largest_of
 from engine.kernels.triton.noise import accurate_log, gumbel_tile
-from engine.sampling_kernels import DrawParams
+from engine.sampling_kernels import UNUSABLE, DrawParams, LogitEdits
+from engine.token_counts import Penalties
 from tandem.errors import ConfigError
 
 _PREPARE_BLOCK = 1024
 _SELECT_BLOCK = 4096
 _SELECT_WARPS = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TokenCounts:
-    """Which tokens each running request has seen: bit 0, in its prompt; the rest, how often in its output."""
-
-    counts: Tensor  # int32 [num_slots, vocab_size]
-
-    @classmethod
-    def allocate(cls, num_slots: int, vocab_size: int, device: torch.device | str) -> "TokenCounts":
-        """One row for each request that may run at once: four bytes a token of the vocabulary."""
-        return cls(counts=torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device))
-
-    def restart(self, slot: int, prompt: Tensor, output: Tensor) -> None:
-        """Take over a slot for a request: int64 token ids of its prompt, and of its output so far."""
-        row = self.counts[slot].zero_()
-        row.index_add_(0, output, torch.full_like(output, 2, dtype=torch.int32))
-        row[prompt] |= 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Penalties:
-    """Per row; see `engine.sampler`. The chosen token is counted in `counts` as it is chosen."""
-
-    counts: TokenCounts
-    slots: Tensor  # int32 [num_rows], row of `counts`; negative: the row has none
-    repetition: Tensor  # float32 [num_rows], 1 is off
-    presence: Tensor  # float32 [num_rows], 0 is off
-    frequency: Tensor  # float32 [num_rows], 0 is off
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LogitEdits:
-    """Biases, and bans, which are biases of minus infinity; any order, each added once."""
-
-    rows: Tensor  # int32 [num_edits]; negative: padding
-    token_ids: Tensor  # int32 [num_edits]
-    values: Tensor  # float32 [num_edits]
+_UNUSABLE = tl.constexpr(UNUSABLE)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -132,60 +95,46 @@ def select_kernel(
                     floor = peak + accurate_log(min_p)
             if (top_k > 0) & (top_k < vocab_size):
                 floor = tl.maximum(floor, kth_largest(scaled_ptr, vocab_size, top_k.to(tl.int32), BLOCK))
-    mass, token = best_above(scaled_ptr, noisy_ptr, vocab_size, floor, peak, False, BLOCK)
+    mass, token, usable = best_above(scaled_ptr, noisy_ptr, vocab_size, floor, peak, False, BLOCK)
     if top_p < 1.0:
         allowed = top_p * mass
-        checking = peak > float("-inf")
+        checking = usable & (peak > float("-inf"))
         while checking:
             value = tl.load(scaled_ptr + token)
-            above, higher = best_above(scaled_ptr, noisy_ptr, vocab_size, value, peak, True, BLOCK)
+            above, higher, _ = best_above(scaled_ptr, noisy_ptr, vocab_size, value, peak, True, BLOCK)
             # The largest is kept even when rounding makes a share of nothing of `allowed`.
             checking = (above >= allowed) & (value < peak)
             token = tl.where(checking, higher, token)
-    tl.store(out_ptr + row, token.to(tl.int64))
+    tl.store(out_ptr + row, tl.where(usable, token, _UNUSABLE).to(tl.int64))
     if counts_ptr is not None:
         slot = tl.load(slots_ptr + row).to(tl.int64)
-        if slot >= 0:
+        if usable & (slot >= 0):
             tl.atomic_add(counts_ptr + slot * vocab_size + token, 2)
 
 
 class TritonSampling:
-    """See engine.sampling_kernels.SamplingKernels; `choose` is the whole of sampling, penalties included."""
-
-    def argmax(self, logits: Tensor) -> Tensor:
-        """See SamplingKernels; a NaN is never chosen."""
-        out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-        if len(out):
-            select_kernel[(len(out),)](
-                logits, logits, out, None, None, None, None, None, None, logits.shape[1],
-                BLOCK=_SELECT_BLOCK, num_warps=_SELECT_WARPS,
-            )  # fmt: skip
-        return out
-
-    def draw(self, logits: Tensor, params: DrawParams) -> Tensor:
-        """See SamplingKernels."""
-        return self.choose(logits, params)
+    """See engine.sampling_kernels.SamplingKernels. Waits for nothing."""
 
     def choose(
         self,
         logits: Tensor,
-        params: DrawParams,
+        params: DrawParams | None,
         *,
         penalties: Penalties | None = None,
         edits: LogitEdits | None = None,
-        out: Tensor | None = None,
     ) -> Tensor:
-        """One token for each row of contiguous float32 `[num_rows, vocab_size]` logits: int64 `[num_rows]`.
-
-        `params.temperature` may be 0, which is greedy. The logits are left as they are. Raises ConfigError for
-        logits of another dtype or layout.
-        """
+        """See SamplingKernels. Raises ConfigError for logits of another dtype or layout than contiguous float32."""
         if logits.dtype != torch.float32 or not logits.is_contiguous():
             raise ConfigError("logits to sample from must be contiguous float32")
         num_rows, vocab_size = logits.shape
-        if out is None:
-            out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+        out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
         if not num_rows:
+            return out
+        if params is None:
+            select_kernel[(num_rows,)](
+                logits, logits, out, None, None, None, None, None, None, vocab_size,
+                BLOCK=_SELECT_BLOCK, num_warps=_SELECT_WARPS,
+            )  # fmt: skip
             return out
         if edits is not None and len(edits.rows):
             logits = _edited(logits, edits)

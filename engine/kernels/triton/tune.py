@@ -21,8 +21,7 @@ from torch import Tensor
 
 from engine.kernels.triton.flash_decode import DecodeWorkspace, choose_splits, flash_decode
 from engine.kernels.triton.paged_prefill import paged_prefill
-from engine.kernels.triton.pages import LayerPages
-from engine.kernels.triton.reference import quantised
+from engine.kernels.triton.reference import stored
 from engine.kernels.triton.tuning import TABLES, AttentionShape, DecodeLaunch, LaunchTable, PrefillLaunch, load_table
 
 _HEADS, _KV_HEADS, _BLOCK_SIZE = 32, 8, 16
@@ -39,10 +38,9 @@ class _Bench:
         num_blocks = _SEQUENCES * _TOKENS // _BLOCK_SIZE
         pages = torch.randn(num_blocks, 2, _KV_HEADS, _BLOCK_SIZE, shape.head_dim, device=device)
         if shape.eight_bit:
-            codes, scales = quantised(pages, torch.float8_e4m3fn)
-            self._layer = LayerPages(pages=codes, scales=scales)
+            self._layer = stored(pages, torch.float8_e4m3fn)
         else:
-            self._layer = LayerPages(pages=pages.to(dtype))
+            self._layer = stored(pages, dtype)
         self._queries = torch.randn(_TOKENS, _HEADS, shape.head_dim, device=device).to(dtype)
         self._out = torch.empty_like(self._queries)
         order = torch.randperm(num_blocks, device=device, dtype=torch.int32)

@@ -1,19 +1,24 @@
 """The command: what its options mean, what it draws, what it says when it cannot."""
 
 import argparse
+import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from bench import eviction, scheduling
 from bench.engine_bench import contestants, options, plot
 from bench.engine_bench.baselines import _BASELINES
 from bench.engine_bench.figures import Summary
-from bench.engine_bench.measure import Scale, make_subject, pool_blocks
+from bench.engine_bench.measure import Scale, make_subject, measure, pool_blocks
 from bench.engine_bench.rounds import Cell
 from bench.errors import CannotMeasure
 from bench.make_model import write_model
 from bench.peers.environments import ENVIRONMENTS
+from bench.report import Row, figure
 from bench.shapes import SHAPES
 
 
@@ -30,7 +35,7 @@ def test_names_on_the_command_line_are_those_of_the_modules() -> None:
 
 
 def test_parts_and_peers_follow_from_the_flags() -> None:
-    assert options.parts(parsed()) == options.DEFAULT_PARTS
+    assert options.parts(parsed()) == options.MODEL_PARTS
     assert options.parts(parsed("--full")) == options.PARTS
     assert options.parts(parsed("--baseline", "no-kv-cache")) == ("baselines",)
     assert options.parts(parsed("--only", "worker")) == ("worker",)
@@ -46,6 +51,11 @@ def test_only_the_bare_command_hurries() -> None:
     assert peers.limit_s is None
     assert peers.num_rounds == 3
     assert {cell.num_tokens for cell in peers.cells} == {128}
+
+
+def test_a_worker_that_is_asked_for_is_measured_alone_and_in_a_crowd() -> None:
+    assert [cell.concurrency for cell in Scale.of(parsed("--only", "worker")).worker_cells] == [1, 4, 16]
+    assert [cell.concurrency for cell in Scale.of(parsed()).worker_cells] == [4]
 
 
 def test_the_pool_holds_the_largest_job() -> None:
@@ -99,3 +109,25 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot.draw(tmp_path / "a.png", [summary("tandem"), summary("somebody else")], title="t")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_of_many_or_of_prefills_alone(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    busy = replace(summary("tandem"), cell=Cell(concurrency=4, prompt_tokens=512, num_tokens=48, with_newcomers=True))
+    for name, seen in (("many", [summary(f"engine {k}") for k in range(24)]), ("busy", [busy])):
+        plot.draw(tmp_path / f"{name}.png", seen, title="t")
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_other_parts_measure_no_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction, "traces", lambda _folder: iter([("small", eviction.mixture(num_requests=40))]))
+    monkeypatch.setattr(eviction, "POOLS", (500,))
+    monkeypatch.setattr(scheduling, "rows", lambda: [figure("16 sequences: step p50", 0.1, "ms")])
+    rows: list[Row] = []
+    out = Console(width=100, highlight=False)
+    asyncio.run(measure(parsed("--only", "scheduling", "eviction"), rows, out=out, err=Console(stderr=True)))
+    assert [row.name for row in rows] == [
+        "16 sequences: step p50",
+        *(f"eviction.small.{policy}.500".replace(" ", "_") for policy in (*eviction.POLICIES, eviction.BEST)),
+    ]
+    assert "500 blocks" in capsys.readouterr().out

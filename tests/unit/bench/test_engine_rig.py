@@ -1,5 +1,6 @@
 """The engine in process on a tiny model: real scheduler, real runner, real tokens; and its handicapped selves."""
 
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -10,7 +11,7 @@ from bench import reference
 from bench.engine_bench import baselines, policies
 from bench.engine_bench.baselines import Bench
 from bench.engine_bench.options import BASELINE_NAMES
-from bench.engine_bench.policies import Ask, mixed_asks
+from bench.engine_bench.policies import Ask, Lengths
 from bench.engine_bench.rig import Rig, assemble_from
 from bench.engine_bench.workload import Job, random_prompts
 from bench.make_model import write_model
@@ -77,45 +78,79 @@ def test_output_depends_on_the_whole_context(rig: Rig) -> None:
     assert first != second
 
 
+LENGTHS = Lengths(mean_prompt=20, mean_answer=8, most=64)
+
+
+def test_lengths_are_mixed_and_bounded() -> None:
+    asks = LENGTHS.draw(Random(0), 2000, 50)
+    assert asks == LENGTHS.draw(Random(0), 2000, 50)
+    assert max(len(ask.prompt) + ask.num_tokens for ask in asks) == 64
+    assert sum(ask.num_tokens for ask in asks) / 2000 == pytest.approx(8, rel=0.15)
+    lengths = sorted(ask.num_tokens for ask in asks)
+    assert lengths[1000] < 7
+    assert lengths[-20] > 24
+
+
 def test_closed_batches_hold_the_same_requests() -> None:
-    asks = mixed_asks(Random(0), 10, vocab_size=50, prompt_tokens=(3, 9), mean_tokens=8, max_tokens=20)
-    assert [ask for batch in policies.static(asks, 4) for ask in batch] == list(asks)
-    assert [len(batch) for batch in policies.static(asks, 4)] == [4, 4, 2]
-    for batch, rectangle in zip(policies.static(asks, 4), policies.padded(asks, 4), strict=True):
+    asks = LENGTHS.draw(Random(0), 10, 50)
+    static, padded = deque(asks), deque(asks)
+    for size in (4, 4, 2):
+        assert policies.closed(4)(static, 1) == []
+        batch, rectangle = policies.closed(4)(static, 0), policies.padded(4)(padded, 0)
+        assert len(batch) == size
         assert {len(ask.prompt) for ask in rectangle} == {max(len(ask.prompt) for ask in batch)}
         assert {ask.num_tokens for ask in rectangle} == {max(ask.num_tokens for ask in batch)}
         for ask, wide in zip(batch, rectangle, strict=True):
             assert wide.prompt[-len(ask.prompt) :] == ask.prompt
+            assert wide.num_useful_tokens == ask.num_tokens
+    assert not static
+    assert policies.padded(4)(padded, 0) == []
+
+
+def test_arrivals_are_spread_as_asked() -> None:
+    asks = policies.arriving(Random(0), LENGTHS.draw(Random(0), 1000, 50), 5.0)
+    assert asks[-1].arrival_s == pytest.approx(200, rel=0.1)
+    assert [ask.arrival_s for ask in asks] == sorted(ask.arrival_s for ask in asks)
 
 
 def test_memory_of_slots_is_counted_in_full(rig: Rig) -> None:
     parts = rig.parts
-    asks = [[Ask(prompt=tuple(range(20, 36)), num_tokens=4)]]
-    paged = policies.serve(parts.scheduler, parts.runner, asks)
-    slots = policies.serve(parts.scheduler, parts.runner, asks, reserved_tokens=160)
-    assert paged.useful_tokens == slots.useful_tokens == 4
+    asks = [Ask(prompt=tuple(range(20, 36)), num_tokens=4)]
+    paged = policies.serve(parts.scheduler, parts.runner, asks, policies.continuous)
+    slots = policies.serve(parts.scheduler, parts.runner, asks, policies.continuous, reserved_tokens=160)
+    assert [answer.num_tokens for answer in (*paged.answers, *slots.answers)] == [4, 4]
     # 16 tokens fill their block; 17, 18 and 19 have two.
     assert paged.kv_use == pytest.approx((1 + 17 / 32 + 18 / 32 + 19 / 32) / 4)
     assert slots.kv_use == pytest.approx((16 + 17 + 18 + 19) / 160 / 4)
+
+
+def test_times_count_from_a_requests_own_arrival(rig: Rig) -> None:
+    parts = rig.parts
+    prompt = tuple(range(20, 36))
+    asks = [Ask(prompt=prompt, num_tokens=40), Ask(prompt=prompt[::-1], num_tokens=2, arrival_s=0.05)]
+    served = policies.serve(parts.scheduler, parts.runner, asks, policies.closed(4))
+    assert [answer.num_tokens for answer in served.answers] == [40, 2]
+    assert all(0.0 < answer.first_s < answer.end_s < served.wall_s for answer in served.answers)
+    assert served.wall_s >= 0.05
+    assert parts.scheduler.load().num_running == 0
 
 
 def test_every_baseline_has_a_gain_to_tell(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baselines, "cached_model", lambda *_, **__: model)
     bench = Bench(
         shape="tiny",
-        num_blocks=48,
-        max_model_len=256,
+        lengths=Lengths(mean_prompt=20, mean_answer=8, most=128),
+        num_blocks=64,
+        num_slots=3,
         max_rows=16,
         batch_size=4,
         num_asks=12,
-        mean_tokens=8,
-        max_tokens=32,
         contexts=(64,),
-        turns=1,
+        crowd=(2, 64),
     )
     rows = baselines.rows(BASELINE_NAMES, lambda _: None, bench=bench, settings={"engine.num_threads": 1})
     values = {row.name: row.value for row in rows}
-    for name in ("no-kv-cache.64", "contiguous-kv", "static-batching", "padded-batches"):
+    for name in ("no-kv-cache.64", "no-kv-cache.2x64", "contiguous-kv", "static-batching", "padded-batches"):
         assert values[f"baseline.{name}.gain"] > 0
     # Counted, not timed: these hold on any machine.
     assert values["baseline.contiguous-kv.rows"] == 3

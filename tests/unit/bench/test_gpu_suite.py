@@ -71,9 +71,9 @@ def test_everything_runs_small_on_a_cpu(tmp_path: Path) -> None:
     assert found["rows"] == [row for part in found["parts"] for row in part["rows"]]
     judged = {row["name"]: row for row in found["rows"] if row["goal"] is not None}
     expected = {f"parity.{kernel}.{dtype}" for kernel in KERNELS for dtype in ("float32", "float16")}
-    modes = ("colocated", "batched", "chunked", "cached")
+    modes = ("colocated", "batched", "chunked", "cached", "pipelined")
     expected |= {f"parity.engine.{a}.{m}" for a in ("llama", "mistral", "qwen2", "qwen3") for m in modes}
-    expected |= {"parity.sampling.differing", "kv.float32.error", "kv.int8.error"}
+    expected |= {"parity.sampling.differing", "pipelining.answers", "kv.float32.error", "kv.int8.error", "kv.fp8.error"}
     assert judged.keys() == expected  # speed is judged on a GPU only
     assert all(row["met"] for row in judged.values())
     assert all(math.isfinite(row["value"]) for row in found["rows"])

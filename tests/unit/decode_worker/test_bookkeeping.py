@@ -116,6 +116,8 @@ def test_an_order_becomes_a_request() -> None:
     assert (request.num_prompt_tokens, request.num_output_tokens) == (3, 2)
     assert (request.choice_index, request.priority, request.arrival_s) == (2, -3, 12.0)
     assert request.params.max_tokens == 4
+    assert request.deadline_s is None
+    assert request_from_pb(submit(timeout_s=2.5), RequestId("8:r"), parts(), 12.0).deadline_s == 14.5
 
 
 @pytest.mark.parametrize(

@@ -318,11 +318,15 @@ async def test_a_router_that_leaves_takes_its_requests_along(bench: Bench) -> No
     await bench.assert_empty()
 
 
-async def test_time_that_runs_out(bench: Bench) -> None:
-    bench.submit(timeout_s=0.0)
+@pytest.mark.parametrize("teller", ["worker", "engine"])
+async def test_time_that_runs_out(bench: Bench, monkeypatch: pytest.MonkeyPatch, teller: str) -> None:
+    if teller == "engine":  # which ends who still waits in its queue
+        monkeypatch.setattr(bench.worker, "_time_out", lambda _task: None)
+    bench.submit(timeout_s=0.0, prefill=teller == "worker")
     tokens, finish = await bench.answer()
     assert tokens == []
     assert finish.failure.code == "DeadlineExceeded"
+    assert finish.failure.message.endswith("in the queue") == (teller == "engine")
     await bench.worker.drain()
     await bench.assert_empty()
 

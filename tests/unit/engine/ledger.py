@@ -76,6 +76,16 @@ def continuation(prompt: Sequence[int], params: SamplingParams, limit: int = CON
             return output
 
 
+class Done:
+    """A step that was over when it was launched. Implements `engine.runner.LaunchedStep`."""
+
+    def __init__(self, tokens: Sequence[SampledToken | None]) -> None:
+        self._tokens = tokens
+
+    def tokens(self) -> Sequence[SampledToken | None]:
+        return self._tokens
+
+
 class LedgerRunner:
     """Memory of (block, slot) -> entry. Implements `engine.runner.Runner`."""
 
@@ -87,6 +97,9 @@ class LedgerRunner:
 
     def bind_thread(self) -> None:
         pass
+
+    def launch(self, batch: Batch) -> Done:
+        return Done(self.execute(batch))
 
     def execute(self, batch: Batch) -> list[SampledToken]:
         sampled = []

@@ -80,12 +80,15 @@ def random_tokens(rng: random.Random, count: int, vocab_size: int = 97) -> list[
 class Session:
     """A runner with a pool whose blocks are handed out in random order."""
 
-    def __init__(self, model: Decoder, *, num_blocks: int = 64, block_size: int = 4, seed: int = 0) -> None:
+    def __init__(
+        self, model: Decoder, *, num_blocks: int = 64, block_size: int = 4, seed: int = 0, kv_dtype: str = "auto"
+    ) -> None:
         layout = kv_layout(
             model.config,
             fingerprint=model.fingerprint,
             dtype=str(model.dtype).removeprefix("torch."),
             block_size=block_size,
+            kv_dtype=kv_dtype,
         )
         self.cache = PagedKVCache(layout, num_blocks=num_blocks, device=model.device)
         self.runner = ModelRunner(model, self.cache)

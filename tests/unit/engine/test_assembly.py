@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
-from engine.assembly import EngineSpec, assemble
+from engine.assembly import EngineSpec, _is_pipelined, assemble
+from engine.models.decoder import Decoder
 from tandem.errors import ConfigError
 from tandem.model_path import BUILTIN, model_directory
 
@@ -58,3 +60,21 @@ def test_the_workspace_is_what_the_largest_steps_took() -> None:
     small = assemble(SPEC).budget.workspace_bytes
     large = assemble(replace(SPEC, max_batched_tokens=4096, prefill_chunk_tokens=1024)).budget.workspace_bytes
     assert 0 < small < large < 256 << 20
+
+
+def test_steps_are_pipelined_on_request_and_never_over_several_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    assert not assemble(SPEC).is_pipelined
+    assert assemble(replace(SPEC, pipelined="on")).is_pipelined
+    cuda = torch.device("cuda")
+    assert _is_pipelined(replace(SPEC, pipelined="auto"), cuda)
+    assert not _is_pipelined(replace(SPEC, pipelined="off"), cuda)
+    with caplog.at_level("INFO"):
+        assert not _is_pipelined(replace(SPEC, pipelined="on", tensor_parallel_size=2), cuda)
+    assert "several ranks" in caplog.text
+
+
+def test_a_model_that_makes_nothing_but_nan_still_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests fail one by one; the dry run samples for nobody."""
+    logits = Decoder.logits
+    monkeypatch.setattr(Decoder, "logits", lambda self, hidden: logits(self, hidden) * float("nan"))
+    assert assemble(SPEC).budget.workspace_bytes > 0

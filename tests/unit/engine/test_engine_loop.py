@@ -22,12 +22,16 @@ WAIT_S = 60.0
 class Harness:
     """An engine whose outputs and end can be waited for."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, *, pipelined: bool = False) -> None:
         self.scheduler = ledger.scheduler()
         self.outputs: SimpleQueue[StepOutput] = SimpleQueue()
         self.fatal: Future[BaseException] = Future()
         self.engine = Engine(
-            scheduler=self.scheduler, runner=runner, on_step=self.outputs.put, on_fatal=self.fatal.set_result
+            scheduler=self.scheduler,
+            runner=runner,
+            on_step=self.outputs.put,
+            on_fatal=self.fatal.set_result,
+            pipelined=pipelined,
         )
 
     def tokens(self, num_requests: int) -> dict[str, list[int]]:
@@ -42,8 +46,8 @@ class Harness:
 
 
 @contextmanager
-def running(runner: Runner | None = None) -> Iterator[Harness]:
-    harness = Harness(runner or LedgerRunner())
+def running(runner: Runner | None = None, *, pipelined: bool = False) -> Iterator[Harness]:
+    harness = Harness(runner or LedgerRunner(), pipelined=pipelined)
     harness.engine.start()
     yield harness
     assert harness.engine.stop(WAIT_S)

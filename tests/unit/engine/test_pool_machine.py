@@ -81,7 +81,8 @@ class PoolMachine(RuleBasedStateMachine):
         if data.draw(st.booleans()):
             self.live.remove(source)
             self.blocks.surrender(source.request_id, source.block_table.clear())
-        self.blocks.end_copies()
+        self.blocks.begin_step()
+        self.blocks.end_step()
         return twin
 
     @rule(request=tables)

@@ -5,16 +5,17 @@ import math
 import pytest
 
 from engine.block_moves import BlockLoad, BlockOffload
-from engine.preemption import MeasuredRates, offload_s, prefers_offload, recompute_s
+from engine.preemption import CopyRates, MeasuredRates, offload_s, prefers_offload, recompute_s
 from engine.request import Request, RequestState
 from engine.scheduler import Scheduler
+from engine.step import StepTimings
 from engine.tiers import HostTier
 from tandem.block_hash import BlockHasher
 from tandem.errors import InvariantError
-from tandem.ids import BlockId
+from tandem.ids import BlockId, TransferId
 from tandem.sampling import SamplingParams
 from tests.unit.engine import ledger
-from tests.unit.engine.ledger import LedgerRunner, assert_empty, continuation, run
+from tests.unit.engine.ledger import LedgerRunner, assert_empty, continuation, kv_of, next_token, run
 
 RATES = MeasuredRates(prefill_tokens_per_s=100.0, offload_bytes_per_s=1000.0, load_bytes_per_s=500.0)
 
@@ -131,3 +132,37 @@ def test_only_what_the_cache_has_lost_is_brought_back() -> None:
     run(sched, runner)
     assert list(low.token_ids[70:]) == continuation(range(70), low.params, limit=128)
     assert_empty(sched)
+
+
+def test_what_no_batch_can_save_is_computed_again() -> None:
+    """A request that preempts itself leaves nobody to run: its blocks may be a hand-off's before the next step."""
+    tier = HostTier(16)
+    sched, runner = scheduler(tier, CHEAP_COPY), LedgerRunner()
+    alone = ledger.request(range(70), params=SamplingParams(max_tokens=30, ignore_eos=True))
+    sched.add(alone)
+    coming = ledger.request(range(20, 60), params=SamplingParams(max_tokens=3, ignore_eos=True))
+    transfer = TransferId("coming")
+    while (batch := sched.schedule(0.0)) is not None:
+        sched.commit(batch, runner.execute(batch))
+        if alone.num_computed_tokens == 70:
+            sched.reservations.reserve(transfer, coming)
+    assert alone.num_preemptions == 1
+    assert tier.num_free == 16
+    blocks = sched.reservations.bind(transfer)
+    runner.write_range(blocks, coming.token_ids, 0, 40)
+    sched.reservations.commit(transfer, next_token(kv_of(range(20, 60))))
+    run(sched, runner)
+    assert list(alone.token_ids[70:]) == continuation(range(70), alone.params, limit=128)
+    assert list(coming.token_ids[40:]) == continuation(range(20, 60), coming.params)
+    assert_empty(sched)
+
+
+def test_the_rate_of_computing_is_learnt_from_steps() -> None:
+    sched = scheduler(HostTier(4), MeasuredRates())
+    assert sched.offloading is not None
+    sched.offloading.copies_at(CopyRates(offload_bytes_per_s=3.0, load_bytes_per_s=4.0))
+    for num_tokens in (500, 1):
+        sched.observe(StepTimings(schedule_s=0.1, execute_s=0.5, commit_s=0.1, num_tokens=num_tokens, num_requests=1))
+    assert sched.offloading.rates == MeasuredRates(
+        prefill_tokens_per_s=1000.0, offload_bytes_per_s=3.0, load_bytes_per_s=4.0
+    )

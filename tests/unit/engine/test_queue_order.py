@@ -3,7 +3,7 @@
 import pytest
 
 from engine.request import Batch, FinishReason, Request
-from engine.request_queue import PATIENCE_S, Ranking
+from engine.request_queue import PATIENCE_S, Deadlines, Ranking
 from engine.scheduler import Scheduler
 from tandem.errors import ConfigError
 from tandem.sampling import SamplingParams
@@ -149,3 +149,28 @@ def test_an_earlier_rank_takes_over_the_chunk_from_a_long_prompt() -> None:
     run(sched, runner)
     assert long.num_preemptions == 0
     assert_empty(sched)
+
+
+def test_a_request_that_waits_no_longer_is_not_kept_for_its_deadline() -> None:
+    deadlines = Deadlines()
+    requests = [ledger.request([1], deadline_s=600.0 + k) for k in range(500)]
+    for request in requests:
+        deadlines.watch(request)
+        deadlines.forget(request)
+    kept = requests[-1]
+    deadlines.watch(kept)
+    deadlines.watch(kept)
+    assert len(deadlines) <= 66
+    assert deadlines.expired(600.0) == []
+    assert deadlines.expired(2000.0) == [kept]
+    assert deadlines.expired(2000.0) == []
+
+
+def test_a_name_that_comes_again_has_its_own_deadline() -> None:
+    deadlines = Deadlines()
+    first, again = (ledger.request([1], request_id="same", deadline_s=due) for due in (5.0, 9.0))
+    deadlines.watch(first)
+    deadlines.forget(first)
+    deadlines.watch(again)
+    assert deadlines.expired(6.0) == []
+    assert deadlines.expired(9.0) == [again]

@@ -2,12 +2,19 @@
 
 import math
 from array import array
+from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
 
+from engine.device_queue import HostQueue
+from engine.launched import ComingTokens
 from engine.request import Request
-from engine.sampler import Sampler
+from engine.sampler import Sampler, SampleRow
+from engine.sampling_kernels import TorchSampling, adjusted
+from engine.token_counts import TokenCounts
+from tandem.errors import InvariantError
 from tandem.ids import BlockHash, RequestId
 from tandem.sampling import SamplingParams
 
@@ -30,8 +37,10 @@ def logits_of(*seeds):
     return torch.stack([torch.randn(VOCAB, generator=torch.Generator().manual_seed(s)) * 2 for s in seeds])
 
 
-def sample(logits, requests):
-    return Sampler(eos_token_ids=(EOS,)).sample(logits, requests)
+def sample(logits, requests, sampler=None):
+    sampler = sampler or Sampler(eos_token_ids=(EOS,))
+    chosen = sampler.choose(logits, [SampleRow(request, request.num_tokens) for request in requests])
+    return ComingTokens(HostQueue(), chosen).tokens()
 
 
 def ids(logits, requests):
@@ -86,10 +95,59 @@ def test_penalties_follow_their_formulas():
     for token in set(output):
         expected[token] -= 0.7 * output.count(token) + 0.4
     request = make(prompt, output, repetition_penalty=1.5, frequency_penalty=0.7, presence_penalty=0.4)
-    plain = make(prompt, output)
-    adjusted = Sampler(eos_token_ids=())._adjust(torch.stack([row, row]), [request, plain])
-    torch.testing.assert_close(adjusted[0], expected)
-    assert torch.equal(adjusted[1], row)
+    kernels = Spy()
+    sample(torch.stack([row, row]), [request, make(prompt, output)], Sampler(eos_token_ids=(), kernels=kernels))
+    changed = adjusted(torch.stack([row, row]), penalties=kernels.penalties)
+    torch.testing.assert_close(changed[0], expected)
+    assert torch.equal(changed[1], row)
+
+
+class Spy(TorchSampling):
+    """Sees what is asked of the kernels, before they have counted what they chose."""
+
+    penalties = None
+
+    def choose(self, logits, params, *, penalties=None, edits=None):
+        if penalties is not None:
+            counts = TokenCounts(counts=penalties.counts.counts.clone())
+            self.penalties = replace(penalties, counts=counts)
+        return super().choose(logits, params, penalties=penalties, edits=edits)
+
+
+def test_what_is_penalised_is_counted_as_it_is_sampled_and_found_again_after_a_pause():
+    """One sampler over steps in changing company, where each row's counts outlive some steps and not others."""
+    kept, rng = Sampler(eos_token_ids=(EOS,)), Random(3)
+    params = {"repetition_penalty": 1.4, "frequency_penalty": 0.6, "presence_penalty": 0.3}
+    requests = [make(prompt=[i, 7], seed=i, temperature=i % 2, **params) for i in range(6)]
+    for step in range(40):
+        company = rng.sample(requests, rng.randint(1, 4))
+        logits = logits_of(*(100 * step + i for i in range(len(company))))
+        fresh = ids(logits, company)
+        assert [token.token_id for token in sample(logits, company, kept)] == fresh
+        for request, token in zip(company, fresh, strict=True):
+            request.token_ids.append(token)
+
+
+def test_a_token_that_the_host_does_not_know_yet_is_counted_all_the_same():
+    params = {"temperature": 0.0, "repetition_penalty": 3.0}
+    logits = logits_of(1).abs() + 1.0
+    request, kept = make(**params), Sampler(eos_token_ids=(EOS,))
+    first = int(kept.choose(logits, [SampleRow(request, 2)]).token_ids[0])
+    second = int(kept.choose(logits, [SampleRow(request, 3)]).token_ids[0])  # its row came before the first was told
+    assert second == ids(logits, [make(output=[first], **params)])[0] != first
+    with pytest.raises(InvariantError):
+        Sampler(eos_token_ids=(EOS,)).choose(logits, [SampleRow(make(**params), 3)])
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"seed": 3}, {"seed": 3, "presence_penalty": 0.5}])
+def test_a_row_without_usable_logits_has_no_token_and_harms_nobody(params):
+    logits = logits_of(*range(6))
+    expected = ids(logits, [make(**params, num_logprobs=1) for _ in range(6)])
+    logits[1, 5], logits[2], logits[4, 0] = math.nan, -math.inf, math.inf
+    requests = [make(**params, num_logprobs=1) for _ in range(6)]
+    tokens = sample(logits, requests)
+    assert [i for i, token in enumerate(tokens) if token is None] == [1, 2, 4]
+    assert [tokens[i].token_id for i in (0, 3, 5)] == [expected[i] for i in (0, 3, 5)]
 
 
 def test_penalties_before_any_output():

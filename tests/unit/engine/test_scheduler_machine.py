@@ -55,7 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sched.offloading.rates = MeasuredRates(
             prefill_tokens_per_s=1.0, offload_bytes_per_s=1e9, load_bytes_per_s=1e9
         )
-        self.runner = LedgerRunner()
+        self.runner = self.make_runner()
         self.now = 0.0
         self.requests: dict[RequestId, Request] = {}
         self.prompts: dict[RequestId, list[int]] = {}
@@ -65,6 +65,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.stale_writers: dict[TransferId, tuple[BlockId, ...]] = {}
         self.sources: dict[RequestId, list[BlockId]] = {}
         self.pinned: dict[RequestId, list[BlockId]] = {}
+
+    def make_runner(self) -> LedgerRunner:
+        return LedgerRunner()
 
     def expected(self, request: Request) -> list[int]:
         return ledger.continuation(self.prompts[request.request_id], request.params, limit=120)
@@ -134,6 +137,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.take_output(self.sched.commit(batch, self.runner.execute(batch)))
             for transfer_id in self.stale_writers:
                 self.write_garbage(transfer_id)
+
+    def settle(self) -> None:
+        """Nothing is under way: each step here ends before the next begins."""
 
     def check_writes(self, batch: Batch) -> None:
         """Nobody writes where anybody else reads; a copy's source is read before that."""
@@ -213,7 +219,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not isinstance(transfer_id, str):
             return
         transfer_id = TransferId(transfer_id)
-        request, desk = self.reserved.pop(transfer_id), self.sched.reservations
+        request, desk = self.reserved[transfer_id], self.sched.reservations
         was_bound = data.draw(st.booleans()) or outcome == "commit"
         total, held = request.num_tokens, request.num_computed_tokens
         if was_bound or len(request.block_table) > held // ledger.BLOCK:
@@ -226,6 +232,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 ]
         else:
             landed = held
+        del self.reserved[transfer_id]  # after the last draw: one that finds no more data ends the history there
         self.finish_transfer(transfer_id, request, outcome, landed, quiet)
         if transfer_id in self.stale_writers:
             self.write_garbage(transfer_id)
@@ -295,6 +302,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.step(1)
             for request in self.requests.values():
                 self.sched.release_held(request.request_id)
+        self.settle()
         self.take_output(self.sched.drain())
         self.nobody_says_anything_else()
         ledger.assert_empty(self.sched)

@@ -11,7 +11,7 @@ import pytest
 from engine.host import EngineHost
 from kv_transfer.messages import PrefillJob
 from prefill_worker.worker import PrefillWorker
-from tandem.errors import ContextLengthExceeded, InvalidRequest, RequestTooLarge, ServingError
+from tandem.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, RequestTooLarge, ServingError
 from tandem.ids import BlockHash, BlockId, Incarnation, RequestId, TransferId, WorkerId
 from tandem.outputs import PhaseTimes, SampledToken
 from tandem.roles import WorkerRole
@@ -44,6 +44,7 @@ class FakeHub:
         self.tokens: list[SampledToken] = []
         self.cached: list[int] = []
         self.tail: BlockHash | None = None
+        self.errors: list[ServingError] = []
         self.done = asyncio.Event()
 
     def scheduled(self, transfer_id: TransferId, _queue_s: float) -> None:
@@ -74,8 +75,10 @@ class FakeHub:
         self.tail = tail_hash
         self.done.set()
 
-    def failed(self, transfer_id: TransferId, _error: ServingError) -> None:
+    def failed(self, transfer_id: TransferId, error: ServingError) -> None:
         self.said.append(("failed", transfer_id))
+        self.errors.append(error)
+        self.done.set()
 
 
 class Bench:
@@ -220,3 +223,16 @@ async def test_a_router_that_submits_here_is_told_where_to_go(bench: Bench) -> N
     assert (message.refused.request_id, message.refused.attempt) == ("r", 4)
     assert message.refused.failure.code == "InvalidRequest"
     bench.worker.order(port, pb.RouterMessage(cancel=pb.Cancel(request_id="r", attempt=4)))
+
+
+async def test_a_jobs_time_and_priority_are_the_engines(bench: Bench) -> None:
+    """Its time is up when it comes: it never runs, and the decode worker is told why."""
+    late = job("late", timeout_s=0.0, priority=3)
+    await bench.worker.submit(late)
+    await bench.finished()
+    assert bench.hub.said == [("failed", late.transfer_id)]
+    assert isinstance(bench.hub.errors[0], DeadlineExceeded)
+    request = bench.worker._tasks[late.transfer_id].request
+    assert (request.priority, request.deadline_s) == (3, request.arrival_s)
+    bench.worker.release(late.transfer_id)
+    await bench.assert_empty()

@@ -9,7 +9,7 @@ from pydantic import SecretStr
 
 from router.tokenizer import Tokenizer
 from tandem.config import RouterConfig
-from tandem.errors import InternalError, Overloaded, Unavailable
+from tandem.errors import DeadlineExceeded, InternalError, Overloaded, Unavailable
 from tandem.outputs import FinishReason
 from tests.unit.router import doors
 from tests.unit.router.http_doors import CHAT, HELLO, PLAIN, client_of, error_of, events
@@ -181,6 +181,19 @@ async def test_errors_before_the_first_token_keep_their_status(
         answer = await client.post(CHAT, json=HELLO | {"stream": stream})
         assert (answer.status_code, answer.headers["retry-after"]) == (status, retry)
         assert error_of(answer)["message"] == error.message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_time_that_ran_out_is_a_gateways_timeout(
+    client: httpx.AsyncClient, parts: doors.Doors, stream: bool
+) -> None:
+    parts.generator.script = doors.Script(error=DeadlineExceeded("the request's time ran out in the queue"))
+    answer = await client.post(CHAT, json=HELLO | {"stream": stream, "priority": 4})
+    assert answer.status_code == 504
+    assert error_of(answer)["code"] == "deadline_exceeded"
+    assert error_of(answer)["message"] == "the request's time ran out in the queue"
+    request = parts.generator.requests[0]
+    assert (request.priority, request.deadline_s) == (4, 1000.0 + parts.config.request_timeout_s)
 
 
 async def test_error_after_the_first_token_is_an_event(client: httpx.AsyncClient, parts: doors.Doors) -> None:

@@ -23,10 +23,10 @@ constexpr int64_t kTileBytes = 1024, kStepBytes = 2 * kTileBytes, kRowBytes = 64
 constexpr int64_t kBlockRows = 32;   // two tiles of rows times two tiles of columns: four accumulators
 constexpr int64_t kL1Steps = 16;     // 32 KB of weights stay in the 48 KB L1 while rows stream past them
 constexpr int64_t kL2Steps = 32;     // depth of the rows kept in L2: 2 KB each
-constexpr int64_t kChunkRows = 640;  // rows kept in L2 by a team that packs them together
-constexpr int64_t kMostApartRows = 320;  // rows kept in L2 by a thread for itself
-constexpr int64_t kApartRows = 160;  // rows a thread from which on threads take rows, not columns
-constexpr int64_t kWidePanels = 128;  // panels from which on it is the other way round: see all_rows
+constexpr int64_t kMostChunkRows = 640;  // rows kept in L2, by a team or by a thread for itself
+constexpr int64_t kApartRows = 160;      // rows a thread from which on threads take rows, not columns,
+constexpr int64_t kWideApartRows = 400;  // and those for a matrix of at least
+constexpr int64_t kWidePanels = 128;     // so many panels: see all_rows
 constexpr int64_t kBandPanels = 32;  // most panels past which a part of the rows goes while it is in L2
 constexpr int64_t kBandsEach = 2;    // bands for each thread of a team, so that none waits long for another at the end
 constexpr int64_t kFewRows = 32;     // up to here weights are used once per load, and memory sets the pace
@@ -296,7 +296,7 @@ template <class Dot, class Sums, class Pack>
 void rows_apart(const Linear& w, const Call& call, const float* row_scales, int64_t threads, const Pack& pack) {
   const int64_t steps = ceil_div(w.depth * Dot::kBytes, kRowBytes), panels = panels_of(w);
   const int64_t share = ceil_div(call.rows, threads);
-  const int64_t chunk_rows = round_up(ceil_div(share, ceil_div(share, kMostApartRows)), 16);
+  const int64_t chunk_rows = round_up(ceil_div(share, ceil_div(share, kMostChunkRows)), 16);
   parallel(threads, [&](int thread, int team) {
     configure(16, 16);
     char* packed = scratches().rows.array<char>(round_up(chunk_rows, kBlockRows) * steps * kRowBytes);
@@ -318,7 +318,7 @@ void rows_apart(const Linear& w, const Call& call, const float* row_scales, int6
 template <class Dot, class Sums, class Pack>
 void rows_together(const Linear& w, const Call& call, const float* row_scales, int64_t threads, const Pack& pack) {
   const int64_t steps = ceil_div(w.depth * Dot::kBytes, kRowBytes), panels = panels_of(w);
-  const int64_t chunks = ceil_div(call.rows, kChunkRows);
+  const int64_t chunks = ceil_div(call.rows, kMostChunkRows);
   const int64_t chunk_rows = round_up(ceil_div(call.rows, chunks), kBlockRows);
   char* packed = scratches().rows.array<char>(chunk_rows * steps * kRowBytes);
   const int64_t width = std::min(kBandPanels, ceil_div(panels, kBandsEach * std::max<int64_t>(1, threads)));
@@ -346,11 +346,12 @@ void rows_together(const Linear& w, const Call& call, const float* row_scales, i
 }
 
 // Walks all rows; `pack(rows of the chunk, chunk)` brings them into tiles. Threads that take rows apart never wait for
-// each other, but each fetches all weights, and a thread can have only so many lines on their way from memory; of a
-// wide matrix that costs more than packing rows together.
+// each other, but each fetches all weights, and a thread can have only so many lines on their way from memory: with few
+// rows to multiply them by, that costs more of a wide matrix than packing rows together does.
 template <class Dot, class Sums, class Pack>
 void all_rows(const Linear& w, const Call& call, const float* row_scales, int64_t threads, const Pack& pack) {
-  if (threads > 1 && call.rows >= threads * kApartRows && panels_of(w) < kWidePanels) {
+  const int64_t enough = panels_of(w) < kWidePanels ? kApartRows : kWideApartRows;
+  if (threads > 1 && call.rows >= threads * enough) {
     rows_apart<Dot, Sums>(w, call, row_scales, threads, pack);
   } else {
     rows_together<Dot, Sums>(w, call, row_scales, threads, pack);

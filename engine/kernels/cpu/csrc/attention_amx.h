@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <cfloat>
+#include <type_traits>
 
 #include "paged.h"
 
@@ -136,7 +137,7 @@ class AmxUnit {
         Carver::bytes<Bfloat16>(padded * dim_steps_ * 32) + Carver::bytes<float>(padded * dim_tiles_ * 16) +
         Carver::bytes<Floats>(padded) + Carver::bytes<float>(padded) + kAmxKeys / 16 * dim_steps_ * kTileBytes +
         kAmxKeys / 32 * dim_tiles_ * kTileBytes + Carver::bytes<float>(2 * kTileRows * kScoreStride) +
-        Carver::bytes<Bfloat16>(2 * kTileRows * kWeightStride)));
+        Carver::bytes<Bfloat16>(2 * kTileRows * kWeightStride) + Carver::bytes<bool>(padded / kTileRows)));
     queries_ = carver.take<Bfloat16>(padded * dim_steps_ * 32);
     out_ = carver.take<float>(padded * dim_tiles_ * 16);
     sums_ = carver.take<Floats>(padded);
@@ -145,6 +146,7 @@ class AmxUnit {
     values_ = carver.take<char>(kAmxKeys / 32 * dim_tiles_ * kTileBytes);
     scores_ = carver.take<float>(2 * kTileRows * kScoreStride);
     weights_ = carver.take<Bfloat16>(2 * kTileRows * kWeightStride);
+    begun_ = carver.take<bool>(padded / kTileRows);
     start(padded);
   }
 
@@ -172,10 +174,8 @@ class AmxUnit {
       Bfloat16* to = queries_ + row * dim_steps_ * 32;
       for (int64_t d = 0; d < dim_steps_ * 32; d += 32)
         _mm512_storeu_si512(to + d, _mm512_maskz_loadu_epi16(used ? mask32(head_dim_ - d) : 0, from + d));
-      for (int64_t d = 0; d < dim_tiles_ * 16; d += 16) store(out_ + row * dim_tiles_ * 16 + d, Floats{});
-      sums_[row] = Floats{};
-      maxima_[row / kTileRows] = splat(-FLT_MAX);  // finite: minus infinity less itself is NaN
     }
+    std::fill_n(begun_, padded / kTileRows, false);
   }
 
   // Thirty-two keys from `block + first`, of which `count` exist; zeros for the rest.
@@ -220,15 +220,22 @@ class AmxUnit {
     const int64_t key_bytes = dim_steps_ * kTileBytes, value_bytes = dim_tiles_ * kTileBytes;
     multiply<false>(pair, (limit - begin) / 16, queries_ + row * dim_steps_ * 32, dim_steps_ * 32,
                     keys_ + begin / 16 * key_bytes, key_bytes, kTileBytes, dim_steps_, scores_ + begin, kScoreStride);
+    const bool first = !begun_[row / kTileRows];
     for (int64_t r = 0; r < count; r += kTileRows)
-      soften(row + r, r, std::min<int64_t>(count - r, kTileRows), key, begin, limit);
-    multiply<true>(pair, dim_tiles_, weights_ + begin, kWeightStride, values_ + begin / 32 * value_bytes, kTileBytes,
-                   value_bytes, (limit - begin) / 32, out_ + row * dim_tiles_ * 16, dim_tiles_ * 16);
+      soften(row + r, r, std::min<int64_t>(count - r, kTileRows), key, begin, limit, first);
+    begun_[row / kTileRows] = true;
+    const auto add = [&](auto adds) {
+      multiply<decltype(adds)::value>(pair, dim_tiles_, weights_ + begin, kWeightStride,
+                                      values_ + begin / 32 * value_bytes, kTileBytes, value_bytes, (limit - begin) / 32,
+                                      out_ + row * dim_tiles_ * 16, dim_tiles_ * 16);
+    };
+    first ? add(std::false_type{}) : add(std::true_type{});
   }
 
-  // A tile's scores to weights; what its rows have so far is rescaled when a maximum rises. Maxima come first and for
+  // A tile's scores to weights; what its rows have so far, unless these are the first, is rescaled when a maximum rises. Maxima come first and for
   // all rows, without a branch on any of them: a mispredicted one would stop the exponentials that are under way.
-  void soften(int64_t row, int64_t tile_row, int64_t count, int64_t key, int64_t begin, int64_t limit) {
+  void soften(int64_t row, int64_t tile_row, int64_t count, int64_t key, int64_t begin, int64_t limit,
+              bool first) {
     Words highest[kTileRows];
     for (int64_t r = 0; r < kTileRows; ++r)
       highest[r] = (Words)(r < count ? mask(tile_row + r, position(row + r) - key, begin, limit) : splat(-FLT_MAX));
@@ -236,18 +243,25 @@ class AmxUnit {
     Floats top = (Floats)highest[0];
     for (int64_t r = 1; r < kTileRows; ++r) top = larger(top, (Floats)highest[r]);
     Floats& maxima = maxima_[row / kTileRows];
-    top = larger(top * scale_, maxima);
-    alignas(64) float above[kTileRows], shrink[kTileRows];
-    store(above, top);
-    store(shrink, exp2_of(maxima - top));
-    for (int64_t r = 0; r < count; ++r) {
-      if (shrink[r] == 1.0f) continue;
-      sums_[row + r] *= shrink[r];
-      float* out = out_ + (row + r) * dim_tiles_ * 16;
-      for (int64_t d = 0; d < dim_tiles_ * 16; d += 16) store(out + d, load(out + d) * shrink[r]);
-    }
+    // Finite in any case: minus infinity less itself is NaN.
+    top = larger(top * scale_, first ? splat(-FLT_MAX) : maxima);
+    if (!first) shrink(row, count, exp2_of(maxima - top));
     maxima = top;
-    for (int64_t r = 0; r < count; ++r) sums_[row + r] = weigh(tile_row + r, above[r], begin, limit, sums_[row + r]);
+    alignas(64) float above[kTileRows];
+    store(above, top);
+    for (int64_t r = 0; r < count; ++r)
+      sums_[row + r] = weigh(tile_row + r, above[r], begin, limit, first ? Floats{} : sums_[row + r]);
+  }
+
+  void shrink(int64_t row, int64_t count, Floats factors) {
+    alignas(64) float factor[kTileRows];
+    store(factor, factors);
+    for (int64_t r = 0; r < count; ++r) {
+      if (factor[r] == 1.0f) continue;
+      sums_[row + r] *= factor[r];
+      float* out = out_ + (row + r) * dim_tiles_ * 16;
+      for (int64_t d = 0; d < dim_tiles_ * 16; d += 16) store(out + d, load(out + d) * factor[r]);
+    }
   }
 
   // Hides what a row of the tile, standing at `high` within the block, does not see; returns maxima by lane.
@@ -301,6 +315,7 @@ class AmxUnit {
   float *out_, *scores_;
   Floats *sums_, *maxima_;
   char *keys_, *values_;
+  bool* begun_;  // by tile: whether its rows have seen any keys yet
 };
 
 }  // namespace tandem

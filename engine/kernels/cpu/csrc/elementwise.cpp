@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "codes.h"
 #include "parallel.h"
 #include "vectors.h"
 
@@ -14,6 +15,7 @@ namespace tandem {
 namespace {
 
 constexpr int64_t kSharedElements = 16384;  // some microseconds of work
+constexpr int64_t kLargestHead = 1024;      // values; engine/kernels/cpu/elementwise.py refuses more
 
 // Runs body(row) for every row, shared by threads when it pays.
 template <class Body>
@@ -99,8 +101,8 @@ struct RopeWrite {
 TANDEM_INLINE Floats finite(Floats x) { return x - x == 0.0f ? x : Floats{}; }
 
 // Rotates pairs (i, i + half) of one head: what is not a multiple of 16 lanes is finished with fewer.
-template <bool kFinite, class T>
-TANDEM_INLINE void rotate(const T* head, const T* weight, float factor, const RopeWrite& call, int64_t row, T* out) {
+template <bool kFinite, class T, class Out>
+TANDEM_INLINE void rotate(const T* head, const T* weight, float factor, const RopeWrite& call, int64_t row, Out* out) {
   const int64_t half = call.head_dim / 2;
   const float *cos = call.cos + row * call.angle_stride, *sin = call.sin + row * call.angle_stride;
   for (int64_t i = 0; i < half; i += kLanes) {
@@ -144,6 +146,35 @@ void qk_norm_rope_write(const RopeWrite& call, T* qkv, T* cache, const T* weight
   });
 }
 
+// The same into a cache in int8: keys are rotated, and both rounded once, to codes.
+template <class T>
+void qk_norm_rope_write(const RopeWrite& call, T* qkv, const Int8Layer& cache, const T* weights, float eps) {
+  const int64_t size = call.head_dim, heads = call.num_heads, kv_heads = call.num_kv_heads;
+  const int64_t row_size = (heads + 2 * kv_heads) * size;
+  for_rows(call.num_rows, row_size, call.threads, [&](int64_t row) {
+    const int64_t block = call.slots[row] / call.block_size, offset = call.slots[row] % call.block_size;
+    int8_t* codes = cache.codes + block * cache.code_stride;
+    float* scales = cache.scales + block * cache.scale_stride;
+    alignas(64) float fresh[kLargestHead];
+    for (int64_t h = 0; h < heads + 2 * kv_heads; ++h) {
+      T* head = qkv + row * row_size + h * size;
+      const T* weight = weights == nullptr || h >= heads + kv_heads ? nullptr : weights + h * size;
+      const float factor = weight == nullptr ? 1.0f : inverse_rms(head, size, eps);
+      if (h < heads) {
+        rotate<false>(head, weight, factor, call, row, head);
+        continue;
+      }
+      if (h < heads + kv_heads)
+        rotate<true>(head, weight, factor, call, row, fresh);
+      else
+        for (int64_t i = 0; i < size; i += kLanes)
+          store_some(fresh + i, finite(load_some(head + i, size - i)), size - i);
+      const int64_t line = (h - heads) * call.block_size + offset;
+      scales[line] = store_codes(fresh, size, codes + line * size);
+    }
+  });
+}
+
 }  // namespace
 }  // namespace tandem
 
@@ -165,6 +196,11 @@ using tandem::Bfloat16;
   TANDEM_EXPORT void tandem_qk_norm_rope_write_##suffix(const tandem::RopeWrite* call, T* qkv, T* cache,           \
                                                         const T* weights, float eps) {                             \
     tandem::qk_norm_rope_write(*call, qkv, cache, weights, eps);                                                    \
+  }                                                                                                                 \
+  TANDEM_EXPORT void tandem_qk_norm_rope_write_int8_##suffix(const tandem::RopeWrite* call, T* qkv,                 \
+                                                             const tandem::Int8Layer* cache, const T* weights,      \
+                                                             float eps) {                                           \
+    tandem::qk_norm_rope_write(*call, qkv, *cache, weights, eps);                                                   \
   }
 
 TANDEM_ELEMENTWISE(float, f32)

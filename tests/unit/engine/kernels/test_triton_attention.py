@@ -216,11 +216,19 @@ def test_splits_fill_the_machine_and_no_more():
 
 def test_a_cache_and_its_scales_must_match():
     pages = torch.zeros(2, 2, 1, 4, 8)
-    with pytest.raises(ConfigError, match="takes no scales"):
-        LayerPages(pages=pages, scales=torch.zeros(2, 2, 1, 4))
-    with pytest.raises(ConfigError, match="needs scales"):
-        LayerPages(pages=pages.to(torch.int8))
+    by_token, by_head = torch.zeros(2, 2, 1, 4), torch.zeros(2, 1)
+    for dtype, scales in (
+        (torch.float32, {"token_scales": by_token}),
+        (torch.int8, {}),
+        (torch.int8, {"head_scales": by_head}),
+        (torch.float8_e4m3fn, {"token_scales": by_token}),
+        (torch.float8_e4m3fn, {"token_scales": by_token, "head_scales": by_head}),
+    ):
+        with pytest.raises(ConfigError, match=r"int8 by token, fp8_e4m3 by head"):
+            LayerPages(pages=pages.to(dtype), **scales)
     with pytest.raises(ConfigError, match="one per token and head"):
-        LayerPages(pages=pages.to(torch.int8), scales=torch.zeros(2, 2, 1))
+        LayerPages(pages=pages.to(torch.int8), token_scales=torch.zeros(2, 2, 1))
+    with pytest.raises(ConfigError, match="one per key-value head of K and of V"):
+        LayerPages(pages=pages.to(torch.float8_e4m3fn), head_scales=torch.zeros(2))
     with pytest.raises(ConfigError, match="contiguous"):
         LayerPages(pages=pages.transpose(3, 4))

@@ -12,11 +12,12 @@ import triton.language as tl
 
 from engine.kernels.triton.cutoffs import kth_largest
 from engine.kernels.triton.noise import accurate_log, gumbel_tile, philox_words
-from engine.kernels.triton.sampling import LogitEdits, Penalties, TokenCounts, TritonSampling
+from engine.kernels.triton.sampling import TritonSampling
 from engine.philox import gumbel_noise, philox4x32
 from engine.request import Request
-from engine.sampler import Sampler
-from engine.sampling_kernels import DrawParams, TorchSampling
+from engine.sampler import Sampler, SampleRow
+from engine.sampling_kernels import UNUSABLE, DrawParams, LogitEdits, TorchSampling
+from engine.token_counts import Penalties, TokenCounts
 from tandem.ids import BlockHash, RequestId
 from tandem.sampling import SamplingParams
 
@@ -113,7 +114,7 @@ def draw_case(vocab_size, rows, seed=0):
         logits[-1, : vocab_size // 2] = float("-inf")  # banned
         logits[-2] = -logits[-2].abs() - 1.0
         params = draw_params(rng, rows)
-        drawn, expected = TritonSampling().draw(logits, params), TorchSampling().draw(logits, params)
+        drawn, expected = TritonSampling().choose(logits, params), TorchSampling().choose(logits, params)
         assert torch.equal(drawn, expected)
 
 
@@ -144,7 +145,7 @@ def test_ties_with_the_last_one_kept_are_kept(cut):
         position=torch.zeros(rows, dtype=torch.int64),
         choice=torch.zeros(rows, dtype=torch.int64),
     )
-    drawn = TritonSampling().draw(logits, params)
+    drawn = TritonSampling().choose(logits, params)
     assert torch.equal(drawn, TorchSampling().draw(logits, params))
     assert sorted(set(drawn.tolist())) == list(range(0, 64, 8))
 
@@ -152,10 +153,9 @@ def test_ties_with_the_last_one_kept_are_kept(cut):
 @pytest.mark.parametrize("vocab_size", [1, 15, 5000])
 def test_argmax_takes_the_first(vocab_size):
     logits = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(0)).round()
-    logits[2] = float("-inf")
     logits[3] = 1.0
     expected = torch.from_numpy(logits.numpy().argmax(axis=-1))
-    assert torch.equal(TritonSampling().argmax(logits), expected)
+    assert torch.equal(TritonSampling().choose(logits, None), expected)
 
 
 def request(rng, vocab_size, row):
@@ -183,7 +183,9 @@ def request(rng, vocab_size, row):
 
 def edits_of(requests, sampler):
     edits = [(i, t, v) for i, r in enumerate(requests) for t, v in (r.params.logit_bias or {}).items()]
-    edits += [(i, t, float("-inf")) for i, r in enumerate(requests) for t in sampler._banned(r)]
+    edits += [
+        (i, t, float("-inf")) for i, r in enumerate(requests) for t in sampler._banned(SampleRow(r, r.num_tokens))
+    ]
     edits.append((-1, 0, 5.0))  # padding
     return LogitEdits(
         rows=torch.tensor([e[0] for e in edits], dtype=torch.int32),
@@ -198,7 +200,7 @@ def test_the_whole_of_sampling_is_the_samplers():
     requests = [request(rng, vocab_size, row) for row in range(rows)]
     logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(3)) * 2
     sampler = Sampler(eos_token_ids=(3,))
-    expected = [token.token_id for token in sampler.sample(logits, requests)]
+    expected = sampler.choose(logits, [SampleRow(r, r.num_tokens) for r in requests]).token_ids.tolist()
 
     counts = TokenCounts.allocate(rows + 2, vocab_size, "cpu")
     counts.counts.fill_(7)  # what an earlier request left
@@ -236,6 +238,36 @@ def test_the_whole_of_sampling_is_the_samplers():
     assert torch.equal(logits, original)
     before[torch.tensor(slots), chosen] += 2
     assert torch.equal(counts.counts, before)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy, which warns of NaN
+@pytest.mark.parametrize("vocab_size", [9, 5000])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_rows_that_nothing_can_be_chosen_from_get_no_token_and_harm_nobody(vocab_size, greedy):
+    """Both kernels agree on which those are, and the others' tokens are what they would be alone."""
+    rng, rows = random.Random(vocab_size), 12
+    logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(1))
+    logits[0] = float("nan")
+    logits[2] = float("-inf")
+    for row, value in ((4, float("nan")), (6, float("inf")), (8, float("-inf"))):
+        logits[row, rng.randrange(vocab_size)] = value  # the last of them is a token that is banned
+    params = None if greedy else draw_params(rng, rows)
+    clean = logits.nan_to_num(0.0, 0.0, 0.0)
+    counts = [TokenCounts.allocate(rows, vocab_size, "cpu") for _ in range(2)]
+    chosen = []
+    for kernels, seen in zip((TritonSampling(), TorchSampling()), counts, strict=True):
+        penalties = None
+        if params is not None:
+            ones, zeros = torch.ones(rows), torch.zeros(rows)
+            slots = torch.arange(rows, dtype=torch.int32)
+            penalties = Penalties(counts=seen, slots=slots, repetition=ones, presence=zeros, frequency=zeros)
+        chosen.append(kernels.choose(logits, params, penalties=penalties))
+    assert torch.equal(*chosen)
+    assert (chosen[0] == UNUSABLE).nonzero()[:, 0].tolist() == [0, 2, 4, 6]
+    good = [1, 3, 5, 7, 9, 10, 11]
+    assert torch.equal(chosen[0][good], TorchSampling().choose(clean, params)[good])
+    assert torch.equal(*(seen.counts for seen in counts))
+    assert counts[0].counts.sum() == (0 if greedy else 2 * (rows - 4))
 
 
 def test_rows_without_penalties_need_no_slot():

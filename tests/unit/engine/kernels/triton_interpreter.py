@@ -48,7 +48,7 @@ def _load() -> None:
 _load()
 
 from engine.kernels.triton.pages import LayerPages  # noqa: E402
-from engine.kernels.triton.reference import quantised  # noqa: E402
+from engine.kernels.triton.reference import stored  # noqa: E402
 
 
 def make_pages(
@@ -65,9 +65,7 @@ def make_pages(
     values = torch.randn(num_blocks, 2, num_kv_heads, block_size, head_dim, generator=generator)
     if dtype in (torch.int8, torch.float8_e4m3fn):
         values *= torch.logspace(-1, 0.3, num_kv_heads)[:, None, None]
-        codes, scales = quantised(values, dtype)
-        return LayerPages(pages=codes, scales=scales)
-    return LayerPages(pages=values.to(dtype))
+    return stored(values, dtype)
 
 
 def make_tables(rng: random.Random, lengths: list[int], block_size: int, num_blocks: int) -> torch.Tensor:

@@ -6,9 +6,13 @@ import random
 import pytest
 import torch
 
+from engine.model_config import load_model_config
 from engine.model_runner import ModelRunner
 from engine.models.loader import load_model
+from engine.parallel.torch_group import TorchGroup
 from engine.ranks.step_wire import decode_step, encode_step
+from engine.request import Batch, BatchItem
+from engine.step_inputs import build_step_inputs
 from tests.unit.engine.paged_harness import (
     ARCHITECTURES,
     Session,
@@ -82,3 +86,55 @@ def test_ranks_together_are_the_model(directory, size: int) -> None:
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0.0)
     assert said == say(alone)
     assert weights_bytes < alone.runner.model.weights_bytes * (0.5 if size == 4 else 0.7)
+
+
+class CountingGroup:
+    """A rank that counts what it sends."""
+
+    def __init__(self, group: TorchGroup) -> None:
+        self.rank, self.size = group.rank, group.size
+        self._group = group
+        self.counts = {"sums": 0, "gathers": 0, "rows": 0}
+
+    def all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.counts["sums"] += 1
+        self.counts["rows"] += tensor.shape[0]
+        return self._group.all_reduce_(tensor)
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self.counts["gathers"] += 1
+        return self._group.gather(tensor)
+
+    def spent(self) -> dict[str, int]:
+        """Since the last call."""
+        spent, self.counts = self.counts, dict.fromkeys(self.counts, 0)
+        return spent
+
+
+def test_a_step_makes_two_sums_a_layer_one_for_the_embedding_and_one_gather(directory) -> None:
+    layers = load_model_config(directory).num_layers
+
+    def work(group):
+        counting = CountingGroup(group)
+        session = Session(load_model(directory, group=counting), num_blocks=80)
+        assert counting.spent() == {"sums": 0, "gathers": 0, "rows": 0}, "loading says nothing to others"
+        tokens = random_tokens(random.Random(4), 20)
+        spent = []
+        requests = [session.request(tokens, capacity=40) for _ in range(2)]
+        for spans in (((0, 9), (0, 4)), ((9, 11), (4, 16)), ((19, 1), (19, 1))):
+            items = [
+                BatchItem(request=request, start=start, num_tokens=count, samples=start + count == len(tokens))
+                for request, (start, count) in zip(requests, spans, strict=True)
+            ]
+            session.runner.compute(build_step_inputs(Batch(items=tuple(items)), session.cache.block_size))
+            spent.append(counting.spent())
+        return spent
+
+    sums = 1 + 2 * layers
+    for spent in run_ranks(2, work):
+        # What samples nothing ends behind the last layer's keys and values; what samples drops the other rows there.
+        assert spent == [
+            {"sums": sums - 2, "gathers": 0, "rows": 13 * (sums - 2)},
+            {"sums": sums, "gathers": 1, "rows": 27 * (sums - 2) + 2 * 2},
+            {"sums": sums, "gathers": 1, "rows": 2 * sums},
+        ]

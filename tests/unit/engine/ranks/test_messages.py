@@ -29,7 +29,7 @@ LAYOUT = KVLayout(
 
 def test_messages_survive_json() -> None:
     facts = RankFacts(weights_bytes=2**40, fingerprint="f")
-    plan = PoolPlan(layout=replace(LAYOUT, tp_rank=1), num_blocks=9)
+    plan = PoolPlan(layout=replace(LAYOUT, tp_rank=1), num_blocks=9, num_host_slots=3)
     for value in (SETUP, facts, plan):
         assert type(value).from_json(memoryview(value.to_json())) == value
 

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
+from engine.block_moves import BlockCopy, BlockLoad, BlockOffload
 from engine.ranks.step_wire import decode_step, encode_step
 from engine.request import Batch, BatchItem, BlockTable, Request
 from engine.step_inputs import StepInputs, build_step_inputs
@@ -29,7 +30,10 @@ def step(rng: random.Random) -> StepInputs:
             block_table=BlockTable([BlockId(rng.randrange(2**24)) for _ in range(num_blocks)]),
         )
         items.append(BatchItem(request=request, start=start, num_tokens=count, samples=rng.random() < 0.5))
-    return build_step_inputs(Batch(items=tuple(items)), 4)
+    offloads = tuple(BlockOffload(BlockId(rng.randrange(99)), rng.randrange(99)) for _ in range(rng.randrange(3)))
+    loads = tuple(BlockLoad(rng.randrange(99), BlockId(rng.randrange(99))) for _ in range(rng.randrange(3)))
+    copies = tuple(BlockCopy(BlockId(rng.randrange(99)), BlockId(rng.randrange(99))) for _ in range(rng.randrange(3)))
+    return build_step_inputs(Batch(items=tuple(items), offloads=offloads, loads=loads, copies=copies), 4)
 
 
 def test_every_field_arrives() -> None:
@@ -50,11 +54,11 @@ def test_the_decoded_step_outlives_its_bytes() -> None:
     sent = step(random.Random(5))
     data = bytearray(encode_step(sent))
     got = decode_step(data)
-    data[24:] = bytes(len(data) - 24)
+    data[36:] = bytes(len(data) - 36)
     assert (got.token_ids == sent.token_ids).all()
 
 
-@pytest.mark.parametrize("cut", [0, 5, 23, 24, -4, -1])
+@pytest.mark.parametrize("cut", [0, 5, 35, 36, -4, -1])
 def test_what_is_cut_short_is_refused(cut: int) -> None:
     with pytest.raises(InvariantError):
         decode_step(encode_step(step(random.Random(6)))[:cut])

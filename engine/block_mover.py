@@ -1,0 +1,84 @@
+"""Moves whole blocks between the pool and host memory, and within the pool: the runner's part of `engine.block_moves`.
+
+On a GPU the host's part is pinned, and every move is queued on the stream that computes: a block is saved before the
+step that overwrites it, loaded before the step that reads it, and nobody waits for either.
+"""
+
+from collections.abc import Callable
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from engine.kv_cache import PagedKVCache
+from engine.preemption import CopyRates
+from engine.step_inputs import IntArray, StepInputs
+
+_SAMPLE_BLOCKS = 64
+_SAMPLE_TRIES = 3
+
+
+class BlockMover:
+    """One rank's blocks and its share of the host tier's places. Used by one thread."""
+
+    def __init__(self, cache: PagedKVCache, *, num_host_slots: int = 0) -> None:
+        """The host memory is taken, and touched, now: nothing here allocates later."""
+        self._cache = cache
+        # Bytes, whatever the numbers are: [num_layers, num_blocks, layer_block_bytes].
+        self._pool = cache.blocks
+        self._is_on_host = self._pool.device.type == "cpu"
+        num_layers, _, layer_block_bytes = self._pool.shape
+        # A place is contiguous, so that between host and device it is one transfer.
+        self._host = torch.zeros(
+            (num_host_slots, num_layers, layer_block_bytes),
+            dtype=torch.uint8,
+            pin_memory=num_host_slots > 0 and not self._is_on_host,
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory held for saved blocks."""
+        return self._host.nbytes
+
+    def move(self, inputs: StepInputs) -> None:
+        """Everything that the step wants moved before it computes: offloads, then loads, then copies."""
+        if len(inputs.offloads):
+            self._save(inputs.offloads)
+        if len(inputs.loads):
+            self._load(inputs.loads)
+        if len(inputs.copies):
+            sources, targets = torch.from_numpy(inputs.copies).to(self._pool.device).unbind(1)
+            self._cache.copy_blocks(sources, targets)
+
+    def _save(self, moves: IntArray) -> None:
+        """Of each `[block, place]` the block's content; block by block, so that no second copy of all is ever made."""
+        for block, slot in moves.tolist():
+            self._host[slot].copy_(self._pool[:, block], non_blocking=True)
+
+    def _load(self, moves: IntArray) -> None:
+        """Into each block of `[place, block]` the place's content."""
+        for slot, block in moves.tolist():
+            self._pool[:, block].copy_(self._host[slot], non_blocking=True)
+
+    def measure(self) -> CopyRates:
+        """How fast blocks are saved and brought back: once, before the first step. The pool keeps its content."""
+        num_blocks = min(_SAMPLE_BLOCKS, self._host.shape[0], self._pool.shape[1])
+        if not num_blocks:
+            return CopyRates()
+        places = np.arange(num_blocks, dtype=np.int64)
+        moves = np.stack((places, places), axis=1)
+        num_bytes = self._host[:num_blocks].nbytes
+        return CopyRates(
+            offload_bytes_per_s=num_bytes / self._least_s(lambda: self._save(moves)),
+            load_bytes_per_s=num_bytes / self._least_s(lambda: self._load(moves)),
+        )
+
+    def _least_s(self, move: Callable[[], None]) -> float:
+        return min(self._time_s(move) for _ in range(_SAMPLE_TRIES))
+
+    def _time_s(self, move: Callable[[], None]) -> float:
+        started_s = perf_counter()
+        move()
+        if not self._is_on_host:
+            torch.cuda.synchronize(self._pool.device)
+        return perf_counter() - started_s

@@ -1,0 +1,128 @@
+"""Between the host and its device: copies that nobody waits for, and marks at which somebody can.
+
+A device works through what it is asked in order, while the host goes on. So memory that it still reads must not be
+written, and a result is there only once its mark has been passed. On a CPU everything has happened by the time that
+the call returns; the same code runs there, and every mark has been passed.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Mark(Protocol):
+    """A point in a device's work."""
+
+    def wait(self) -> None:
+        """Return when the device is past it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Download:
+    """A tensor on its way to the host."""
+
+    _here: Tensor
+    _done: Mark
+    _source: Tensor = field(repr=False)
+    """Held: its memory may not be given to anybody else while it is being read."""
+
+    def wait(self) -> Tensor:
+        """The values, in host memory."""
+        self._done.wait()
+        return self._here
+
+
+class DeviceQueue(Protocol):
+    """One device's work, as its engine's thread asks for it."""
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        """Uninitialised uint8 memory that copies can use while the host goes on."""
+        ...
+
+    def upload(self, host: Tensor) -> Tensor:
+        """A copy on the device, for work that is asked for later; `host` must stay as it is until a mark after this."""
+        ...
+
+    def download(self, tensor: Tensor) -> Download:
+        """Bring a tensor to the host when the work asked for so far is done; later work does not wait for it."""
+        ...
+
+    def mark(self) -> Mark:
+        """The end of everything asked for so far."""
+        ...
+
+
+class _Passed:
+    """The mark of work that is done when it has been asked for."""
+
+    def wait(self) -> None:
+        """See Mark."""
+
+
+class HostQueue:
+    """See DeviceQueue, for a device that is the host."""
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        """See DeviceQueue."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def upload(self, host: Tensor) -> Tensor:
+        """See DeviceQueue."""
+        return host.clone()
+
+    def download(self, tensor: Tensor) -> Download:
+        """See DeviceQueue."""
+        return Download(tensor, _Passed(), tensor)
+
+    def mark(self) -> Mark:
+        """See DeviceQueue."""
+        return _Passed()
+
+
+class _CudaMark:
+    __slots__ = ("_event",)
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """See Mark."""
+        self._event.synchronize()
+
+
+class CudaQueue:
+    """See DeviceQueue: the thread's current stream, and a stream of its own for what comes back."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._back = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        """See DeviceQueue."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def upload(self, host: Tensor) -> Tensor:
+        """See DeviceQueue."""
+        return host.to(self._device, non_blocking=True)
+
+    def download(self, tensor: Tensor) -> Download:
+        """See DeviceQueue."""
+        here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._back.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._back):
+            here.copy_(tensor, non_blocking=True)
+            return Download(here, self.mark(), tensor)
+
+    def mark(self) -> Mark:
+        """See DeviceQueue."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return _CudaMark(event)
+
+
+def device_queue(device: torch.device) -> DeviceQueue:
+    """The queue of a device."""
+    return CudaQueue(device) if device.type == "cuda" else HostQueue()

@@ -1,0 +1,98 @@
+"""Steps that are launched and not settled yet, and what must wait for them.
+
+While a step runs, the next one may be planned: each request that samples is taken to get one more token, whose id the
+device will fill in. A request counts what is under way (`num_in_flight_tokens`, `num_awaited_tokens`), so that the
+computed and the known stay what they are; and a block reference that is given up ends with the newest step that may
+still touch the block. Steps settle in the order in which they were launched.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from engine.request import Batch, Request
+from tandem.errors import InvariantError
+from tandem.ids import BlockId
+
+
+class Lookahead:
+    """The launched steps of one scheduler, oldest first."""
+
+    __slots__ = ("_batches",)
+
+    def __init__(self) -> None:
+        self._batches: deque[Batch] = deque()
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def launch(self, batch: Batch) -> None:
+        """The batch is on its way: from now on its requests are planned as if it were done."""
+        self._batches.append(batch)
+        for request, _, num_tokens, samples in batch.items:
+            request.num_in_flight_tokens += num_tokens
+            if samples:
+                request.num_awaited_tokens += 1
+
+    def settle(self, batch: Batch) -> None:
+        """The batch is done. InvariantError unless it is the oldest."""
+        if not self._batches or self._batches[0] is not batch:
+            raise InvariantError("a step was committed that is not the oldest one launched")
+        self._batches.popleft()
+
+    def check_invariants(self) -> None:
+        """InvariantError unless requests count what the launched steps do; O(rows), for tests and audits."""
+        expected: dict[Request, tuple[int, int]] = {}
+        for batch in self._batches:
+            for request, start, num_tokens, samples in batch.items:
+                computing, awaited = expected.get(request, (0, 0))
+                if start != request.num_computed_tokens + computing and request.finish_reason is None:
+                    raise InvariantError(f"request {request.request_id}: a launched step leaves a gap")
+                expected[request] = (computing + num_tokens, awaited + samples)
+        for request, (computing, awaited) in expected.items():
+            if (request.num_in_flight_tokens, request.num_awaited_tokens) != (computing, awaited):
+                raise InvariantError(f"request {request.request_id} counts other tokens in flight than are")
+
+
+def awaits_its_last(request: Request) -> bool:
+    """Whether a token that is being sampled is the request's last, whatever it will be: no row may follow it."""
+    if not request.num_awaited_tokens:
+        return False
+    if request.prefill_only:
+        return True
+    rule = request.end_rule
+    return rule is not None and len(request.token_ids) + request.num_awaited_tokens >= rule.max_tokens
+
+
+class StepHolds:
+    """Block references that end with a step: until then nobody else, on this machine or another, may have the block."""
+
+    __slots__ = ("_launched", "_next")
+
+    def __init__(self) -> None:
+        self._launched: deque[list[BlockId]] = deque()
+        self._next: list[BlockId] = []
+
+    def __iter__(self) -> Iterator[BlockId]:
+        for blocks in self._launched:
+            yield from blocks
+        yield from self._next
+
+    def hold_for_next(self, blocks: Iterable[BlockId]) -> None:
+        """Keep references until the step now being planned has settled: it reads or writes these blocks."""
+        self._next.extend(blocks)
+
+    def hold(self, blocks: Iterable[BlockId]) -> bool:
+        """Keep references until the newest launched step has settled; False when no step is under way."""
+        if not self._launched:
+            return False
+        self._launched[-1].extend(blocks)
+        return True
+
+    def launch(self) -> None:
+        """A step is on its way."""
+        self._launched.append(self._next)
+        self._next = []
+
+    def settle(self) -> list[BlockId]:
+        """The oldest step is done: the references that ended with it, in the order in which they were given up."""
+        return self._launched.popleft()

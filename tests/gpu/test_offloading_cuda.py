@@ -1,0 +1,46 @@
+"""Blocks leave the device for pinned memory and come back, in the order of the stream and without waiting."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.assembly import assemble
+from engine.block_mover import BlockMover
+from engine.kv_cache import PagedKVCache
+from tests.unit.engine.test_offloading import CHEAP_COPY, TIGHT, generate, layout, moves, outputs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_moves_follow_the_stream(dtype: str) -> None:
+    cache = PagedKVCache(layout(dtype), num_blocks=6, device="cuda")
+    mover = BlockMover(cache, num_host_slots=3)
+    for _ in range(20):
+        cache.blocks.random_()
+        before = cache.blocks.clone()
+        mover.move(moves(offloads=[(0, 2), (5, 0)]))
+        cache.blocks[:, [0, 5]] = 0  # queued behind the copies, which nobody has waited for
+        mover.move(moves(offloads=[(1, 1)], loads=[(2, 1), (0, 0)], copies=[(1, 4), (0, 3)]))
+        mover.move(moves(loads=[(1, 5)]))
+        assert torch.equal(cache.blocks, before[:, [5, 0, 2, 5, 0, 1]])
+
+
+def test_a_preempted_request_says_the_same_when_its_kv_was_saved() -> None:
+    spec = replace(TIGHT, device="cuda", memory_bytes=2 << 30)
+    undisturbed, num_saved, _ = generate(assemble(replace(spec, num_blocks=64)))
+    assert num_saved == 0
+    parts = assemble(spec)
+    assert parts.budget.offload_bytes == 0, "the device's budget does not hold the host's memory"
+    assert parts.facts()["offload_bytes"] > 0
+    assert parts.scheduler.offloading is not None
+    assert parts.scheduler.offloading.rates.offload_bytes_per_s > 0.0
+    parts.scheduler.offloading.rates = CHEAP_COPY
+    saved, num_saved, num_loaded = generate(parts)
+    assert num_saved > 0
+    assert num_loaded > 0
+    assert outputs(saved) == outputs(undisturbed)

@@ -1,0 +1,147 @@
+"""An engine that launches a step before the last one's tokens are known says what one says that waits; and NaN."""
+
+import random
+import threading
+
+import pytest
+import torch
+
+from engine.backends.options import BackendOptions
+from engine.backends.select import select_backend
+from engine.models.loader import load_model
+from engine.request import FinishReason
+from tandem.sampling import SamplingParams
+from tests.unit.engine import ledger
+from tests.unit.engine.delayed import DelayedRunner, DelayedStep
+from tests.unit.engine.paged_harness import random_tokens, reference_model
+from tests.unit.engine.serve import Serve, every_way_to_sample
+from tests.unit.engine.test_engine_loop import WAIT_S, running
+
+KERNELS = ("torch", "auto")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    reference_model("Qwen3ForCausalLM", num_hidden_layers=2).save_pretrained(path)
+    cpu = torch.device("cpu")
+    return {
+        kernels: load_model(
+            path, backend=select_backend(BackendOptions(device=cpu, dtype="float32", kernels=kernels, num_threads=1))
+        )
+        for kernels in KERNELS
+    }
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_pipelined_tokens_are_the_same(models, kernels):
+    """In a pool that is too small for all, so that some are preempted."""
+    answers, ends = [], set()
+    for pipelined in (False, True):
+        with Serve(models[kernels], pipelined=pipelined, num_blocks=8, prefill_chunk_tokens=20) as serve:
+            told = serve.run(every_way_to_sample(random.Random(4), 14))
+            assert serve.preemptions
+        answers.append([(answer.ids, answer.reason) for answer in told])
+        logprobs = [(token.logprob, token.top_logprobs) for answer in told for token in answer.tokens]
+        assert any(own is not None for own, _ in logprobs)
+        ends |= {answer.reason for answer in told}
+    assert answers[0] == answers[1]
+    assert ends == {FinishReason.STOP, FinishReason.LENGTH}
+
+
+class Poisoned:
+    """The model's head, with NaN in one sequence's row of logits: the one whose last hidden state was recognised."""
+
+    def __init__(self, decoder, victim):
+        self._logits = decoder.logits
+        self._victim = victim
+
+    def __call__(self, hidden):
+        logits = self._logits(hidden)
+        logits[(hidden - self._victim).abs().amax(-1) < 1e-5, 3] = float("nan")
+        return logits
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_nan_fails_only_its_own_request_and_nothing_of_it_is_found_again(models, pipelined, monkeypatch):
+    model = models["torch"]
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    prompts = [random_tokens(random.Random(i), 40) for i in range(3)]
+
+    def ask():
+        return [ledger.request(prompt, params=params, arrival_s=float(i)) for i, prompt in enumerate(prompts)]
+
+    with Serve(model, pipelined=pipelined) as serve:
+        expected = [answer.ids for answer in serve.run(ask())]
+        seen = []
+        forward = model.forward
+        monkeypatch.setattr(model, "forward", lambda *args: seen.append(forward(*args)) or seen[-1])
+        (alone,) = serve.run([ledger.request(prompts[1], params=params)])
+        assert alone.ids == expected[1]
+        # In its third step, counted from the prompt's.
+        monkeypatch.setattr(model, "logits", Poisoned(model, seen[2][-1].clone()))
+        healthy, failed, last = serve.run(ask())
+        assert (failed.ids, failed.reason) == (expected[1][:2], FinishReason.ERROR)
+        assert [healthy.ids, last.ids] == [expected[0], expected[2]]
+        assert healthy.reason is last.reason is FinishReason.LENGTH
+        monkeypatch.undo()
+        found = [serve.engine.call(lambda s, r=r: s.match_prefix(r)).result(WAIT_S) for r in ask()]
+        assert found[0] == found[2] == 32
+        assert found[1] == 0
+        assert [answer.ids for answer in serve.run(ask())] == expected
+    ledger.assert_empty(serve.scheduler)
+
+
+class GatedSteps(DelayedRunner):
+    """Says when it is launched, and lets nobody have a step's tokens before it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = threading.Semaphore(0)
+        self.go_on = threading.Semaphore(0)
+
+    def launch(self, batch):
+        step = super().launch(batch)
+        self.launches.release()
+        return step
+
+    def run_until(self, wanted: DelayedStep) -> None:
+        assert self.go_on.acquire(timeout=WAIT_S)
+        super().run_until(wanted)
+
+
+def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_there():
+    runner = GatedSteps()
+    with running(runner, pipelined=True) as harness:
+        request = ledger.request(range(10), params=SamplingParams(max_tokens=3, ignore_eos=True))
+        harness.engine.call(lambda s: s.add(request)).result(WAIT_S)
+        for _ in range(2):
+            assert runner.launches.acquire(timeout=WAIT_S)
+        assert runner.num_computed == 0
+        for _ in range(3):
+            runner.go_on.release()
+        assert harness.tokens(1)[request.request_id] == ledger.continuation(range(10), request.params)
+    assert runner.num_fed == 2
+    assert runner.num_computed == 12  # no row after the last token, whose place was known
+
+
+def test_an_abort_with_a_step_under_way_keeps_the_blocks_until_it_is_over():
+    runner = GatedSteps()
+    with running(runner, pipelined=True) as harness:
+        request = ledger.request(range(40), params=SamplingParams(max_tokens=50, ignore_eos=True))
+        harness.engine.call(lambda s: s.add(request)).result(WAIT_S)
+        for _ in range(3):
+            assert runner.launches.acquire(timeout=WAIT_S)
+            runner.go_on.release()
+
+        def abort(scheduler):
+            assert scheduler.abort(request.request_id)
+            scheduler.check_invariants()
+            return scheduler.load().num_used_blocks
+
+        pending = harness.engine.call(abort)
+        for _ in range(3):
+            runner.go_on.release()
+        assert pending.result(WAIT_S) == 3
+        assert harness.tokens(1)[request.request_id]
+    ledger.assert_empty(harness.scheduler)
