@@ -106,13 +106,19 @@ def measure_workspace_bytes(
         # As they will be recorded over the real pool: their memory is theirs for good.
         runner.record_graphs(max_rows=max_running_requests, max_length=max_context)
     growth_bytes = peak.growth_bytes()
-    model.backend.trim()  # a pool is about to come, and the largest step perhaps never
-    return_freed_memory()
+    del runner
+    give_back(model)
     if model.device.type == "cuda":
-        del runner
-        torch.cuda.empty_cache()
         return growth_bytes
     return growth_bytes + _HOST_BYTES + max_running_requests * _HOST_BYTES_EACH
+
+
+def give_back(model: Decoder) -> None:
+    """Return what dry steps leave behind: a pool is about to come, and the largest step perhaps never."""
+    model.backend.trim()
+    return_freed_memory()
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _decode_steps(rows: int, max_context: int, pool_tokens: int, *, compiles: bool) -> list[list[tuple[int, int]]]:

@@ -23,7 +23,6 @@ from engine.kernels.cpu.sampling import CpuSampling
 from engine.kernels.cpu.threads import bind_team
 from engine.kv_cache import TORCH_DTYPES, PagedKVCache
 from engine.layers.attention import AttentionBackend, AttentionSpec
-from engine.layers.linear import TokenEmbedding
 from engine.layers.torch_attention import TorchAttention
 from engine.sampling_kernels import SamplingKernels
 
@@ -74,6 +73,28 @@ class PackedEmbedding:
         """See Embedding."""
         out = self._buffers.rows("hidden", len(token_ids), self._linear.depth, self._linear.dtype)
         self._linear.embed(token_ids, out)
+        return out
+
+
+class BufferedEmbedding:
+    """Rows of a table that nothing shares."""
+
+    __slots__ = ("_buffers", "_kernels", "_weight")
+
+    def __init__(self, weight: Tensor, kernels: CpuElementwise, buffers: Buffers) -> None:
+        self._weight = weight  # [vocab_size, hidden_size]
+        self._kernels = kernels
+        self._buffers = buffers
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the table."""
+        return self._weight.nbytes
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """See Embedding. Raises InvariantError for an id beyond the table."""
+        out = self._buffers.rows("hidden", len(token_ids), self._weight.shape[1], self._weight.dtype)
+        self._kernels.gather_rows(self._weight, token_ids, out)
         return out
 
 
@@ -140,9 +161,9 @@ class CpuBackend:
         """See Backend. Never quantized: it decides between tokens, and its error is not averaged out by any layer."""
         return BufferedProjection(self._pack(weight, None, Epilogue.STORE_FLOAT32), self._buffers, "logits")
 
-    def embedding(self, weight: Tensor) -> TokenEmbedding:
+    def embedding(self, weight: Tensor) -> BufferedEmbedding:
         """See Backend."""
-        return TokenEmbedding(weight)
+        return BufferedEmbedding(weight, self._kernels, self._buffers)
 
     def tied(self, weight: Tensor) -> tuple[Embedding, Projection]:
         """See Backend."""
@@ -150,7 +171,7 @@ class CpuBackend:
         head = BufferedProjection(linear, self._buffers, "logits")
         if isinstance(linear, PackedLinear):
             return PackedEmbedding(linear, self._buffers), head
-        return TokenEmbedding(weight), head  # oneDNN's layout is its own: the table stays beside it
+        return self.embedding(weight), head  # oneDNN's layout is its own: the table stays beside it
 
     def norm(self, weight: Tensor, eps: float) -> FusedNorm:
         """See Backend."""

@@ -22,7 +22,7 @@ class _Recorded:
     """One program and what it works on."""
 
     program: KernelProgram
-    embedded: Tensor  # [num_rows, hidden_size]
+    embedded_at: int  # where it expects [num_rows, hidden_size]
     logits: Tensor  # float32 [num_rows, vocab_size]
     records: tuple[ctypes.Structure, ...]  # what kernels are told of a step; filled anew for each
 
@@ -54,10 +54,8 @@ class CpuPrograms:
         embedded = self._model.embedding(token_ids)
         key = (num_rows, *plan.kernels)
         recorded = self._programs.get(key)
-        if recorded is None:
+        if recorded is None or recorded.embedded_at != embedded.data_ptr():
             return self._record(key, embedded, plan)
-        if embedded.data_ptr() != recorded.embedded.data_ptr():
-            recorded.embedded.copy_(embedded)
         for target, source in zip(recorded.records, plan.records, strict=True):
             ctypes.memmove(ctypes.addressof(target), ctypes.addressof(source), ctypes.sizeof(target))
         self.replay(recorded.program)
@@ -78,6 +76,9 @@ class CpuPrograms:
             for source, target in zip(plan.records, records, strict=True)
         }
         self._programs[key] = _Recorded(
-            program=KernelProgram(self._library, calls, moved), embedded=embedded, logits=logits, records=records
+            program=KernelProgram(self._library, calls, moved),
+            embedded_at=embedded.data_ptr(),
+            logits=logits,
+            records=records,
         )
         return logits

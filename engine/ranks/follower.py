@@ -9,7 +9,7 @@ import socket
 import torch
 
 from engine.backends.select import select_backend
-from engine.dry_run import PeakMemory
+from engine.dry_run import PeakMemory, give_back
 from engine.kv_cache import PagedKVCache
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
@@ -93,6 +93,7 @@ class _Follower:
                 case Kind.MEASURE:
                     growth = self._peak.growth_bytes() if self._is_measured else None
                     self._runner = None
+                    give_back(self._model)
                     self._channel.send(Kind.MEASURED, json.dumps(growth).encode())
                 case Kind.POOL:
                     self._use(PoolPlan.from_json(payload), fd)

@@ -11,7 +11,7 @@ from tests.e2e.running_cluster import running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 STREAMS = 8
-ANSWER = 400
+ANSWER = 900
 
 
 @pytest_asyncio.fixture(

@@ -10,6 +10,7 @@ from engine.backends.select import select_backend
 from engine.kernels.cpu.library import KernelCall, load_kernels
 from engine.kernels.cpu.program import CannotRecord, KernelProgram
 from engine.models.loader import load_model
+from tandem.errors import InvariantError
 from tests.unit.engine.paged_harness import ARCHITECTURES, Session, random_tokens, reference_model, save_and_load
 
 
@@ -73,6 +74,18 @@ def test_two_pools_have_programs_of_their_own(path):
         for session, request in zip(sessions, requests, strict=True):
             session.step([(request, request.num_uncomputed_tokens)])
     assert list(requests[0].token_ids) == list(requests[1].token_ids)
+
+
+def test_embeddings_of_any_number_of_rows_lie_in_one_place(path):
+    """A program keeps what it reads; one tensor for each number of rows would grow with the square of their largest."""
+    model = load_model(path, backend=backend())
+    found = model.embedding(torch.tensor([3, 1, 4])).clone()
+    places = {model.embedding(torch.arange(count)).data_ptr() for count in (3, 2, 1)}
+    assert len(places) == 1
+    for row, token in enumerate((3, 1, 4)):
+        assert torch.equal(model.embedding(torch.tensor([token]))[0], found[row])
+    with pytest.raises((IndexError, InvariantError)):
+        model.embedding(torch.tensor([model.config.vocab_size]))
 
 
 def test_what_a_program_cannot_call_is_refused():

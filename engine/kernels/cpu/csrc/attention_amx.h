@@ -232,8 +232,9 @@ class AmxUnit {
     first ? add(std::false_type{}) : add(std::true_type{});
   }
 
-  // A tile's scores to weights; what its rows have so far, unless these are the first, is rescaled when a maximum rises. Maxima come first and for
-  // all rows, without a branch on any of them: a mispredicted one would stop the exponentials that are under way.
+  // A tile's scores to weights; what its rows have so far, unless these are the first, is rescaled when a maximum
+  // rises. Maxima come first and for all rows, without a branch on any of them: a mispredicted one would stop the
+  // exponentials that are under way.
   void soften(int64_t row, int64_t tile_row, int64_t count, int64_t key, int64_t begin, int64_t limit,
               bool first) {
     Words highest[kTileRows];
@@ -315,7 +316,7 @@ class AmxUnit {
   float *out_, *scores_;
   Floats *sums_, *maxima_;
   char *keys_, *values_;
-  bool* begun_;  // by tile: whether its rows have seen any keys yet
+  bool* begun_;  // at the first tile of each 32 rows: whether any of them has seen keys yet
 };
 
 }  // namespace tandem

@@ -89,8 +89,8 @@ void block(const Task& task) {
 #pragma GCC unroll 12
       for (int r = 0; r < Rows; ++r) {
         const Floats value = splat(x[r * stride + k]);
-        sums[r][2 * p] += value * w0;
-        sums[r][2 * p + 1] += value * w1;
+        sums[r][2 * p] = fused(value, w0, sums[r][2 * p]);
+        sums[r][2 * p + 1] = fused(value, w1, sums[r][2 * p + 1]);
       }
     }
   }
