@@ -66,7 +66,7 @@ class Scale:
         return cls(
             cells=cells + lengths if given.full else cells,
             prefill_cells=(busy,),
-            worker_cells=cells[1:2] if is_quick else cells,
+            worker_cells=cells[1:2] if is_quick and not given.only else cells,
             num_rounds=given.rounds or (1 if is_quick else 3),
             limit_s=QUICK_LIMIT_S if is_quick and not given.only and not given.rounds else None,
         )
@@ -98,23 +98,57 @@ async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console, e
         err.print(f"[dim]{text}[/dim]", soft_wrap=True)
 
     parts = options.parts(given)
+    if set(parts) & set(options.MODEL_PARTS):
+        await _model(given, rows, out=out, note=note)
+    for part in parts:
+        if part in _OTHERS:
+            note(part)
+            found = _OTHERS[part](given, out, note)
+            rows += found
+
+
+async def _model(given: argparse.Namespace, rows: list[Row], *, out: Console, note: Callable[[str], None]) -> None:
+    """The parts that ask engines to continue prompts."""
     scale = Scale.of(given)
     subject = make_subject(given, scale, note)
     box = TimeBox(scale.limit_s)
-    if set(parts) & set(options.DEFAULT_PARTS):
-        best = ceilings.measure(subject.device, getattr(torch, given.dtype), subject.stage.num_threads)
-        first = best.rows() + figures.limit_rows(subject.cost, best, scale.cells)
-        show_rows(out, first)
-        rows += first
-        summaries = await _engines(given, scale, subject, box, rows, out=out, note=note)
-        if given.plot is not None and summaries:
-            plot.draw(given.plot, summaries, title=_title(given, subject, summaries))
-    if "baselines" in parts:
-        from bench.engine_bench import baselines
+    best = ceilings.measure(subject.device, getattr(torch, given.dtype), subject.stage.num_threads)
+    first = best.rows() + figures.limit_rows(subject.cost, best, scale.cells)
+    show_rows(out, first)
+    rows += first
+    summaries = await _engines(given, scale, subject, box, rows, out=out, note=note)
+    if given.plot is not None and summaries:
+        plot.draw(given.plot, summaries, title=_title(given, subject, summaries))
 
-        found = baselines.rows(options.baselines(given), note, settings=dict(map(_setting, given.set)))
-        show_rows(out, found)
-        rows += found
+
+def _baselines(given: argparse.Namespace, out: Console, note: Callable[[str], None]) -> list[Row]:
+    from bench.engine_bench import baselines
+
+    settings = {"engine.num_threads": given.threads} | dict(map(_setting, given.set))
+    found = baselines.rows(options.baselines(given), note, settings=settings)
+    show_rows(out, found)
+    return found
+
+
+def _scheduling(_given: argparse.Namespace, out: Console, _note: Callable[[str], None]) -> list[Row]:
+    from bench import scheduling
+
+    found = scheduling.rows()
+    show_rows(out, found)
+    return found
+
+
+def _eviction(_given: argparse.Namespace, out: Console, _note: Callable[[str], None]) -> list[Row]:
+    from bench import eviction
+
+    return eviction.rows(out)
+
+
+_OTHERS: Mapping[str, Callable[[argparse.Namespace, Console, Callable[[str], None]], list[Row]]] = {
+    "baselines": _baselines,
+    "scheduling": _scheduling,
+    "eviction": _eviction,
+}
 
 
 def make_subject(given: argparse.Namespace, scale: Scale, note: Callable[[str], None]) -> Subject:

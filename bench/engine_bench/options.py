@@ -3,8 +3,9 @@
 import argparse
 from pathlib import Path
 
-PARTS = ("engine", "prefills", "worker", "baselines")
-DEFAULT_PARTS = PARTS[:3]
+PARTS = ("engine", "prefills", "worker", "baselines", "scheduling", "eviction")
+MODEL_PARTS = PARTS[:3]
+"""Those that measure the model that was asked for; also what is measured when nothing is named."""
 SHAPE_NAMES = ("tiny", "0.04b", "0.5b", "1b", "8b")
 PEER_NAMES = ("transformers", "vllm", "openvino")
 BASELINE_NAMES = ("no-kv-cache", "contiguous-kv", "static-batching", "padded-batches")
@@ -45,7 +46,7 @@ def parts(options: argparse.Namespace) -> tuple[str, ...]:
         return tuple(options.only)
     if options.full:
         return PARTS
-    return ("baselines",) if options.baseline and not options.peer else DEFAULT_PARTS
+    return ("baselines",) if options.baseline and not options.peer else MODEL_PARTS
 
 
 def peers(options: argparse.Namespace) -> tuple[str, ...]:

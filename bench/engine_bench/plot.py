@@ -18,6 +18,8 @@ _COLORS: Mapping[str, str] = {
 _OTHER = "#9b5de5"
 _LIMIT = "#c1121f"
 _GROUP_WIDTH = 0.8
+_CROWD = 20
+"""Bars in one panel from which on each panel gets the whole width: their figures would overlap."""
 
 
 def draw(path: Path, summaries: Sequence[Summary], *, title: str) -> None:
@@ -28,6 +30,7 @@ def draw(path: Path, summaries: Sequence[Summary], *, title: str) -> None:
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
         from matplotlib.patheffects import withStroke
     except ImportError:
         raise CannotMeasure("--plot needs matplotlib: pip install 'tandem-serve[bench]'") from None
@@ -35,18 +38,26 @@ def draw(path: Path, summaries: Sequence[Summary], *, title: str) -> None:
         raise ValueError("nothing was measured")
     speeds = [seen for seen in summaries if not seen.cell.with_newcomers]
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(13, 8), layout="constrained")
+        is_crowded = len(summaries) > _CROWD
+        size, panels = ((14, 15), (4, 1)) if is_crowded else ((13, 8.5), (2, 2))
+        figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.08))
         figure.suptitle(title, fontsize=11, fontweight="bold")
-        decode, prefill, gaps, share = figure.subplots(2, 2).flat
+        decode, prefill, gaps, share = figure.subplots(*panels).flat
         _bars(decode, speeds, lambda seen: seen.decode_tokens_per_s, "{:,.0f}")
         _limits(decode, speeds, lambda seen: seen.decode_tokens_per_s / seen.limit_share)
-        decode.set(title="Decoding", ylabel="tokens/s")
+        # From 1 to 16 sequences rates grow tenfold; a factor between engines is the same length everywhere.
+        decode.set(title="Decoding (logarithmic)", ylabel="tokens/s")
+        if speeds:
+            least = min(seen.decode_tokens_per_s for seen in speeds)
+            decode.set(yscale="log", ylim=(least / 2, 1.3 * decode.get_ylim()[1]))
+            decode.yaxis.set_major_formatter("{x:,.0f}")
         _bars(prefill, speeds, lambda seen: seen.prefill_tokens_per_s, "{:,.0f}")
         prefill.set(title="Reading prompts", ylabel="tokens/s")
         _bars(gaps, summaries, lambda seen: 1000 * seen.gap_p99_s, "{:,.0f}")
         gaps.set(title="Wait between two tokens, 99th percentile (lower is better)", ylabel="ms")
         _bars(share, speeds, lambda seen: 100 * seen.limit_share, "{:.0f}")
         share.axhline(100, color=_LIMIT, linewidth=1)
+        share.set_ylim(top=max(110, share.get_ylim()[1]))
         share.set(title="Decoding, share of what the memory's bandwidth allows", ylabel="%")
         for axes in figure.axes:
             for text in axes.texts:  # legible where a limit crosses them
@@ -69,8 +80,8 @@ def _bars(axes: Any, summaries: Sequence[Summary], value: Callable[[Summary], fl
             bar = axes.bar(
                 x, height, width * 0.92, color=_COLORS.get(seen.contestant, _OTHER), label=label, zorder=2 + i
             )
-            axes.bar_label(bar, [shown.format(height)], padding=2, fontsize=6.5)
-    axes.set_xticks(range(len(jobs)), [job.replace(" + ", "\n+ ") for job in jobs])
+            axes.bar_label(bar, [shown.format(height)], padding=2, fontsize=7)
+    axes.set_xticks(range(len(jobs)), [job.replace(" x ", " × ").replace(" + ", "\n+ ") for job in jobs])
     axes.tick_params(axis="x", length=0)
     axes.grid(axis="y", color="#e5e5e5", zorder=0)
     axes.margins(y=0.15)

@@ -195,7 +195,7 @@ def _abort(scheduler: Scheduler, request_id: RequestId) -> None:
 
 
 def _time_model(runner: Any) -> Callable[[], float]:
-    """Put a watch on the model's two entry points; returns the seconds spent in them so far.
+    """Put a watch on the model's entry points, recorded steps among them; returns the seconds spent there so far.
 
     On a device that runs behind the host this counts what the host waits for, which is what overlaps nothing.
     """
@@ -211,7 +211,11 @@ def _time_model(runner: Any) -> Callable[[], float]:
 
         return call
 
-    for name in ("forward", "logits"):
-        with suppress(AttributeError):
-            setattr(runner.model, name, timed(getattr(runner.model, name)))
+    for subject, names in (
+        (runner.model, ("forward", "logits", "logits_of_embedded")),
+        (runner.graphs, ("replay",)),
+    ):
+        for name in names:
+            with suppress(AttributeError):
+                setattr(subject, name, timed(getattr(subject, name)))
     return lambda: spent[0]
