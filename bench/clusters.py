@@ -44,9 +44,9 @@ class Setup:
     local_prefill_tokens: int | None = None
     """None leaves Tandem's default; 0 sends every prompt through both pools."""
     num_threads: int | None = None
-    model: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """More of the section, and of the next."""
-    engine: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def is_colocated(self) -> bool:
