@@ -11,15 +11,16 @@ from tests.e2e.running_cluster import Streamed, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CONCURRENT = 24
+ATTEMPTS = 20
 
 
 @pytest_asyncio.fixture(
     loop_scope="module", scope="module", params=["shm", pytest.param("tcp", marks=pytest.mark.slow)]
 )
 async def cluster(request):
-    """Small pools, so that requests also wait, are preempted and evict each other's cache."""
+    """Small pools, so that requests also wait, are preempted and evict each other's cache; prompts take their time."""
     async with running(
-        engine__num_blocks=400, engine__prefill_chunk_tokens=64, transfer__transport=request.param
+        engine__num_blocks=400, engine__prefill_chunk_tokens=16, transfer__transport=request.param
     ) as made:
         yield made
 
@@ -73,9 +74,9 @@ async def test_nothing_is_left_of_random_requests_a_third_of_them_aborted(cluste
 
 
 async def test_leaving_during_a_long_prefill_frees_both_workers(cluster):
-    before = await cluster.disaggregated()
-
-    async def leave(seed):
+    async def leaves(seed):
+        """Whether the prompt was still being computed."""
+        before = await cluster.disaggregated()
         chunks = cluster.chunks(noise(seed, 1500), 8, Streamed())
         task = asyncio.ensure_future(anext(chunks))
 
@@ -83,10 +84,18 @@ async def test_leaving_during_a_long_prefill_frees_both_workers(cluster):
             return await cluster.disaggregated() > before
 
         await cluster.until(placed)
-        assert not task.done(), "the prompt was computed before anybody could leave"
+        was_in_time = not task.done()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await chunks.aclose()
+        return was_in_time
+
+    async def leave(seed):
+        # On a busy machine the engine may be through before the test hears that it began: then with another prompt.
+        for attempt in range(ATTEMPTS):
+            if await leaves(seed + 100 * attempt):
+                return
+        pytest.fail(f"{ATTEMPTS} prompts were computed before anybody could leave")
 
     await asyncio.gather(*(leave(20_000 + i) for i in range(4)))
     await cluster.until_idle()
