@@ -41,6 +41,22 @@ class Projection(Protocol):
         ...
 
 
+class Closing(Protocol):
+    """The projection that ends a block: its product belongs to the residual stream."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the weights hold."""
+        ...
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        """Add the product of `x` `[num_rows, in_features]` to `residual` `[num_rows, hidden_size]` in place.
+
+        Or leave that to the norm that follows: then the product, valid until the next call in the same role.
+        """
+        ...
+
+
 class Norm(Protocol):
     """Residual addition and root-mean-square normalisation in one pass."""
 
@@ -99,6 +115,10 @@ class Backend(Protocol):
 
     def projection(self, weight: Tensor, bias: Tensor | None, role: Role) -> Projection:
         """`x @ weight.T + bias` for `[out_features, in_features]`; the backend may keep or drop `weight`."""
+        ...
+
+    def closing(self, weight: Tensor, bias: Tensor | None, role: Role) -> Closing:
+        """A projection as above, onto the residual stream."""
         ...
 
     def gated(self, weight: Tensor, bias: Tensor | None) -> Projection:

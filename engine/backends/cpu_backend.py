@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.backends.backend import Embedding, Projection, Role, StepGraphs
+from engine.backends.backend import Closing, Embedding, Projection, Role, StepGraphs
 from engine.backends.buffers import Buffers
 from engine.backends.cpu_attention import CpuAttention
 from engine.backends.cpu_int8_attention import CpuInt8Attention
+from engine.backends.later_added import LaterAdded
 from engine.backends.options import BackendOptions
 from engine.kernels.cpu.build import KernelsUnavailable
 from engine.kernels.cpu.elementwise import CpuElementwise
@@ -56,6 +57,25 @@ class BufferedProjection:
         )
         self._linear(x, out)
         return out
+
+
+class AddedProjection:
+    """A packed matrix whose product goes straight into the residual stream: it is neither written nor read again."""
+
+    __slots__ = ("_linear",)
+
+    def __init__(self, linear: PackedLinear) -> None:
+        """`linear` adds to what it writes to."""
+        self._linear = linear
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the packed weights."""
+        return self._linear.nbytes
+
+    def __call__(self, x: Tensor, residual: Tensor) -> None:
+        """See Closing."""
+        self._linear(x, residual)
 
 
 class PackedEmbedding:
@@ -150,6 +170,20 @@ class CpuBackend:
         """See Backend."""
         linear = self._pack(weight, bias, Epilogue.STORE, quantize=self._quantize)
         return BufferedProjection(linear, self._buffers, role.value)
+
+    def closing(self, weight: Tensor, bias: Tensor | None, role: Role) -> Closing:
+        """See Backend."""
+        if not self._has_packing:
+            return LaterAdded(self.projection(weight, bias, role))
+        linear = PackedLinear(
+            self._library,
+            weight,
+            bias,
+            epilogue=Epilogue.ADD,
+            quantize=self._quantize,
+            num_threads=self._threads,
+        )
+        return AddedProjection(linear)
 
     def gated(self, weight: Tensor, bias: Tensor | None) -> Projection:
         """See Backend."""

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from engine.backends.backend import Role, StepGraphs
 from engine.backends.cuda_attention import CudaAttention
+from engine.backends.later_added import LaterAdded
 from engine.backends.options import BackendOptions
 from engine.kernels.triton.activation import silu_mul
 from engine.kernels.triton.gemm_fixed import gemm_fixed
@@ -114,6 +115,10 @@ class CudaBackend:
     def projection(self, weight: Tensor, bias: Tensor | None, role: Role) -> CudaProjection:
         """See Backend."""
         return CudaProjection(weight, bias, self._gemm)
+
+    def closing(self, weight: Tensor, bias: Tensor | None, role: Role) -> LaterAdded:
+        """See Backend."""
+        return LaterAdded(self.projection(weight, bias, role))
 
     def gated(self, weight: Tensor, bias: Tensor | None) -> CudaGated:
         """See Backend."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.backend import Role
+from engine.backends.later_added import LaterAdded
 from engine.kv_cache import PagedKVCache
 from engine.layers.attention import AttentionBackend, AttentionSpec
 from engine.layers.linear import GatedLinear, HeadLinear, Linear, TokenEmbedding
@@ -29,6 +30,10 @@ class TorchBackend:
     def projection(self, weight: Tensor, bias: Tensor | None, role: Role) -> Linear:
         """See Backend."""
         return Linear(weight, bias)
+
+    def closing(self, weight: Tensor, bias: Tensor | None, role: Role) -> LaterAdded:
+        """See Backend."""
+        return LaterAdded(self.projection(weight, bias, role))
 
     def gated(self, weight: Tensor, bias: Tensor | None) -> GatedLinear:
         """See Backend."""

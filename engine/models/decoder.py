@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.backends.backend import Backend, Embedding, Norm, Projection
+from engine.backends.backend import Backend, Closing, Embedding, Norm, Projection
 from engine.layers.attention import AttentionPlan, AttentionSpec
 from engine.layers.norm import HeadNorm
 from engine.layers.rope import RotaryEmbedding
@@ -26,10 +26,10 @@ class DecoderLayer:
     qkv: Projection  # rows: queries, keys, values
     head_norm: HeadNorm | None
     kv_scales: Tensor | None  # float32 [2, num_kv_heads], for a cache in fp8_e4m3
-    output: Projection
+    output: Closing
     mlp_norm: Norm
     gate_up: Projection  # silu(gate) * up
-    down: Projection
+    down: Closing
 
     @property
     def nbytes(self) -> int:
@@ -113,7 +113,7 @@ class Decoder:
 
     def _blocks(self, residual: Tensor, plan: AttentionPlan, wanted: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The residual stream, and what the last layer would still add to it."""
-        delta = None
+        delta: Tensor | None = None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             qkv = layer.qkv(layer.attention_norm(residual, delta))
@@ -122,8 +122,8 @@ class Decoder:
                 if not len(wanted):
                     return residual[:0], None
                 residual, attended = residual.index_select(0, wanted), attended.index_select(0, wanted)
-            delta = layer.output(attended)
-            delta = layer.down(layer.gate_up(layer.mlp_norm(residual, delta)))
+            delta = layer.output(attended, residual)
+            delta = layer.down(layer.gate_up(layer.mlp_norm(residual, delta)), residual)
         return residual, delta
 
     def _kv_scales(self) -> Tensor | None:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.backends.backend import Backend, Embedding, Norm, Projection, Role
+from engine.backends.backend import Backend, Closing, Embedding, Norm, Projection, Role
 from engine.backends.torch_backend import TorchBackend
 from engine.heap import return_freed_memory
 from engine.kv_cache import TORCH_DTYPES
@@ -156,20 +156,24 @@ class _Loader:
             )
 
     def _layer(self, prefix: str) -> DecoderLayer:
-        attention, mlp, project = prefix + "self_attn.", prefix + "mlp.", self._backend.projection
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        queries_keys_values = self._matrix(attention + "q_proj", attention + "k_proj", attention + "v_proj")
         return DecoderLayer(
             attention_norm=self._norm(prefix + "input_layernorm"),
-            qkv=project(*self._matrix(attention + "q_proj", attention + "k_proj", attention + "v_proj"), Role.QKV),
+            qkv=self._backend.projection(*queries_keys_values, Role.QKV),
             head_norm=self._head_norm(attention) if self._config.qk_norm else None,
             kv_scales=self._kv_scales(attention),
-            output=self._summed(project(*self._matrix(attention + "o_proj"), Role.OUTPUT)),
+            output=self._closing(attention + "o_proj", Role.OUTPUT),
             mlp_norm=self._norm(prefix + "post_attention_layernorm"),
             gate_up=self._backend.gated(*self._matrix(mlp + "gate_proj", mlp + "up_proj")),
-            down=self._summed(project(*self._matrix(mlp + "down_proj"), Role.DOWN)),
+            down=self._closing(mlp + "down_proj", Role.DOWN),
         )
 
-    def _summed(self, part: Projection) -> Projection:
-        return part if self._group.size == 1 else RowParallel(part, self._group)
+    def _closing(self, name: str, role: Role) -> Closing:
+        weight, bias = self._matrix(name)
+        if self._group.size == 1:
+            return self._backend.closing(weight, bias, role)
+        return RowParallel(self._backend.projection(weight, bias, role), self._group)
 
     def _matrix(self, *parts: str) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of projections stacked into one."""

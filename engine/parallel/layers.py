@@ -8,7 +8,7 @@ from engine.parallel.group import ParallelGroup
 
 
 class RowParallel:
-    """A projection whose input features are split: the ranks' results are summed."""
+    """A projection whose input features are split: the ranks' results are summed before they are added; see Closing."""
 
     __slots__ = ("_group", "_part")
 
@@ -22,7 +22,7 @@ class RowParallel:
         """Memory of this rank's part."""
         return self._part.nbytes
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """This rank's `[num_rows, in_features / size]` to everybody's `[num_rows, out_features]`."""
         return self._group.all_reduce_(self._part(x))
 

@@ -25,7 +25,7 @@ from tandem.errors import ConfigError, InvariantError
 _NO_WINDOW = 2**31 - 1
 _VECTOR_UNIT_ROWS = 32
 """Rows (positions times heads of a group) of a unit of work: enough to share its keys, few enough for the cache."""
-_TILE_UNIT_ROWS = 256
+_TILE_UNIT_ROWS = 1024
 _TILE_ROWS = 16
 _UNITS_PER_THREAD = 4
 """Units for each thread, so that none waits long for another at the end."""

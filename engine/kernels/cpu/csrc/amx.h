@@ -141,12 +141,10 @@ inline void multiply_few(const char* x, int64_t stride, const char* weights, int
   writer.flush();
 }
 
-// What is fetched into L2 for later while a block is multiplied.
+// The weights that follow, fetched into L2 while a block is multiplied: so many cache lines of them per step.
 struct Ahead {
-  const char* weights;  // `lines` cache lines of them per step
+  const char* weights;
   int64_t lines;
-  const char* packed;  // packed rows of the next part of the depth, `packed_lines` per step
-  int64_t packed_lines;
 };
 
 // Packed rows against weights that stay in L1. Rows are loaded as a stream: they come from L2, and with ordinary loads
@@ -166,8 +164,6 @@ inline void multiply_many(const char* rows, const char* weights, int64_t steps, 
     }
     for (int64_t line = 0; line < ahead.lines; ++line) _mm_prefetch(ahead.weights + line * 64, _MM_HINT_T1);
     ahead.weights += ahead.lines * 64;
-    for (int64_t line = 0; line < ahead.packed_lines; ++line) _mm_prefetch(ahead.packed + line * 64, _MM_HINT_T1);
-    ahead.packed += ahead.packed_lines * 64;
     writer.write(2);
     rows += kStepBytes;
     weights += kStepBytes;
@@ -221,20 +217,17 @@ struct Chunk {
   }
 };
 
-// One cut of the depth, for all rows of a chunk and one panel; `next` and `later`, bytes of the packed rows, are the
-// weights and rows to fetch in the course of it.
+// One cut of the depth, for all rows of a chunk and one panel; `next` are the weights to fetch in the course of it.
 template <class Dot, class Writer>
-inline void sweep(const Chunk& chunk, Range cut, const char* weights, const char* next, Range later, char* parked,
-                  int64_t panel, Writer& writer) {
-  const int64_t blocks = ceil_div(chunk.count, kBlockRows), steps = cut.end - cut.begin;
-  const int64_t lines = ceil_div(32, blocks), packed_lines = ceil_div(later.end - later.begin, blocks * steps * 64);
+inline void sweep(const Chunk& chunk, Range cut, const char* weights, const char* next, char* parked, int64_t panel,
+                  Writer& writer) {
+  const int64_t blocks = ceil_div(chunk.count, kBlockRows), steps = cut.end - cut.begin, lines = ceil_div(32, blocks);
   const bool last = cut.end == chunk.steps;
   for (int64_t b = 0; b < blocks; ++b) {
     const char* from = chunk.tile(2 * b, cut.begin);
     char* park_at = parked + b * 4 * kTileBytes;
     const int64_t row = chunk.first + b * kBlockRows, left = std::min(kBlockRows, chunk.count - b * kBlockRows);
-    const Ahead ahead{next + b * steps * lines * 64, lines, chunk.packed + later.begin + b * steps * packed_lines * 64,
-                      packed_lines};
+    const Ahead ahead{next + b * steps * lines * 64, lines};
     const auto run = [&](auto two) {
       constexpr bool kTwo = decltype(two)::value;
       if (cut.begin == 0) {
@@ -263,20 +256,14 @@ inline void sweep(const Chunk& chunk, Range cut, const char* weights, const char
 template <class Dot, class Writer>
 void many_rows(const Linear& w, const Chunk& chunk, Range panels, Writer& writer) {
   const bool deep = chunk.steps > kL2Steps;
-  const int64_t blocks = ceil_div(chunk.count, kBlockRows), count = panels.end - panels.begin;
-  const int64_t parked_bytes = blocks * kBlockRows * kPanel * 4;
+  const int64_t parked_bytes = round_up(chunk.count, kBlockRows) * kPanel * 4;
   char* parked = scratches().parked.array<char>(parked_bytes * (deep ? kBandPanels : 1));
   for (int64_t outer = 0; outer < chunk.steps; outer += kL2Steps) {
     const int64_t outer_end = std::min(chunk.steps, outer + kL2Steps);
-    const Range next{outer_end * blocks * kStepBytes,
-                     std::min(chunk.steps, outer_end + kL2Steps) * blocks * kStepBytes};
     for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
       char* park_at = parked + (deep ? (panel - panels.begin) * parked_bytes : 0);
-      const Range share = split(next.end - next.begin, panel - panels.begin, count, 64);
       for (int64_t inner = outer; inner < outer_end; inner += kL1Steps) {
         const Range cut{inner, std::min(outer_end, inner + kL1Steps)};
-        const int64_t begin = next.begin + share.begin, middle = begin + (share.end - share.begin) / 2;
-        const Range later = inner == outer ? Range{begin, middle} : Range{middle, next.begin + share.end};
         const char* weights = w.weights + (panel * chunk.steps + inner) * kStepBytes;
         const char* follows = weights + kL1Steps * kStepBytes;
         if (cut.end == outer_end) {  // next comes the next panel, or the first one with the next part of the depth
@@ -284,7 +271,7 @@ void many_rows(const Linear& w, const Chunk& chunk, Range panels, Writer& writer
           const int64_t then = wrap ? panels.begin * chunk.steps + outer_end : (panel + 1) * chunk.steps + outer;
           follows = w.weights + then * kStepBytes;
         }
-        sweep<Dot>(chunk, cut, weights, follows, later, park_at, panel, writer);
+        sweep<Dot>(chunk, cut, weights, follows, park_at, panel, writer);
       }
     }
   }

@@ -166,15 +166,17 @@ class AmxUnit {
  private:
   int64_t position(int64_t row) const { return first_position_ + row / group_; }
 
+  // Queries one below the other, in whole steps of depth, with rows of zeros up to a whole tile.
   void start(int64_t padded) {
-    for (int64_t row = 0; row < padded; ++row) {
-      const bool used = row < num_rows_;
-      const Bfloat16* from = layer_.queries + (first_row_ + row / group_) * layer_.query_stride + column_ +
-                             row % group_ * head_dim_;
-      Bfloat16* to = queries_ + row * dim_steps_ * 32;
-      for (int64_t d = 0; d < dim_steps_ * 32; d += 32)
-        _mm512_storeu_si512(to + d, _mm512_maskz_loadu_epi16(used ? mask32(head_dim_ - d) : 0, from + d));
+    const int64_t width = dim_steps_ * 32;
+    const Bfloat16* position = layer_.queries + first_row_ * layer_.query_stride + column_;
+    for (int64_t row = 0; row < num_rows_; row += group_, position += layer_.query_stride) {
+      Bfloat16* to = queries_ + row * width;
+      for (int64_t head = 0; head < group_; ++head, to += width)
+        for (int64_t d = 0; d < width; d += 32)
+          _mm512_storeu_si512(to + d, _mm512_maskz_loadu_epi16(mask32(head_dim_ - d), position + head * head_dim_ + d));
     }
+    std::fill_n(queries_ + num_rows_ * width, (padded - num_rows_) * width, Bfloat16{});
     std::fill_n(begun_, padded / kTileRows, false);
   }
 
@@ -289,8 +291,8 @@ class AmxUnit {
     Bfloat16* weights = weights_ + tile_row * kWeightStride;
     const Floats scale = splat(scale_), below = splat(-above);
     for (int64_t k = begin; k < limit; k += 32) {
-      const Floats a = exp2_of(fused(load(scores + k), scale, below));
-      const Floats b = exp2_of(fused(load(scores + k + 16), scale, below));
+      const Floats a = exp2_of<true>(fused(load(scores + k), scale, below));
+      const Floats b = exp2_of<true>(fused(load(scores + k + 16), scale, below));
       total += a;
       total += b;
       const __m512bh packed = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
@@ -299,12 +301,31 @@ class AmxUnit {
     return total;
   }
 
+  // Sixteen rows at a time: one transposition adds up the sums of all of them.
   void finish() const {
-    for (int64_t row = 0; row < num_rows_; ++row) {
-      const float inverse = 1.0f / sum(sums_[row]);
-      Bfloat16* to = layer_.out + (first_row_ + row / group_) * out_stride_ + column_ + row % group_ * head_dim_;
-      for (int64_t d = 0; d < dim_tiles_ * 16; d += 16)
-        store_some(to + d, load(out_ + row * dim_tiles_ * 16 + d) * inverse, head_dim_ - d);
+    const int64_t width = dim_tiles_ * 16;
+    Bfloat16* position = layer_.out + first_row_ * out_stride_ + column_;
+    int64_t head = 0;
+    for (int64_t tile = 0; tile < num_rows_; tile += kTileRows) {
+      const int64_t count = std::min<int64_t>(num_rows_ - tile, kTileRows);
+      Words sums[kTileRows];
+      for (int64_t r = 0; r < kTileRows; ++r) sums[r] = (Words)(r < count ? sums_[tile + r] : splat(1.0f));
+      transpose(sums);
+      Floats total = (Floats)sums[0];
+      for (int64_t r = 1; r < kTileRows; ++r) total += (Floats)sums[r];
+      alignas(64) float inverse[kTileRows];
+      store(inverse, 1.0f / total);
+      const float* from = out_ + tile * width;
+      for (int64_t r = 0; r < count; ++r, from += width) {
+        Bfloat16* to = position + head * head_dim_;
+        for (int64_t d = 0; d < head_dim_; d += 32) {
+          const Floats low = load(from + d) * inverse[r];
+          const Floats high = d + 16 < width ? load(from + d + 16) * inverse[r] : Floats{};
+          const __m512bh packed = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+          _mm512_mask_storeu_epi16(to + d, mask32(head_dim_ - d), (__m512i)packed);
+        }
+        if (++head == group_) head = 0, position += out_stride_;
+      }
     }
   }
 

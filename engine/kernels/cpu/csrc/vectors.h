@@ -110,8 +110,10 @@ TANDEM_INLINE float maximum(Floats x) {
   return x[0];
 }
 
-// 2^x for x of at most 127, relative error below 2e-7; exactly 1 at 0, exactly 0 far below -125, NaN at NaN.
+// 2^x for x of at most 127, relative error below 2e-7, or 1.1e-4 where the result is rounded to bfloat16 in any case;
+// exactly 1 at 0, exactly 0 far below -125, NaN at NaN.
 // x is split into an integer and a rest within [-0.5, 0.5]; the polynomial is a minimax fit with constant term 1.
+template <bool kCoarse = false>
 TANDEM_INLINE Floats exp2_of(Floats x) {
 #if defined(__AVX512F__)
   const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
@@ -123,10 +125,16 @@ TANDEM_INLINE Floats exp2_of(Floats x) {
   const Floats whole = shifted - 12582912.0f;
 #endif
   const Floats rest = x - whole;
-  Floats y = fused(rest, splat(0x1.5bba12p-10f), splat(0x1.3cea88p-7f));
-  y = fused(y, rest, splat(0x1.c6b752p-5f));
-  y = fused(y, rest, splat(0x1.ebf9bcp-3f));
-  y = fused(y, rest, splat(0x1.62e42ap-1f));
+  Floats y;
+  if constexpr (kCoarse) {
+    y = fused(rest, splat(0x1.c2a218p-5f), splat(0x1.f00c4ep-3f));
+    y = fused(y, rest, splat(0x1.62f5fap-1f));
+  } else {
+    y = fused(rest, splat(0x1.5bba12p-10f), splat(0x1.3cea88p-7f));
+    y = fused(y, rest, splat(0x1.c6b752p-5f));
+    y = fused(y, rest, splat(0x1.ebf9bcp-3f));
+    y = fused(y, rest, splat(0x1.62e42ap-1f));
+  }
   y = fused(y, rest, splat(1.0f));
 #if defined(__AVX512F__)
   // Zero for what would be denormal: hundreds of cycles in microcode otherwise, for every vector with a hidden key.
