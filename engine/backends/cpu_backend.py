@@ -91,7 +91,7 @@ class PackedEmbedding:
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """See Embedding."""
-        out = self._buffers.rows("hidden", len(token_ids), self._linear.depth, self._linear.dtype)
+        out = _residual(self._buffers, len(token_ids), self._linear.depth, self._linear.dtype)
         self._linear.embed(token_ids, out)
         return out
 
@@ -113,7 +113,7 @@ class BufferedEmbedding:
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """See Embedding. Raises InvariantError for an id beyond the table."""
-        out = self._buffers.rows("hidden", len(token_ids), self._weight.shape[1], self._weight.dtype)
+        out = _residual(self._buffers, len(token_ids), self._weight.shape[1], self._weight.dtype)
         self._kernels.gather_rows(self._weight, token_ids, out)
         return out
 
@@ -169,7 +169,9 @@ class CpuBackend:
     def projection(self, weight: Tensor, bias: Tensor | None, role: Role) -> Projection:
         """See Backend."""
         linear = self._pack(weight, bias, Epilogue.STORE, quantize=self._quantize)
-        return BufferedProjection(linear, self._buffers, role.value)
+        # What is added to the residual stream is added in one piece, or sent to other ranks.
+        padding = _row_padding(linear.out_dtype) if role is Role.QKV else 0
+        return BufferedProjection(linear, self._buffers, role.value, padding=padding)
 
     def closing(self, weight: Tensor, bias: Tensor | None, role: Role) -> Closing:
         """See Backend."""
@@ -188,8 +190,7 @@ class CpuBackend:
     def gated(self, weight: Tensor, bias: Tensor | None) -> Projection:
         """See Backend."""
         linear = self._pack(weight, bias, Epilogue.GATED, quantize=self._quantize)
-        # Its only reader takes rows at any distance; at a power of two they would share a few sets of the cache.
-        return BufferedProjection(linear, self._buffers, "gated", padding=_CACHE_LINE_BYTES // self.dtype.itemsize)
+        return BufferedProjection(linear, self._buffers, "gated", padding=_row_padding(linear.out_dtype))
 
     def head(self, weight: Tensor) -> Projection:
         """See Backend. Never quantized: it decides between tokens, and its error is not averaged out by any layer."""
@@ -271,6 +272,15 @@ class CpuBackend:
                 raise KernelsUnavailable("without AMX only float32 is deterministic on a CPU")
             if not onednn_bf16():
                 raise KernelsUnavailable("neither AMX nor oneDNN multiplies bfloat16 on this processor")
+
+
+def _residual(buffers: Buffers, num_rows: int, size: int, dtype: torch.dtype) -> Tensor:
+    return buffers.rows("hidden", num_rows, size, dtype, padding=_row_padding(dtype))
+
+
+def _row_padding(dtype: torch.dtype) -> int:
+    """Elements between rows that tiles are written to: at a power of two rows would share a few sets of a cache."""
+    return _CACHE_LINE_BYTES // dtype.itemsize
 
 
 def cpu_backend(options: BackendOptions) -> CpuBackend:

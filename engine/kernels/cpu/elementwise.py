@@ -54,30 +54,39 @@ class CpuElementwise:
             raise ConfigError(f"CPU kernels compute in float32 and bfloat16, not {dtype}")
         self.dtype = dtype
         self.num_threads = num_threads
-        self._rms_norm = library.function(f"tandem_rms_norm_{suffix}", "pppiifi")
-        self._add_rms_norm = library.function(f"tandem_add_rms_norm_{suffix}", "ppppiifi")
+        self._rms_norm = library.function(f"tandem_rms_norm_{suffix}", "pippiifi")
+        self._add_rms_norm = library.function(f"tandem_add_rms_norm_{suffix}", "pipppiifi")
         self._silu_mul = library.function(f"tandem_silu_mul_{suffix}", "ppiii")
-        self._qk_norm_rope_write = library.function(f"tandem_qk_norm_rope_write_{suffix}", "ppppf")
-        self._write_int8 = library.function(f"tandem_qk_norm_rope_write_int8_{suffix}", "ppppf")
-        self._gather_rows = library.function("tandem_gather_rows", "piipipi", "i")
+        self._qk_norm_rope_write = library.function(f"tandem_qk_norm_rope_write_{suffix}", "ppippf")
+        self._write_int8 = library.function(f"tandem_qk_norm_rope_write_int8_{suffix}", "ppippf")
+        self._gather_rows = library.function("tandem_gather_rows", "piipipii", "i")
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        """`out = x / sqrt(mean(x**2) + eps) * weight` over rows of `[num_rows, size]`; `out` may be `x`."""
-        self._check(x, weight, out)
+        """`out = x / sqrt(mean(x**2) + eps) * weight` over rows of `[num_rows, size]`; `out` may be `x`.
+
+        Rows of `x` may lie apart.
+        """
+        self._check_rows(x)
+        self._check(weight, out)
         rows, size = x.shape
         self._sizes(size, weight.numel(), out.numel(), rows * size)
-        self._rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, size, eps, self.num_threads)
+        pointers = (x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr())
+        self._rms_norm(*pointers, rows, size, eps, self.num_threads)
 
     def add_rms_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
-        """`residual += delta`, rounded, in place; then the norm of it into `out`; all `[num_rows, size]`."""
+        """`residual += delta`, rounded, in place; then the norm of it into `out`; all `[num_rows, size]`.
+
+        Rows of `residual` may lie apart.
+        """
         if delta is None:
             self.rms_norm(residual, weight, eps, out)
             return
-        self._check(residual, delta, weight, out)
+        self._check_rows(residual)
+        self._check(delta, weight, out)
         rows, size = residual.shape
         self._sizes(size, weight.numel(), out.numel(), rows * size)
         self._sizes(size, weight.numel(), delta.numel(), rows * size)
-        pointers = (residual.data_ptr(), delta.data_ptr(), weight.data_ptr(), out.data_ptr())
+        pointers = (residual.data_ptr(), residual.stride(0), delta.data_ptr(), weight.data_ptr(), out.data_ptr())
         self._add_rms_norm(*pointers, rows, size, eps, self.num_threads)
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
@@ -89,18 +98,19 @@ class CpuElementwise:
         self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, inner, self.num_threads)
 
     def gather_rows(self, table: Tensor, index: Tensor, out: Tensor) -> None:
-        """`out = table[index]` for `[table_rows, size]` and int64 `[num_rows]`; InvariantError for a bad index."""
-        self._check(table, out)
+        """`out = table[index]` for `[table_rows, size]` and int64 `[num_rows]`; InvariantError for a bad index.
+
+        Rows of `out` may lie apart.
+        """
+        self._check(table)
+        self._check_rows(out)
         rows, size = index.numel(), table.shape[1]
-        self._sizes(size, size, out.numel(), rows * size)
+        self._sizes(size, out.shape[1], out.numel(), rows * size)
         if index.dtype is not torch.int64 or not index.is_contiguous():
             raise InvariantError(f"rows are gathered by contiguous int64, not {index.dtype}")
-        row_bytes = size * table.element_size()
-        threads = self.num_threads
-        table_rows = table.shape[0]
-        refused = self._gather_rows(
-            table.data_ptr(), table_rows, row_bytes, index.data_ptr(), rows, out.data_ptr(), threads
-        )
+        table_rows, element = table.shape[0], table.element_size()
+        given = (table.data_ptr(), table_rows, size * element, index.data_ptr(), rows)
+        refused = self._gather_rows(*given, out.data_ptr(), out.stride(0) * element, self.num_threads)
         if refused:
             raise InvariantError(f"{refused} of {rows} rows to gather lie outside a table of {table_rows}")
 
@@ -140,13 +150,14 @@ class CpuElementwise:
     ) -> None:
         """Norm heads, rotate pairs (i, i + head_dim / 2), and store keys and values in their slots.
 
-        `qkv`: `[num_rows, num_heads + 2 * num_kv_heads, head_dim]`; its queries are rotated in place, its keys and
-        values left as they are. `cache`: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`. `norm_weight`:
-        `[num_heads + num_kv_heads, head_dim]` (Qwen3), or None. What is not finite is stored as zero.
+        `qkv`: `[num_rows, num_heads + 2 * num_kv_heads, head_dim]`, rows at any distance; its queries are rotated in
+        place, its keys and values left as they are. `cache`:
+        `[num_blocks, 2, num_kv_heads, block_size, head_dim]`. `norm_weight`: `[num_heads + num_kv_heads, head_dim]`
+        (Qwen3), or None. What is not finite is stored as zero.
         """
         self._check(cache)
         weight = self._check_rope(plan, qkv, norm_weight)
-        self._qk_norm_rope_write(plan.address, qkv.data_ptr(), cache.data_ptr(), weight, eps)
+        self._qk_norm_rope_write(plan.address, qkv.data_ptr(), qkv.stride(0), cache.data_ptr(), weight, eps)
 
     def qk_norm_rope_write_int8(
         self, plan: RotationPlan, qkv: Tensor, cache: CodedLayer, norm_weight: Tensor | None, eps: float
@@ -155,14 +166,15 @@ class CpuElementwise:
         if plan.call.head_dim > _LARGEST_HEAD:
             raise InvariantError(f"an int8 cache holds heads of up to {_LARGEST_HEAD} values")
         weight = self._check_rope(plan, qkv, norm_weight)
-        self._write_int8(plan.address, qkv.data_ptr(), cache.address, weight, eps)
+        self._write_int8(plan.address, qkv.data_ptr(), qkv.stride(0), cache.address, weight, eps)
 
     def _check_rope(self, plan: RotationPlan, qkv: Tensor, norm_weight: Tensor | None) -> int | None:
         """Where the weight is."""
-        self._check(qkv)
         call = plan.call
         heads = call.num_heads + call.num_kv_heads
-        self._sizes(heads, heads, qkv.numel(), plan.num_rows * (heads + call.num_kv_heads) * call.head_dim)
+        shape, strides = (plan.num_rows, heads + call.num_kv_heads, call.head_dim), qkv.stride()
+        if qkv.shape != shape or strides[1:] != (call.head_dim, 1) or qkv.dtype is not self.dtype:
+            raise InvariantError(f"{self.dtype} {shape} is what is rotated, not {qkv.dtype} {qkv.shape} {strides}")
         if norm_weight is None:
             return None
         self._check(norm_weight)
@@ -173,6 +185,10 @@ class CpuElementwise:
         for tensor in tensors:
             if tensor.dtype is not self.dtype or not tensor.is_contiguous():
                 raise InvariantError(f"{self.dtype} kernel given {tensor.dtype} {tensor.shape} {tensor.stride()}")
+
+    def _check_rows(self, tensor: Tensor) -> None:
+        if tensor.dtype is not self.dtype or tensor.dim() != 2 or tensor.stride(1) != 1:
+            raise InvariantError(f"{self.dtype} kernel given {tensor.dtype} {tensor.shape} {tensor.stride()}")
 
     def _sizes(self, weight: int, given_weight: int, elements: int, expected: int) -> None:
         if weight != given_weight or elements != expected:

@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.kernels.cpu.library import KernelCall, KernelLibrary
 
-_MOST_SLOTS = 8  # csrc/program.cpp: kMostSlots
+_MOST_SLOTS = 9  # csrc/program.cpp: kMostSlots
 
 
 class CannotRecord(Exception):

@@ -93,7 +93,7 @@ def test_what_a_program_cannot_call_is_refused():
     with pytest.raises(CannotRecord, match="signature piipi"):
         KernelProgram(library, [KernelCall(address=1, signature="piipi", arguments=(0,) * 5)])
     with pytest.raises(CannotRecord, match="may not outlive"):
-        KernelProgram(library, [KernelCall(address=1, signature="ppppf", arguments=(b"", 0, 0, 0, 0.0))])
+        KernelProgram(library, [KernelCall(address=1, signature="ppippf", arguments=(b"", 0, 0, 0, 0, 0.0))])
 
 
 def count_replays(programs):

@@ -8,6 +8,7 @@
 
 #include "linear.h"
 #include "parallel.h"
+#include "scratch.h"
 
 #if defined(__AMX_TILE__) && defined(TANDEM_AVX512)
 #define TANDEM_AMX 1

@@ -43,9 +43,10 @@ TANDEM_INLINE float inverse_rms(const T* row, int64_t size, float eps) {
 }
 
 template <class T>
-void rms_norm(const T* in, const T* weight, T* out, int64_t num_rows, int64_t size, float eps, int64_t threads) {
+void rms_norm(const T* in, int64_t stride, const T* weight, T* out, int64_t num_rows, int64_t size, float eps,
+              int64_t threads) {
   for_rows(num_rows, size, threads, [&](int64_t row) {
-    const T* from = in + row * size;
+    const T* from = in + row * stride;
     const float factor = inverse_rms(from, size, eps);
     for (int64_t i = 0; i < size; i += kLanes) {
       const Floats x = load_some(from + i, size - i) * factor;
@@ -55,10 +56,10 @@ void rms_norm(const T* in, const T* weight, T* out, int64_t num_rows, int64_t si
 }
 
 template <class T>
-void add_rms_norm(T* residual, const T* delta, const T* weight, T* out, int64_t num_rows, int64_t size, float eps,
-                  int64_t threads) {
+void add_rms_norm(T* residual, int64_t stride, const T* delta, const T* weight, T* out, int64_t num_rows, int64_t size,
+                  float eps, int64_t threads) {
   for_rows(num_rows, size, threads, [&](int64_t row) {
-    T* total = residual + row * size;
+    T* total = residual + row * stride;
     const T* change = delta + row * size;
     Floats sums[2] = {};
     for (int64_t i = 0, side = 0; i < size; i += kLanes, side ^= 1) {
@@ -120,16 +121,17 @@ TANDEM_INLINE void rotate(const T* head, const T* weight, float factor, const Ro
   }
 }
 
-// `weights`: [num_heads + num_kv_heads, head_dim], or null for a model that does not norm its heads.
+// `weights`: [num_heads + num_kv_heads, head_dim], or null for a model that does not norm its heads; rows of `qkv` are
+// `stride` elements apart.
 template <class T>
-void qk_norm_rope_write(const RopeWrite& call, T* qkv, T* cache, const T* weights, float eps) {
+void qk_norm_rope_write(const RopeWrite& call, T* qkv, int64_t stride, T* cache, const T* weights, float eps) {
   const int64_t size = call.head_dim, heads = call.num_heads, kv_heads = call.num_kv_heads;
   const int64_t plane = kv_heads * call.block_size * size, row_size = (heads + 2 * kv_heads) * size;
   for_rows(call.num_rows, row_size, call.threads, [&](int64_t row) {
     const int64_t block = call.slots[row] / call.block_size, offset = call.slots[row] % call.block_size;
     T* key = cache + block * 2 * plane + offset * size;
     for (int64_t h = 0; h < heads + kv_heads; ++h) {
-      T* head = qkv + row * row_size + h * size;
+      T* head = qkv + row * stride + h * size;
       const T* weight = weights == nullptr ? nullptr : weights + h * size;
       const float factor = weight == nullptr ? 1.0f : inverse_rms(head, size, eps);
       if (h < heads)
@@ -138,7 +140,7 @@ void qk_norm_rope_write(const RopeWrite& call, T* qkv, T* cache, const T* weight
         rotate<true>(head, weight, factor, call, row, key + (h - heads) * call.block_size * size);
     }
     for (int64_t h = 0; h < kv_heads; ++h) {
-      const T* value = qkv + row * row_size + (heads + kv_heads + h) * size;
+      const T* value = qkv + row * stride + (heads + kv_heads + h) * size;
       T* to = key + plane + h * call.block_size * size;
       for (int64_t i = 0; i < size; i += kLanes)
         store_some(to + i, finite(load_some(value + i, size - i)), size - i);
@@ -148,7 +150,8 @@ void qk_norm_rope_write(const RopeWrite& call, T* qkv, T* cache, const T* weight
 
 // The same into a cache in int8: keys are rotated, and both rounded once, to codes.
 template <class T>
-void qk_norm_rope_write(const RopeWrite& call, T* qkv, const Int8Layer& cache, const T* weights, float eps) {
+void qk_norm_rope_write(const RopeWrite& call, T* qkv, int64_t stride, const Int8Layer& cache, const T* weights,
+                        float eps) {
   const int64_t size = call.head_dim, heads = call.num_heads, kv_heads = call.num_kv_heads;
   const int64_t row_size = (heads + 2 * kv_heads) * size;
   for_rows(call.num_rows, row_size, call.threads, [&](int64_t row) {
@@ -157,7 +160,7 @@ void qk_norm_rope_write(const RopeWrite& call, T* qkv, const Int8Layer& cache, c
     float* scales = cache.scales + block * cache.scale_stride;
     alignas(64) float fresh[kLargestHead];
     for (int64_t h = 0; h < heads + 2 * kv_heads; ++h) {
-      T* head = qkv + row * row_size + h * size;
+      T* head = qkv + row * stride + h * size;
       const T* weight = weights == nullptr || h >= heads + kv_heads ? nullptr : weights + h * size;
       const float factor = weight == nullptr ? 1.0f : inverse_rms(head, size, eps);
       if (h < heads) {
@@ -181,39 +184,41 @@ void qk_norm_rope_write(const RopeWrite& call, T* qkv, const Int8Layer& cache, c
 using tandem::Bfloat16;
 
 #define TANDEM_ELEMENTWISE(T, suffix)                                                                               \
-  TANDEM_EXPORT void tandem_rms_norm_##suffix(const T* in, const T* weight, T* out, int64_t num_rows, int64_t size, \
-                                              float eps, int64_t threads) {                                        \
-    tandem::rms_norm(in, weight, out, num_rows, size, eps, threads);                                               \
+  TANDEM_EXPORT void tandem_rms_norm_##suffix(const T* in, int64_t stride, const T* weight, T* out,                \
+                                              int64_t num_rows, int64_t size, float eps, int64_t threads) {        \
+    tandem::rms_norm(in, stride, weight, out, num_rows, size, eps, threads);                                       \
   }                                                                                                                 \
-  TANDEM_EXPORT void tandem_add_rms_norm_##suffix(T* residual, const T* delta, const T* weight, T* out,            \
-                                                  int64_t num_rows, int64_t size, float eps, int64_t threads) {    \
-    tandem::add_rms_norm(residual, delta, weight, out, num_rows, size, eps, threads);                              \
+  TANDEM_EXPORT void tandem_add_rms_norm_##suffix(T* residual, int64_t stride, const T* delta, const T* weight,    \
+                                                  T* out, int64_t num_rows, int64_t size, float eps,               \
+                                                  int64_t threads) {                                               \
+    tandem::add_rms_norm(residual, stride, delta, weight, out, num_rows, size, eps, threads);                      \
   }                                                                                                                 \
   TANDEM_EXPORT void tandem_silu_mul_##suffix(const T* gate_up, T* out, int64_t num_rows, int64_t inner,           \
                                               int64_t threads) {                                                   \
     tandem::silu_mul(gate_up, out, num_rows, inner, threads);                                                      \
   }                                                                                                                 \
-  TANDEM_EXPORT void tandem_qk_norm_rope_write_##suffix(const tandem::RopeWrite* call, T* qkv, T* cache,           \
-                                                        const T* weights, float eps) {                             \
-    tandem::qk_norm_rope_write(*call, qkv, cache, weights, eps);                                                    \
+  TANDEM_EXPORT void tandem_qk_norm_rope_write_##suffix(const tandem::RopeWrite* call, T* qkv, int64_t stride,     \
+                                                        T* cache, const T* weights, float eps) {                   \
+    tandem::qk_norm_rope_write(*call, qkv, stride, cache, weights, eps);                                            \
   }                                                                                                                 \
-  TANDEM_EXPORT void tandem_qk_norm_rope_write_int8_##suffix(const tandem::RopeWrite* call, T* qkv,                 \
+  TANDEM_EXPORT void tandem_qk_norm_rope_write_int8_##suffix(const tandem::RopeWrite* call, T* qkv, int64_t stride, \
                                                              const tandem::Int8Layer* cache, const T* weights,      \
                                                              float eps) {                                           \
-    tandem::qk_norm_rope_write(*call, qkv, *cache, weights, eps);                                                   \
+    tandem::qk_norm_rope_write(*call, qkv, stride, *cache, weights, eps);                                           \
   }
 
 TANDEM_ELEMENTWISE(float, f32)
 TANDEM_ELEMENTWISE(Bfloat16, bf16)
 
-// Copies rows of `row_bytes` by index; returns how many indices lie outside [0, table_rows), whose rows are left alone.
+// Copies rows of `row_bytes` by index to rows `stride` bytes apart; returns how many indices lie outside
+// [0, table_rows), whose rows are left alone.
 TANDEM_EXPORT int64_t tandem_gather_rows(const char* table, int64_t table_rows, int64_t row_bytes, const int64_t* index,
-                                         int64_t num_rows, char* out, int64_t threads) {
+                                         int64_t num_rows, char* out, int64_t stride, int64_t threads) {
   int64_t refused = 0;
   for (int64_t row = 0; row < num_rows; ++row) refused += index[row] < 0 || index[row] >= table_rows;
   tandem::for_rows(num_rows, row_bytes / 4, threads, [&](int64_t row) {
     if (index[row] >= 0 && index[row] < table_rows)
-      std::memcpy(out + row * row_bytes, table + index[row] * row_bytes, row_bytes);
+      std::memcpy(out + row * stride, table + index[row] * row_bytes, row_bytes);
   });
   return refused;
 }

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "parallel.h"
+#include "scratch.h"
 #include "vectors.h"
 
 namespace tandem {

@@ -1,12 +1,10 @@
-// Threads, ranges and scratch memory shared by the kernels.
+// Threads and ranges shared by the kernels.
 #pragma once
 
 #include <omp.h>
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 
 #define TANDEM_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -42,39 +40,5 @@ inline Range split(int64_t count, int64_t index, int64_t parts, int64_t grain = 
   const int64_t units = ceil_div(count, grain);
   return {std::min(count, units * index / parts * grain), std::min(count, units * (index + 1) / parts * grain)};
 }
-
-// Memory that a thread keeps for its life and that grows rarely: no allocation in the steady state.
-class Scratch {
- public:
-  Scratch() = default;
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  ~Scratch() { std::free(memory_); }
-
-  // At least `bytes` bytes, aligned to a page, a huge one where it is worth it: rows are read at a rate that page walks
-  // would halve. What was there before is lost when it grows.
-  void* get(size_t bytes) {
-    if (bytes > size_) {
-      std::free(memory_);
-      const size_t page = bytes >= kHugePage / 4 ? kHugePage : 4096;
-      size_ = (bytes + page - 1) / page * page;
-      memory_ = std::aligned_alloc(page, size_);
-      if (memory_ == nullptr) std::abort();
-      if (page == kHugePage) madvise(memory_, size_, MADV_HUGEPAGE);
-    }
-    return memory_;
-  }
-
-  template <class T>
-  T* array(int64_t count) {
-    return static_cast<T*>(get(static_cast<size_t>(count) * sizeof(T)));
-  }
-
- private:
-  static constexpr size_t kHugePage = size_t{2} << 20;
-
-  void* memory_ = nullptr;
-  size_t size_ = 0;
-};
 
 }  // namespace tandem

@@ -49,7 +49,7 @@ struct Call {
   }
 };
 
-constexpr int kMostSlots = 8;
+constexpr int kMostSlots = 9;
 
 struct Command {
   Pointer kernel;
@@ -65,9 +65,9 @@ struct Signature {
 // Of the kernels that a decoder layer is made of.
 constexpr Signature kSignatures[] = {
     {"ppiipii", Call<Pointer, Pointer, Int, Int, Pointer, Int, Int>::invoke},          // projections
-    {"pppiifi", Call<Pointer, Pointer, Pointer, Int, Int, Real, Int>::invoke},         // norm
-    {"ppppiifi", Call<Pointer, Pointer, Pointer, Pointer, Int, Int, Real, Int>::invoke},  // addition and norm
-    {"ppppf", Call<Pointer, Pointer, Pointer, Pointer, Real>::invoke},                 // rotation and write
+    {"pippiifi", Call<Pointer, Int, Pointer, Pointer, Int, Int, Real, Int>::invoke},   // norm
+    {"pipppiifi", Call<Pointer, Int, Pointer, Pointer, Pointer, Int, Int, Real, Int>::invoke},  // addition and norm
+    {"ppippf", Call<Pointer, Pointer, Int, Pointer, Pointer, Real>::invoke},           // rotation and write
     {"pppipi", Call<Pointer, Pointer, Pointer, Int, Pointer, Int>::invoke},            // attention of chunks
     {"pppipii", Call<Pointer, Pointer, Pointer, Int, Pointer, Int, Int>::invoke},      // attention of single rows
 };

@@ -10,6 +10,7 @@
 #include <limits>
 
 #include "parallel.h"
+#include "scratch.h"
 
 namespace {
 

@@ -75,7 +75,7 @@ def rotation(library, dtype, head_dim, *, rows, block_size, num_blocks, threads=
     positions = torch.tensor([rng.randrange(4000) for _ in range(rows)])
     slots = torch.tensor(rng.sample(range(num_blocks * block_size), rows))
     cos, sin = RotaryEmbedding(parse_rope({}, 4096), head_dim).angles(positions, torch.float32)
-    qkv = torch.randn(rows, 10, head_dim).to(dtype)
+    qkv = torch.randn(rows, 10 * head_dim + 3).to(dtype)[:, : 10 * head_dim].view(rows, 10, head_dim)  # rows apart
     ops = CpuElementwise(library, dtype, num_threads=threads)
     half = head_dim // 2
     plan = ops.plan_rotation(shape, cos[:, 0, :half], sin[:, 0, half:], slots.numpy())

@@ -1,0 +1,121 @@
+// Memory for intermediate results that are read again and again out of L2.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstdlib>
+
+#include "parallel.h"
+
+namespace tandem {
+
+constexpr int64_t kHugePage = int64_t{2} << 20;
+
+// Seconds for reading half a huge page, whichever half takes longer, after it has been read once: out of L2, that is,
+// unless its lines compete for the same sets.
+inline double reading_time(const char* page) {
+  constexpr int64_t kHalf = kHugePage / 2;
+  constexpr int kReadings = 5;
+  double worst = 0;
+  for (const char* half = page; half < page + kHugePage; half += kHalf) {
+    double best = 1;
+    for (int i = 0; i < kReadings; ++i) {
+      const auto begin = std::chrono::steady_clock::now();
+      uint64_t sum = 0;
+      for (int64_t at = 0; at < kHalf; at += 64) sum += *reinterpret_cast<const volatile uint64_t*>(half + at);
+      asm volatile("" ::"r"(sum));
+      best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+    }
+    worst = std::max(worst, best);
+  }
+  return worst;
+}
+
+// `count` huge pages in a row that the calling thread's L2 holds well; null when there is no memory.
+//
+// L2 is addressed physically. A virtual machine's huge page may be small pages of its host, anywhere: in some one in
+// twenty so many of them fall into the same sets that half of it does not stay in L2, and whatever is multiplied from
+// there takes half as long again for as long as it is used. So a few more than needed are tried.
+inline char* well_placed_pages(int64_t count) {
+  constexpr int64_t kSpare = 6;
+  const int64_t tried = count + kSpare, reserved = (tried + count + 1) * kHugePage;
+  void* memory = mmap(nullptr, static_cast<size_t>(reserved), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) return nullptr;
+  char* const begin = static_cast<char*>(memory);
+  char* const result = begin + (-reinterpret_cast<uintptr_t>(memory) & (kHugePage - 1));
+  char* const candidates = result + count * kHugePage;
+  madvise(candidates, static_cast<size_t>(tried * kHugePage), MADV_HUGEPAGE);
+  struct Candidate {
+    double time;
+    char* page;
+  };
+  auto* const found = static_cast<Candidate*>(std::calloc(static_cast<size_t>(tried), sizeof(Candidate)));
+  if (found == nullptr) std::abort();
+  for (int64_t i = 0; i < tried; ++i) {
+    char* page = candidates + i * kHugePage;
+    for (int64_t at = 0; at < kHugePage; at += 4096) page[at] = 1;  // gives it memory
+    found[i] = {reading_time(page), page};
+  }
+  std::sort(found, found + tried, [](const Candidate& a, const Candidate& b) { return a.time < b.time; });
+  for (int64_t i = 0; i < count; ++i) {
+    char* target = result + i * kHugePage;
+    if (mremap(found[i].page, kHugePage, kHugePage, MREMAP_MAYMOVE | MREMAP_FIXED, target) != target) std::abort();
+  }
+  std::free(found);
+  munmap(candidates, static_cast<size_t>(begin + reserved - candidates));
+  if (result > begin) munmap(begin, static_cast<size_t>(result - begin));
+  return result;
+}
+
+// Memory that a thread keeps for its life and that grows rarely: no allocation in the steady state.
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() { drop(); }
+
+  // At least `bytes` bytes, aligned to a page, a huge one where it is worth it: rows are read at a rate that page walks
+  // would halve. What was there before is lost when it grows.
+  void* get(size_t bytes) {
+    if (bytes <= size_) return memory_;
+    drop();
+    const int64_t wanted = static_cast<int64_t>(bytes);
+    if (wanted >= kHugePage / 4) {
+      mapped_ = true;
+      size_ = static_cast<size_t>(round_up(wanted, kHugePage));
+      memory_ = well_placed_pages(static_cast<int64_t>(size_) / kHugePage);
+    } else {
+      size_ = static_cast<size_t>(round_up(wanted, 4096));
+      memory_ = std::aligned_alloc(4096, size_);
+    }
+    if (memory_ == nullptr) std::abort();
+    return memory_;
+  }
+
+  template <class T>
+  T* array(int64_t count) {
+    return static_cast<T*>(get(static_cast<size_t>(count) * sizeof(T)));
+  }
+
+ private:
+  void drop() {
+    if (mapped_) {
+      munmap(memory_, size_);
+    } else {
+      std::free(memory_);
+    }
+    memory_ = nullptr;
+    size_ = 0;
+    mapped_ = false;
+  }
+
+  void* memory_ = nullptr;
+  size_t size_ = 0;
+  bool mapped_ = false;
+};
+
+}  // namespace tandem
