@@ -10,8 +10,10 @@ from time import perf_counter
 import numpy as np
 import torch
 
+from engine.device_queue import device_queue
 from engine.kv_cache import PagedKVCache
 from engine.preemption import CopyRates
+from engine.staging import Staging
 from engine.step_inputs import IntArray, StepInputs
 
 _SAMPLE_BLOCKS = 64
@@ -26,6 +28,8 @@ class BlockMover:
         self._cache = cache
         # Bytes, whatever the numbers are: [num_layers, num_blocks, layer_block_bytes].
         self._pool = cache.blocks
+        # Steps with copies are rare, so these wait their turn apart from what every step uploads.
+        self._staging = Staging(device_queue(self._pool.device))
         self._is_on_host = self._pool.device.type == "cpu"
         num_layers, _, layer_block_bytes = self._pool.shape
         # A place is contiguous, so that between host and device it is one transfer.
@@ -47,7 +51,12 @@ class BlockMover:
         if len(inputs.loads):
             self._load(inputs.loads)
         if len(inputs.copies):
-            sources, targets = torch.from_numpy(inputs.copies).to(self._pool.device).unbind(1)
+            self._copy(inputs.copies)
+
+    def _copy(self, moves: IntArray) -> None:
+        """Of each `[source, target]`, within the pool; what says which is read by the device when it comes to it."""
+        with self._staging.step():
+            sources, targets = self._staging.put(moves.T).unbind(0)
             self._cache.copy_blocks(sources, targets)
 
     def _save(self, moves: IntArray) -> None:

@@ -50,8 +50,10 @@ class Staging:
             piece.done.wait()
         piece.used = 0
         piece.outgrown.clear()
-        yield
-        piece.done = self._queue.mark()
+        try:
+            yield
+        finally:  # copies may be under way even if the step was given up
+            piece.done = self._queue.mark()
 
     def put(self, array: NDArray[Any]) -> Tensor:
         """The array on the device, for work asked for from now on; the array itself may change at once."""

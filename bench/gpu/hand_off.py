@@ -5,7 +5,7 @@ import importlib.util
 from bench.errors import CannotMeasure
 from bench.gpu.stage import Findings, Note, Stage
 
-_TRANSPORT = "kv_transfer.cuda_ipc"
+_TRANSPORT = "kv_transfer.transports.cuda_ipc"
 
 
 def cuda_ipc(stage: Stage) -> Findings:

@@ -83,8 +83,13 @@ class Workshop:
         mine, theirs = self._context.Pipe(duplex=False)
         fields = asdict(replace(stage, deadline_s=deadline_s))
         process = self._context.Process(target=_work, args=(theirs, part.module, part.function, fields))
-        process.start()
-        theirs.close()  # so that the pipe ends when the process does
+        try:
+            process.start()
+        except (OSError, EOFError) as problem:  # the server is gone; it is started anew for the next part
+            mine.close()
+            return Result(part=part.name, status=Status.FAILED, error=f"no process could be had: {problem!r:.200}")
+        finally:
+            theirs.close()  # so that the pipe ends when the process does
         try:
             result = _listen(mine, part.name, deadline_s)
             if result.status is not Status.STOPPED:

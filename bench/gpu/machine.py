@@ -17,7 +17,7 @@ from bench.report import figure
 from engine.backends.select import select_backend
 
 _PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "numpy", "safetensors")
-_READ_BYTES, _SMALL_READ_BYTES = 8 << 30, 64 << 20
+_READ_BYTES, _SMALL_READ_BYTES = 4 << 30, 64 << 20
 _GEMMS = ((8192, 8192, 8192), (8192, 4096, 28_672), (8192, 14_336, 4096), (4096, 4096, 4096))
 """Rows, depth, columns: a square one, and the largest of an 8B model's own over 8k tokens."""
 _SMALL_GEMMS = ((256, 256, 256),)

@@ -1,14 +1,17 @@
 """An 8B-shaped random model on the whole engine: decode against the bandwidth, prefill against the matrix products."""
 
 from array import array
+from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import torch
 from torch import Tensor
 
 from bench.engine_bench.roofline import ModelCost, mean_context
+from bench.errors import CannotMeasure
 from bench.gpu.machine import gemm_flops_per_s, read_bytes_per_s
-from bench.gpu.serving import BLOCK_SIZE, Limits, Serving, pool_blocks, random_prompts
+from bench.gpu.serving import BLOCK_SIZE, Limits, Serving, Tokens, pool_blocks, random_prompts
 from bench.gpu.sources import random_model
 from bench.gpu.stage import Findings, Note, Stage
 from bench.gpu.timing import wall_seconds_per_call
@@ -32,7 +35,10 @@ _REPEATS = 2
 
 
 def decode(stage: Stage) -> Findings:
-    """Tokens per second and share of the roofline by batch; the prompts are computed on the way."""
+    """Tokens per second and share of the roofline by batch; the prompts are computed on the way.
+
+    Judged is the engine as it serves, with its steps recorded; beside it stands the same without.
+    """
     batches, length, num_tokens = ((1, 2), 20, 4) if stage.is_small else (tuple(DECODE_GOALS), 1024, 96)
     bytes_per_s = read_bytes_per_s(stage)
     yield figure("decode.ceiling", bytes_per_s / 1e9, "GB/s")
@@ -47,23 +53,27 @@ def decode(stage: Stage) -> Findings:
         chunk_tokens=max(64, length) * 4,
         max_model_len=length + num_tokens + 16,
     )
-    with Serving(model, limits) as serving:
-        for batch in batches:
-            # The first round compiles and captures what this batch needs.
-            rounds = [
-                serving.run(random_prompts(rng, batch, length, model.config.vocab_size), num_tokens)
-                for _ in range(1 + _REPEATS)
-            ]
-            step_s = min(served.decode_step_s(batch) for served in rounds[1:])
-            limit = cost.decode_limit(batch, mean_context(length, num_tokens), bytes_per_s)
-            goal = DECODE_GOALS.get(batch)
-            yield figure(f"decode.{batch}.step", step_s * 1e3, "ms")
-            yield figure(f"decode.{batch}.rate", batch / step_s, "tokens/s")
-            yield figure(
-                f"decode.{batch}.of_roofline", batch / step_s / limit, "", at_least=stage.goal(goal) if goal else None
-            )
+    prompts = {batch: random_prompts(rng, batch, length, model.config.vocab_size) for batch in batches}
+    for graphs in (True, False):
+        with Serving(model, replace(limits, graphs=graphs)) as serving:
+            if graphs and model.device.type == "cuda" and not serving.has_graphs:
+                raise CannotMeasure("the engine recorded no graphs")
+            for batch in batches:
+                step_s = _decode_step_s(serving, prompts[batch], num_tokens)
+                limit = cost.decode_limit(batch, mean_context(length, num_tokens), bytes_per_s)
+                name = f"decode.{batch}" if graphs else f"decode.{batch}.eager"
+                goal = stage.goal(DECODE_GOALS[batch]) if graphs and batch in DECODE_GOALS else None
+                yield figure(f"{name}.step", step_s * 1e3, "ms")
+                yield figure(f"{name}.rate", batch / step_s, "tokens/s")
+                yield figure(f"{name}.of_roofline", batch / step_s / limit, "", at_least=goal)
     del serving
     yield from _launched_and_replayed(model, batches, length)
+
+
+def _decode_step_s(serving: Serving, prompts: Sequence[Tokens], num_tokens: int) -> float:
+    """Best mean of several rounds. The first also computes the prompts, which the others find in the cache."""
+    rounds = [serving.run(prompts, num_tokens) for _ in range(1 + _REPEATS)]
+    return min(served.decode_step_s(len(prompts)) for served in rounds)
 
 
 @torch.inference_mode()

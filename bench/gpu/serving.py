@@ -48,8 +48,8 @@ class Limits:
     block_size: int = BLOCK_SIZE
     pipelined: bool = True
     """A step is launched before the one before has ended, as an engine does on a GPU."""
-    graphs: bool = False
-    """Decoding steps are recorded at start, where the backend can."""
+    graphs: bool = True
+    """Decoding steps are recorded at start, where the backend can, as an engine does on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +109,8 @@ class Serving:
         runner = ModelRunner(model, cache)
         if limits.graphs:
             runner.record_graphs(max_rows=limits.max_rows, max_length=limits.max_model_len)
+        self.has_graphs = runner.graphs is not None
+        """Whether steps of nothing but decoding are replayed."""
         self._root = root_hash(secret=_SECRET, model_fingerprint=model.fingerprint)
         self._names = count()
         self._job: _Job | None = None

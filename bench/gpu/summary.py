@@ -56,4 +56,6 @@ def write_json(path: Path, results: Sequence[Result], *, stage: Stage, seconds: 
     }
     whole["is_complete"] = all(result.is_complete for result in results)
     rows = [asdict(row) for result in results for row in result.rows]
-    path.write_text(json.dumps({**whole, "parts": parts, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(json.dumps({**whole, "parts": parts, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+    beside.replace(path)  # whoever stops the suite meanwhile keeps the file of the part before

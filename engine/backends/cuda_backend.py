@@ -18,7 +18,7 @@ from engine.backends.options import BackendOptions
 from engine.kernels.triton.activation import silu_mul
 from engine.kernels.triton.gemm_fixed import gemm_fixed
 from engine.kernels.triton.norm import add_rms_norm
-from engine.kernels.triton.sampling import TritonSampling
+from engine.kernels.triton.sampling import TritonSampling, compile_for
 from engine.kernels.triton.tuning import GemmLaunch, load_table
 from engine.kv_cache import TORCH_DTYPES, PagedKVCache
 from engine.layers.attention import AttentionBackend, AttentionSpec
@@ -163,6 +163,8 @@ class CudaBackend:
             block_size=self._block_size,
         )
         graphs.capture()
+        # The rest of such a step; a dry run meets one way to sample, requests may ask for others.
+        compile_for(model.config.vocab_size, self.device)
         return graphs
 
     def trim(self) -> None:

@@ -1,11 +1,14 @@
 """Decoding steps as CUDA graphs: one for each padded batch size, captured at start, replayed ever after.
 
-A graph holds addresses and launch sizes, not values: a step's arrays are copied into the graph's own buffers, the rest
-of a padded batch has length 0 and writes nothing. Replaying costs one call where the eager step makes hundreds.
-Life cycle: `capture()` once, before serving, largest batch first, since graphs share one memory pool and the first
-shapes it; then `logits()` for every step that is nothing but decoding.
+A graph holds addresses and launch sizes, not values: a step's arrays are copied into buffers that all graphs read, the
+rest of a padded batch has length 0 and writes nothing. Replaying costs one call where the eager step makes hundreds.
+What a graph computes on the way lies in one memory pool, and its logits in one buffer: graphs run one after another,
+and each writes whatever it reads there. So any number of them takes the memory of the largest.
+Life cycle: `capture()` once, before serving, largest batch first, since the first shapes the pool; then `logits()` for
+every step that is nothing but decoding.
 """
 
+import gc
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,44 +28,53 @@ _WARM_UPS = 2
 class Recorder(Protocol):
     """Records work once, and gives a call that repeats it on the same memory."""
 
-    def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """`work` must not synchronise. The tensor returned is overwritten by each repetition."""
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """`work` must not wait for the device, and must keep what it makes in memory that it was given."""
         ...
 
 
 class CudaRecorder:
-    """Captures CUDA graphs into one memory pool."""
+    """Captures CUDA graphs into one memory pool, on one stream: memory and a library's workspace belong to a stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """See Recorder."""
-        beside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        beside.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(beside):
+        present = torch.cuda.current_stream(self._device)
+        self._beside.wait_stream(present)
+        with torch.cuda.stream(self._beside):
             for _ in range(_WARM_UPS):
                 work()
-        torch.cuda.current_stream(self._device).wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            out = work()
+        # What other threads ask of the device meanwhile is no part of the graph, and no reason to give it up.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._beside, capture_error_mode="thread_local"):
+            work()
+        present.wait_stream(self._beside)
+        return graph.replay
 
-        def replay() -> Tensor:
-            graph.replay()
-            return out
 
-        return replay
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Buffers:
+    """What all graphs read and write: as large as the largest, of which the others use the beginning."""
+
+    words: Tensor  # int32 [table_begin of the largest]
+    tables: Tensor  # int32 [largest, max_blocks]
+    logits: Tensor  # float32 [largest, vocab_size]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Graph:
+    """One batch size; its tensors are the beginnings of the shared ones."""
+
     layout: StepLayout
     words: Tensor  # int32 [table_begin]
     tables: Tensor  # int32 [batch, max_blocks]
     token_ids: Tensor  # int64 [batch], within `words`
-    replay: Callable[[], Tensor]
+    logits: Tensor  # float32 [batch, vocab_size]
+    replay: Callable[[], None]
 
 
 class DecodeGraphs:
@@ -89,8 +101,10 @@ class DecodeGraphs:
 
     def capture(self) -> None:
         """Record every batch size. What it computes meanwhile is nobody's: no cache block is written."""
+        gc.collect()  # graphs of an engine that is gone are not to be taken apart in the middle of a capture
+        buffers = self._make_buffers()
         for batch in reversed(self._batch_sizes):
-            self._graphs[batch] = self._captured(batch)
+            self._graphs[batch] = self._captured(batch, buffers)
 
     def logits(self, inputs: StepInputs, token_ids: Tensor, rows: Tensor | None) -> Tensor | None:
         """See StepGraphs. Waits for nothing.
@@ -109,23 +123,33 @@ class DecodeGraphs:
         graph.words.copy_(words)
         graph.tables[:count, : tables.shape[1]].copy_(tables)
         graph.token_ids[:count].copy_(token_ids)
-        logits = graph.replay()
-        return logits[:count] if rows is None else logits.index_select(0, rows)
+        graph.replay()
+        return graph.logits[:count] if rows is None else graph.logits.index_select(0, rows)
 
-    def _captured(self, batch: int) -> _Graph:
-        device = self._model.device
+    def _make_buffers(self) -> _Buffers:
+        largest, device = self._batch_sizes[-1], self._model.device
+        words = StepLayout(num_rows=largest, num_seqs=largest).table_begin
+        return _Buffers(
+            words=torch.zeros(words, dtype=torch.int32, device=device),
+            tables=torch.zeros(largest, self._max_blocks, dtype=torch.int32, device=device),
+            logits=torch.zeros(largest, self._model.config.vocab_size, dtype=torch.float32, device=device),
+        )
+
+    def _captured(self, batch: int, buffers: _Buffers) -> _Graph:
         layout = StepLayout(num_rows=batch, num_seqs=batch)
-        words = torch.zeros(layout.table_begin, dtype=torch.int32, device=device)
-        tables = torch.zeros(batch, self._max_blocks, dtype=torch.int32, device=device)
-        step = layout.views(words, tables)
+        words = buffers.words[: layout.table_begin].zero_()
+        step = layout.views(words, buffers.tables[:batch])
         step.slots.fill_(-1)
+        logits = buffers.logits[:batch]
 
-        def work() -> Tensor:
+        def work() -> None:
             plan = CudaAttentionPlan(self._attention, step, num_single=batch, max_length=self._max_length)
-            return self._model.logits(self._model.forward(step.token_ids, plan, None))
+            logits.copy_(self._model.logits(self._model.forward(step.token_ids, plan, None)))
 
         replay = self._recorder.record(work)
-        return _Graph(layout=layout, words=words, tables=tables, token_ids=step.token_ids, replay=replay)
+        return _Graph(
+            layout=layout, words=words, tables=step.tables, token_ids=step.token_ids, logits=logits, replay=replay
+        )
 
 
 def graph_batch_sizes(largest: int) -> tuple[int, ...]:

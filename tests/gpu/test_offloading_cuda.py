@@ -30,6 +30,24 @@ def test_moves_follow_the_stream(dtype: str) -> None:
         assert torch.equal(cache.blocks, before[:, [5, 0, 2, 5, 0, 1]])
 
 
+def test_copies_are_asked_for_while_the_device_is_busy() -> None:
+    """The host goes on, and what it says next does not change what the device has yet to read."""
+    cache = PagedKVCache(layout("bfloat16"), num_blocks=64, device="cuda")
+    mover = BlockMover(cache)
+    cache.blocks.random_()
+    before = cache.blocks.clone()
+    for target in (10, 20):  # whatever the first call of anything waits for
+        mover.move(moves(copies=[(0, target)]))
+    torch.cuda.synchronize()
+    busy = torch.cuda.Event()
+    torch.cuda._sleep(2_000_000_000)  # cycles: a second
+    busy.record()
+    for i in range(2):
+        mover.move(moves(copies=[(i, 32 + i), (i + 4, 48 + i)]))
+    assert not busy.query()
+    assert torch.equal(cache.blocks[:, [32, 33, 48, 49]], before[:, [0, 1, 4, 5]])
+
+
 def test_a_preempted_request_says_the_same_when_its_kv_was_saved() -> None:
     spec = replace(TIGHT, device="cuda", memory_bytes=2 << 30)
     undisturbed, num_saved, _ = generate(assemble(replace(spec, num_blocks=64)))

@@ -23,9 +23,7 @@ from engine.kernels.triton.aot_cases import AotCase, all_cases
 from engine.kernels.triton.tuning import LaunchTable, load_table
 
 _TARGET = GPUTarget("cuda", 90, 32)
-_DIVISIBLE = [["tt.divisibility", 16]]
-_UNALIGNED = ("num_seqs", "num_rows", "count", "eps", "score_scale")
-"""Numbers that nothing is known of; pointers, strides and sizes are multiples of 16 in every model worth tuning for."""
+_DIVISIBLE: list[list[object]] = [["tt.divisibility", 16]]
 MAX_SPILL_BYTES = 64
 """Per thread. A few words spilled outside a loop are cheaper than a smaller tile."""
 MAX_SHARED_BYTES = 227 * 1024
@@ -50,23 +48,22 @@ class Resources:
         return self.spill_bytes > MAX_SPILL_BYTES or self.shared_bytes > MAX_SHARED_BYTES
 
 
-def compile_case(case: AotCase) -> Resources:
-    """Compile one case to machine code and count. Raises what triton raises when it cannot be compiled."""
+def source_of(case: AotCase) -> ASTSource:
+    """What is compiled. Raises ValueError when a case says nothing of an argument."""
     names = case.kernel.arg_names
     constants = {(names.index(name),): value for name, value in case.constants.items()}
     signature = {name: case.types.get(name, "constexpr") for name in names}
     missing = [name for name in names if name not in case.types and name not in case.constants]
     if missing:
         raise ValueError(f"{case.name}: nothing said of {missing}")
-    aligned = {
-        (i,): _DIVISIBLE
-        for i, name in enumerate(names)
-        if name in case.types and name not in _UNALIGNED and not case.types[name].startswith("fp")
-    }
-    source = ASTSource(case.kernel, signature, constants, aligned)
+    return ASTSource(case.kernel, signature, constants, _alignments(case))
+
+
+def compile_case(case: AotCase) -> Resources:
+    """Compile one case to machine code and count. Raises what triton raises when it cannot be compiled."""
     fuse = not case.constants.get("FIXED_KEYS")  # as the launchers say
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": fuse}
-    compiled = triton.compile(source, target=_TARGET, options=options)
+    compiled = triton.compile(source_of(case), target=_TARGET, options=options)
     registers, stack = _usage(compiled.asm["cubin"])
     return Resources(
         name=case.name,
@@ -76,6 +73,21 @@ def compile_case(case: AotCase) -> Resources:
         num_warps=case.num_warps,
         num_stages=case.num_stages,
     )
+
+
+def _alignments(case: AotCase) -> dict[tuple[int], list[list[object]]]:
+    """What a launch would find: pointers, strides and sizes are multiples of 16 in every model worth tuning for.
+
+    Nothing is known of what the kernel's decorator says is not to be looked at.
+    """
+    return {
+        (parameter.num,): _DIVISIBLE
+        for parameter in case.kernel.params
+        if parameter.name in case.types
+        and not parameter.do_not_specialize
+        and not parameter.do_not_specialize_on_alignment
+        and not case.types[parameter.name].startswith("fp")
+    }
 
 
 def compile_all(table: LaunchTable, *, representative: bool = False, only: str = "") -> Iterator[Resources]:

@@ -5,7 +5,7 @@ constants and its launch.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from engine.kernels.triton.activation import silu_mul_kernel
@@ -139,7 +139,7 @@ def _decode(v: _Variant, table: LaunchTable) -> Iterator[AotCase]:
     types |= {"stats_ptr": "*fp32", "tables_ptr": "*i32", "lengths_ptr": "*i32", "query_stride": "i32"}
     types |= {"out_stride": "i32", "table_stride": "i32", "score_scale": "fp32"}
     split = {"NUM_SPLITS": 16, "MIN_KEYS": launch.min_keys, "FIXED_KEYS": launch.fixed_keys, "BLOCK_N": launch.block_n}
-    yield AotCase(
+    case = AotCase(
         name=f"flash_decode {v.name}",
         kernel=flash_decode_kernel,
         types=types,
@@ -148,14 +148,20 @@ def _decode(v: _Variant, table: LaunchTable) -> Iterator[AotCase]:
         num_stages=launch.num_stages,
         representative=v.representative,
     )
-    if v.cache == "same":
-        kept = {name: v.geometry[name] for name in ("GROUP", "HEAD_DIM", "WINDOW", "BLOCK_D", "head_scales_ptr")}
-        pointers = ("out_ptr", "sums_ptr", "stats_ptr", "lengths_ptr", "out_stride")
+    yield case
+    if v.representative:
+        absent = {"sums_ptr": None, "stats_ptr": None}
+        kept = {name: found for name, found in types.items() if name not in absent}
+        constants = case.constants | {"NUM_SPLITS": 1} | absent
+        yield replace(case, name=f"{case.name}-whole", types=kept, constants=constants)
+    if v.cache != "int8":
+        pointers = ("out_ptr", "head_scales_ptr", "sums_ptr", "stats_ptr", "lengths_ptr", "out_stride")
+        names = ("GROUP", "HEAD_DIM", "WINDOW", "BLOCK_D", "head_scales_ptr")
         yield AotCase(
             name=f"merge_parts {v.name}",
             kernel=merge_parts_kernel,
-            types={name: types[name] for name in pointers},
-            constants=kept | split | {"BLOCK_S": 16},
+            types={name: types[name] for name in pointers if name in types},
+            constants={name: v.geometry[name] for name in names if name in v.geometry} | split | {"BLOCK_S": 16},
             representative=v.representative,
         )
 

@@ -15,13 +15,16 @@ from torch import Tensor
 from engine.kernels.triton.cutoffs import best_above, kth_largest, largest_of
 from engine.kernels.triton.noise import accurate_log, gumbel_tile
 from engine.sampling_kernels import UNUSABLE, DrawParams, LogitEdits
-from engine.token_counts import Penalties
+from engine.token_counts import Penalties, TokenCounts
 from tandem.errors import ConfigError
 
 _PREPARE_BLOCK = 1024
 _SELECT_BLOCK = 4096
 _SELECT_WARPS = 16
 _UNUSABLE = tl.constexpr(UNUSABLE)
+
+# What is asked of each row lies in one array, one kind after the other, so where a kind begins depends on the number of
+# rows. It is read a number at a time: kernels compiled for each alignment would gain nothing and keep somebody waiting.
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -46,7 +49,12 @@ def _penalised(x, tokens, inside, row, vocab_size, counts_ptr, slots_ptr, repeti
     return tl.where(output > 0.0, x - tl.load(presence_ptr + row), x)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "temperature_ptr", "seed_ptr", "position_ptr", "choice_ptr", "slots_ptr", "repetition_ptr", "presence_ptr",
+        "frequency_ptr",
+    ]
+)  # fmt: skip
 def prepare_kernel(
     logits_ptr, scaled_ptr, noisy_ptr, temperature_ptr, seed_ptr, position_ptr, choice_ptr,
     counts_ptr, slots_ptr, repetition_ptr, presence_ptr, frequency_ptr, vocab_size, BLOCK: tl.constexpr,
@@ -72,7 +80,11 @@ def prepare_kernel(
     tl.store(scaled_ptr + where, x, mask=inside)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "out_ptr", "temperature_ptr", "min_p_ptr", "top_p_ptr", "top_k_ptr", "slots_ptr",
+    ]
+)  # fmt: skip
 def select_kernel(
     scaled_ptr, noisy_ptr, out_ptr, temperature_ptr, min_p_ptr, top_p_ptr, top_k_ptr, counts_ptr, slots_ptr,
     vocab_size, BLOCK: tl.constexpr,
@@ -151,6 +163,27 @@ class TritonSampling:
             BLOCK=_SELECT_BLOCK, num_warps=_SELECT_WARPS,
         )  # fmt: skip
         return out
+
+
+def compile_for(vocab_size: int, device: torch.device) -> None:
+    """Make every launch that sampling from so large a vocabulary may need, so that no request waits for the compiler.
+
+    On one row: the number of rows is no part of what is compiled.
+    """
+    logits = torch.zeros(1, vocab_size, device=device)
+    zero, one = torch.zeros(1, device=device), torch.ones(1, device=device)
+    number = torch.zeros(1, dtype=torch.int64, device=device)
+    params = DrawParams(
+        temperature=one, min_p=zero, top_p=one, top_k=number, seed=number, position=number, choice=number
+    )
+    slots = torch.zeros(1, dtype=torch.int32, device=device)
+    counts = TokenCounts.allocate(1, vocab_size, device)
+    penalties = Penalties(counts=counts, slots=slots, repetition=one, presence=zero, frequency=zero)
+    edits = LogitEdits(rows=slots, token_ids=slots, values=zero)
+    sampling = TritonSampling()
+    sampling.choose(logits, None)
+    sampling.choose(logits, params)
+    sampling.choose(logits, params, penalties=penalties, edits=edits)
 
 
 def _edited(logits: Tensor, edits: LogitEdits) -> Tensor:

@@ -153,20 +153,29 @@ def test_padding_gets_zeros(splits, fixed_keys):
     assert out[0].isfinite().all()
 
 
-def test_offsets_do_not_wrap():
-    """Blocks beyond 2^31 elements: the cache is memory that is reserved, and touched only where it is used."""
+def far_layer():
+    """Two blocks beyond 2^32 elements: the cache is memory that is reserved, and touched only where it is used."""
     head_dim, block_size, block = 128, 16, 2**20
     pages = torch.empty(block + 2, 2, 1, block_size, head_dim, dtype=torch.float16)
     assert block * pages.stride(0) >= 2**32
-    layer = LayerPages(pages=pages)
-    rng = random.Random(1)
-    pages[block : block + 2] = randn(rng, 2, 2, 1, block_size, head_dim, dtype=torch.float16)
-    queries = randn(rng, 1, 2, head_dim, dtype=torch.float16)
-    tables, out = int32([[block + 1, block]]), torch.empty_like(queries)
-    expected = reference.attention(queries, layer, tables=tables, starts=int32([20]), counts=int32([1]), window=None)
-    launch = DecodeLaunch(block_n=16, num_warps=4, num_stages=2)
-    flash_decode(queries, layer, out, tables=tables, lengths=int32([21]), window=None, workspace=None, launch=launch)
+    pages[block : block + 2] = randn(random.Random(1), 2, 2, 1, block_size, head_dim, dtype=torch.float16)
+    return LayerPages(pages=pages), int32([[block + 1, block]])
+
+
+def test_offsets_do_not_wrap():
+    layer, tables = far_layer()
+    queries = randn(random.Random(2), 3, 2, layer.head_dim, dtype=torch.float16)
+    expected = reference.attention(queries, layer, tables=tables, starts=int32([18]), counts=int32([3]), window=None)
+    out = torch.empty_like(queries)
+    prefill = PrefillLaunch(block_m=16, block_n=16, num_warps=4, num_stages=2)
+    row_starts, starts = row_starts_of(int32([3])), int32([18])
+    paged_prefill(queries, layer, out, tables=tables, row_starts=row_starts, starts=starts, window=None, launch=prefill)
     torch.testing.assert_close(out.float(), expected, atol=4e-3, rtol=4e-3)
+    launch, last = DecodeLaunch(block_n=16, num_warps=4, num_stages=2), out[2:].zero_()
+    flash_decode(
+        queries[2:], layer, last, tables=tables, lengths=int32([21]), window=None, workspace=None, launch=launch
+    )
+    torch.testing.assert_close(last.float(), expected[2:], atol=4e-3, rtol=4e-3)
 
 
 @pytest.mark.parametrize("seed", range(8))

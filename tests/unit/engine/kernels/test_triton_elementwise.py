@@ -89,6 +89,30 @@ def test_rotation_and_write(seed, cache):
     torch.testing.assert_close(*codes, atol=1.0, rtol=0.0 if cache == torch.int8 else 0.13)
 
 
+@pytest.mark.parametrize("cache", ["same", "int8"])
+def test_writes_beyond_two_to_the_32_do_not_wrap(cache):
+    """The cache is memory that is reserved, and touched only where it is written."""
+    block, head_dim, block_size = 2**21, 64, 16
+    qkv = randn(random.Random(3), 2, 4 * head_dim, dtype=torch.float16)
+    if cache == "int8":
+        size = 2 * block_size * head_dim  # of codes; two blocks' worth apart, as scales stand behind them
+        codes = torch.empty((block + 1) * 2 * size, dtype=torch.int8).view(-1, 2 * size)
+        pages = codes[:, :size].view(-1, 2, 1, block_size, head_dim)
+        scales = codes.view(torch.float32)[:, size // 4 : size // 4 + 2 * block_size].view(-1, 2, 1, block_size)
+        layer = LayerPages(pages=pages, token_scales=scales)
+    else:
+        layer = LayerPages(pages=torch.empty(block + 1, 2, 1, block_size, head_dim, dtype=torch.float16))
+    assert block * layer.block_stride >= 2**32
+    angles = torch.zeros(2, head_dim // 2)
+    slots = torch.tensor([block * block_size + 3, -1])
+    rope_kv(qkv, layer, cos=angles.cos(), sin=angles.sin(), slots=slots, norm=None)
+    found = layer.pages[block, :, 0, 3].float()
+    if layer.token_scales is not None:
+        found *= layer.token_scales[block, :, 0, 3, None]
+    expected = qkv[0].view(4, head_dim)[2:].float()
+    torch.testing.assert_close(found, expected, atol=3e-2 if cache == "int8" else 0.0, rtol=0.0)
+
+
 def test_rotation_is_the_engines():
     layer, qkv, step = rope_case(11, torch.float32, torch.float32)
     step["norm"] = None

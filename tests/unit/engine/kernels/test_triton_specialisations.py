@@ -1,0 +1,37 @@
+"""Which variants of the kernels an engine makes Triton compile, as a launch on an H200 would decide it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+SETTING = "TRITON_INTERPRET"
+
+
+@pytest.fixture(scope="module")
+def told():
+    """By a process of its own: this one may interpret."""
+    environment = {name: value for name, value in os.environ.items() if name != SETTING}
+    command = [sys.executable, "-m", "tests.unit.engine.kernels.triton_specialisations"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_no_request_waits_for_the_compiler(told):
+    """However many rows there are, where their arrays begin, and what they ask for."""
+    assert len(told["launched"]) > 20
+    assert not told["late"]
+
+
+def test_what_is_compiled_ahead_is_what_is_launched(told):
+    """Types, alignments, absent arguments, warps and stages: figures of registers and spills are of the real thing."""
+    launched = told["launched"]
+    cases = {case.pop("name"): case for case in told["cases"]}
+    astray = {name for name, case in cases.items() if case not in launched}
+    assert all("fixed" in name for name in astray), astray  # of other dtypes than this engine's
+    assert len(cases) - len(astray) > 15
