@@ -101,11 +101,12 @@ struct RopeWrite {
 // what is not finite is kept as zero, as the torch backend does.
 TANDEM_INLINE Floats finite(Floats x) { return x - x == 0.0f ? x : Floats{}; }
 
-// Rotates pairs (i, i + half) of one head: what is not a multiple of 16 lanes is finished with fewer.
+// Norms a head, unless `weight` is null, and rotates its pairs (i, i + half); any size.
 template <bool kFinite, class T, class Out>
-TANDEM_INLINE void rotate(const T* head, const T* weight, float factor, const RopeWrite& call, int64_t row, Out* out) {
+TANDEM_INLINE void rotate_any(const T* head, const T* weight, float eps, const RopeWrite& call, int64_t row, Out* out) {
   const int64_t half = call.head_dim / 2;
   const float *cos = call.cos + row * call.angle_stride, *sin = call.sin + row * call.angle_stride;
+  const float factor = weight == nullptr ? 1.0f : inverse_rms(head, call.head_dim, eps);
   for (int64_t i = 0; i < half; i += kLanes) {
     const int64_t count = half - i;
     Floats a = load_some(head + i, count), b = load_some(head + half + i, count);
@@ -121,6 +122,38 @@ TANDEM_INLINE void rotate(const T* head, const T* weight, float factor, const Ro
   }
 }
 
+// The same for a head of 64 `kPairs` values, which stays in registers in between.
+template <int kPairs, bool kFinite, class T, class Out>
+TANDEM_INLINE void rotate_whole(const T* head, const T* weight, float eps, const RopeWrite& call, int64_t row,
+                                Out* out) {
+  constexpr int kParts = 2 * kPairs, kHalf = kParts * kLanes;
+  const float *cos = call.cos + row * call.angle_stride, *sin = call.sin + row * call.angle_stride;
+  Floats x[2 * kParts];
+  for (int i = 0; i < 2 * kParts; ++i) x[i] = load(head + i * kLanes);
+  if (weight != nullptr) {
+    Floats sums[2] = {};
+    for (int i = 0; i < 2 * kParts; ++i) sums[i & 1] = fused(x[i], x[i], sums[i & 1]);
+    const float factor = inverse_rms(sums[0], sums[1], 2 * kHalf, eps);
+    for (int i = 0; i < 2 * kParts; ++i) x[i] = x[i] * factor * load(weight + i * kLanes);
+  }
+  for (int i = 0; i < kParts; ++i) {
+    const Floats a = x[i], b = x[i + kParts], c = load(cos + i * kLanes), s = load(sin + i * kLanes);
+    x[i] = fused(a, c, -(b * s));
+    x[i + kParts] = fused(b, c, a * s);
+    if (kFinite) x[i] = finite(x[i]), x[i + kParts] = finite(x[i + kParts]);
+  }
+  for (int i = 0; i < 2 * kParts; i += 2) store_two(out + i * kLanes, x[i], x[i + 1]);
+}
+
+template <bool kFinite, class T, class Out>
+TANDEM_INLINE void rotate(const T* head, const T* weight, float eps, const RopeWrite& call, int64_t row, Out* out) {
+  switch (call.head_dim) {
+    case 64: return rotate_whole<1, kFinite>(head, weight, eps, call, row, out);
+    case 128: return rotate_whole<2, kFinite>(head, weight, eps, call, row, out);
+    default: return rotate_any<kFinite>(head, weight, eps, call, row, out);
+  }
+}
+
 // `weights`: [num_heads + num_kv_heads, head_dim], or null for a model that does not norm its heads; rows of `qkv` are
 // `stride` elements apart.
 template <class T>
@@ -133,11 +166,10 @@ void qk_norm_rope_write(const RopeWrite& call, T* qkv, int64_t stride, T* cache,
     for (int64_t h = 0; h < heads + kv_heads; ++h) {
       T* head = qkv + row * stride + h * size;
       const T* weight = weights == nullptr ? nullptr : weights + h * size;
-      const float factor = weight == nullptr ? 1.0f : inverse_rms(head, size, eps);
       if (h < heads)
-        rotate<false>(head, weight, factor, call, row, head);
+        rotate<false>(head, weight, eps, call, row, head);
       else
-        rotate<true>(head, weight, factor, call, row, key + (h - heads) * call.block_size * size);
+        rotate<true>(head, weight, eps, call, row, key + (h - heads) * call.block_size * size);
     }
     for (int64_t h = 0; h < kv_heads; ++h) {
       const T* value = qkv + row * stride + (heads + kv_heads + h) * size;
@@ -162,13 +194,12 @@ void qk_norm_rope_write(const RopeWrite& call, T* qkv, int64_t stride, const Int
     for (int64_t h = 0; h < heads + 2 * kv_heads; ++h) {
       T* head = qkv + row * stride + h * size;
       const T* weight = weights == nullptr || h >= heads + kv_heads ? nullptr : weights + h * size;
-      const float factor = weight == nullptr ? 1.0f : inverse_rms(head, size, eps);
       if (h < heads) {
-        rotate<false>(head, weight, factor, call, row, head);
+        rotate<false>(head, weight, eps, call, row, head);
         continue;
       }
       if (h < heads + kv_heads)
-        rotate<true>(head, weight, factor, call, row, fresh);
+        rotate<true>(head, weight, eps, call, row, fresh);
       else
         for (int64_t i = 0; i < size; i += kLanes)
           store_some(fresh + i, finite(load_some(head + i, size - i)), size - i);

@@ -71,6 +71,22 @@ TANDEM_INLINE void store(Bfloat16* to, Floats x) {
   std::memcpy(to, &narrow, sizeof narrow);
 }
 
+// Thirty-two in a row; `low` comes first.
+TANDEM_INLINE void store_two(float* to, Floats low, Floats high) {
+  store(to, low);
+  store(to + kLanes, high);
+}
+
+TANDEM_INLINE void store_two(Bfloat16* to, Floats low, Floats high) {
+#if defined(__AVX512BF16__)
+  const __m512bh narrow = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  std::memcpy(to, &narrow, sizeof narrow);
+#else
+  store(to, low);
+  store(to + kLanes, high);
+#endif
+}
+
 // The first `count` lanes, zeros beyond: what lies behind the end is neither read nor written.
 template <class T>
 TANDEM_INLINE Floats load_some(const T* from, int64_t count) {
