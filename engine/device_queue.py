@@ -19,6 +19,10 @@ class Mark(Protocol):
         """Return when the device is past it."""
         ...
 
+    def has_passed(self) -> bool:
+        """Whether the device is past it."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Download:
@@ -33,6 +37,10 @@ class Download:
         """The values, in host memory."""
         self._done.wait()
         return self._here
+
+    def is_here(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._done.has_passed()
 
 
 class DeviceQueue(Protocol):
@@ -60,6 +68,10 @@ class _Passed:
 
     def wait(self) -> None:
         """See Mark."""
+
+    def has_passed(self) -> bool:
+        """See Mark."""
+        return True
 
 
 class HostQueue:
@@ -91,6 +103,10 @@ class _CudaMark:
     def wait(self) -> None:
         """See Mark."""
         self._event.synchronize()
+
+    def has_passed(self) -> bool:
+        """See Mark."""
+        return bool(self._event.query())
 
 
 class CudaQueue:

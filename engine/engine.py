@@ -63,6 +63,8 @@ class _Launched:
     schedule_s: float
     launched_s: float
     """When the runner was asked."""
+    ended_s: float | None
+    """When the runner had answered, if the step was over by then: the next one's launch is none of its time."""
 
 
 class Engine:
@@ -91,8 +93,8 @@ class Engine:
         self._clock = clock
         self._pipelined = pipelined
         self._launched: _Launched | None = None
-        self._settled_s = 0.0
-        """When the last step's tokens came."""
+        self._ended_s = 0.0
+        """When the last settled step was over."""
         self._wake = threading.Condition()
         self._calls: deque[_Call[Any]] = deque()
         self._closed: ServingError | None = None
@@ -174,10 +176,7 @@ class Engine:
         scheduled_s = self._clock()
         if scheduler.has_admissions:
             self._on_step(scheduler.drain())
-        launched_s = self._clock()
-        launched = _Launched(
-            batch=batch, step=self._runner.launch(batch), schedule_s=scheduled_s - started_s, launched_s=launched_s
-        )
+        launched = self._launch(batch, scheduled_s - started_s)
         self._settle()
         self._launched = launched
         # Blocks being saved are free already, and nobody outside may have them before they are.
@@ -185,23 +184,30 @@ class Engine:
             self._settle()
         return True
 
+    def _launch(self, batch: Batch, schedule_s: float) -> _Launched:
+        launched_s = self._clock()
+        step = self._runner.launch(batch)
+        ended_s = self._clock() if self._pipelined and step.is_over() else None
+        return _Launched(batch=batch, step=step, schedule_s=schedule_s, launched_s=launched_s, ended_s=ended_s)
+
     def _settle(self) -> None:
         """Wait for the launched step, if there is one, and tell what came of it."""
         launched, self._launched = self._launched, None
         if launched is None:
             return
         tokens = launched.step.tokens()
-        ended_s = self._clock()
+        told_s = self._clock()
+        ended_s = told_s if launched.ended_s is None else launched.ended_s
         output = self._scheduler.commit(launched.batch, tokens)
         timings = StepTimings(
             schedule_s=launched.schedule_s,
             # A device begins a step when it has ended the one before.
-            execute_s=ended_s - max(launched.launched_s, self._settled_s),
-            commit_s=self._clock() - ended_s,
+            execute_s=ended_s - max(launched.launched_s, self._ended_s),
+            commit_s=self._clock() - told_s,
             num_tokens=launched.batch.num_tokens,
             num_requests=len(launched.batch.items),
-            is_overlapped=self._pipelined,
+            is_overlapped=self._pipelined and launched.ended_s is None,
         )
-        self._settled_s = ended_s
+        self._ended_s = ended_s
         self._scheduler.observe(timings)
         self._on_step(replace(output, timings=timings))

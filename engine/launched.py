@@ -29,6 +29,10 @@ class ComingTokens:
             for found in chosen.logprobs
         ]
 
+    def is_over(self) -> bool:
+        """See LaunchedStep."""
+        return self._token_ids.is_here() and all(coming.top_values.is_here() for coming in self._logprobs)
+
     def tokens(self) -> Sequence[SampledToken | None]:
         """See LaunchedStep."""
         ids = self._token_ids.wait().tolist()
@@ -45,6 +49,10 @@ class ComingKeys:
 
     def __init__(self, queue: DeviceQueue) -> None:
         self._done = queue.mark()
+
+    def is_over(self) -> bool:
+        """See LaunchedStep."""
+        return self._done.has_passed()
 
     def tokens(self) -> Sequence[SampledToken | None]:
         """See LaunchedStep."""

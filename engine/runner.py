@@ -9,6 +9,10 @@ from engine.request import Batch, SampledToken
 class LaunchedStep(Protocol):
     """A step on its way."""
 
+    def is_over(self) -> bool:
+        """Whether `tokens` would wait for nothing. Where the host itself computes, a step is over once launched."""
+        ...
+
     def tokens(self) -> Sequence[SampledToken | None]:
         """Wait for the step: one token per item that samples, in the batch's order.
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PositiveInt,
@@ -22,8 +23,15 @@ from pydantic import (
 
 from tandem.errors import ConfigError
 
+
+def _switch(value: Any) -> Any:
+    """YAML reads a bare `on` or `off` as a truth value."""
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
+
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
+Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 MAX_REPLICAS = 256
 """Workers of one pool that one machine is asked to start."""
 MAX_TENSOR_PARALLEL = 64
@@ -76,7 +84,7 @@ class EngineConfig(Section):
     offload_bytes: int = Field(default=0, ge=0)
     """Host memory of a decode worker for the KV of preempted requests, where copying beats computing again; 0: none.
     Taken, and counted in `memory_bytes` on a CPU, at start."""
-    pipelined: Literal["auto", "on", "off"] = "auto"
+    pipelined: Switch = "auto"
     """Launch a step before the one before has ended; `auto` does so on a GPU. Never over several ranks."""
     num_threads: PositiveInt | None = None
     """CPU threads of each rank for tensor work; the cores divided by the ranks of all workers when absent."""

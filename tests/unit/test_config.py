@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config import MAX_REPLICAS, load
+from tandem.config import MAX_REPLICAS, dump, load
 from tandem.errors import ConfigError
 
 
@@ -42,3 +42,18 @@ def test_a_variable_that_is_no_yaml_is_named_and_not_shown(monkeypatch: pytest.M
         load(None)
     assert "TANDEM_SECRET" in str(refusal.value)
     assert "hush" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("wanted", ["on", "off", "auto"])
+def test_a_switch_may_be_written_bare_in_the_file_and_in_a_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str
+) -> None:
+    """YAML takes `on` and `off` for truth values."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text(f"engine: {{pipelined: {wanted}}}", encoding="utf-8")
+    config = load(path)
+    assert config.engine.pipelined == wanted
+    path.write_text(dump(config), encoding="utf-8")
+    assert load(path).engine.pipelined == wanted
+    monkeypatch.setenv("TANDEM_ENGINE__PIPELINED", wanted)
+    assert load(None).engine.pipelined == wanted

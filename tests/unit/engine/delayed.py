@@ -33,6 +33,9 @@ class DelayedStep:
     sampled: dict[RequestId, int] = field(default_factory=dict)
     is_done: bool = False
 
+    def is_over(self) -> bool:
+        return self.runner.is_over(self)
+
     def tokens(self) -> Sequence[SampledToken | None]:
         self.runner.run_until(self)
         poisoned = self.runner.poisoned
@@ -72,6 +75,9 @@ class DelayedRunner(LedgerRunner):
         step = DelayedStep(runner=self, batch=batch, rows=rows)
         self.pending.append(step)
         return step
+
+    def is_over(self, step: DelayedStep) -> bool:
+        return step.is_done
 
     def run_until(self, wanted: DelayedStep) -> None:
         """Steps run in order."""

@@ -82,6 +82,9 @@ class Done:
     def __init__(self, tokens: Sequence[SampledToken | None]) -> None:
         self._tokens = tokens
 
+    def is_over(self) -> bool:
+        return True
+
     def tokens(self) -> Sequence[SampledToken | None]:
         return self._tokens
 

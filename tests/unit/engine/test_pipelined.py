@@ -8,6 +8,7 @@ import torch
 
 from engine.backends.options import BackendOptions
 from engine.backends.select import select_backend
+from engine.engine import Engine
 from engine.models.loader import load_model
 from engine.request import FinishReason
 from tandem.sampling import SamplingParams
@@ -145,3 +146,58 @@ def test_an_abort_with_a_step_under_way_keeps_the_blocks_until_it_is_over():
         assert pending.result(WAIT_S) == 3
         assert harness.tokens(1)[request.request_id]
     ledger.assert_empty(harness.scheduler)
+
+
+class TimedRunner(DelayedRunner):
+    """A step takes a second per row: of the launch where the host computes, of the device's time where that does."""
+
+    def __init__(self, *, is_late: bool) -> None:
+        super().__init__()
+        self.now = 0.0
+        self._is_late = is_late
+        self._over_s = {}
+
+    def launch(self, batch):
+        step = super().launch(batch)
+        if self._is_late:
+            self._over_s[step] = max([self.now, *self._over_s.values()]) + batch.num_tokens
+        else:
+            self.now += batch.num_tokens
+            self._over_s[step] = self.now
+        self.now += 0.25  # the host's own work
+        return step
+
+    def run_until(self, wanted):
+        super().run_until(wanted)
+        self.now = max(self.now, self._over_s[wanted])
+
+    def is_over(self, step):
+        return self.now >= self._over_s[step]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_step_is_said_to_take_what_it_took_wherever_it_is_computed(pipelined, is_late):
+    """Rates are learnt from these: a prompt's step told with the time of the token's step after it would be a lie."""
+    runner, outputs = TimedRunner(is_late=is_late), []
+    scheduler = ledger.scheduler(prefill_chunk_tokens=48)
+    engine = Engine(
+        scheduler=scheduler,
+        runner=runner,
+        on_step=outputs.append,
+        on_fatal=lambda _: None,
+        clock=lambda: runner.now,
+        pipelined=pipelined,
+    )
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    for i in range(3):
+        scheduler.add(ledger.request([i] * 40, params=params))
+        for _ in range(4):
+            engine._step()
+    while engine._step():
+        pass
+    timings = [output.timings for output in outputs if output.timings is not None]
+    assert {one.num_tokens for one in timings} > {40, 42, 1, 2, 3}
+    wrong = [one for one in timings if not one.num_tokens <= one.execute_s <= one.num_tokens + 0.5]
+    assert wrong == []
+    assert all(one.is_overlapped == (pipelined and is_late) for one in timings)
