@@ -62,7 +62,7 @@ class ModelRunner:
         self._sampler = Sampler(
             eos_token_ids=model.config.eos_token_ids,
             device=model.device,
-            kernels=model.backend.sampling(),
+            kernels=model.backend.sampling(model.config.vocab_size),
             put=self._staging.put,
         )
 

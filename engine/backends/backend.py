@@ -159,6 +159,6 @@ class Backend(Protocol):
         """Called once, by the thread that will make all later calls."""
         ...
 
-    def sampling(self) -> SamplingKernels:
-        """Argmax and random draws over logits."""
+    def sampling(self, vocab_size: int) -> SamplingKernels:
+        """Argmax and random draws over logits `[num_rows, vocab_size]`, whatever way to draw a request asks for."""
         ...

@@ -249,7 +249,7 @@ class CpuBackend:
         if self._binds_threads:
             bind_team(self._library, self._threads)
 
-    def sampling(self) -> SamplingKernels:
+    def sampling(self, vocab_size: int) -> SamplingKernels:
         """See Backend."""
         return CpuSampling(self._library, self._threads)
 

@@ -163,8 +163,6 @@ class CudaBackend:
             block_size=self._block_size,
         )
         graphs.capture()
-        # The rest of such a step; a dry run meets one way to sample, requests may ask for others.
-        compile_for(model.config.vocab_size, self.device)
         return graphs
 
     def trim(self) -> None:
@@ -175,6 +173,8 @@ class CudaBackend:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
-    def sampling(self) -> SamplingKernels:
-        """See Backend."""
+    def sampling(self, vocab_size: int) -> SamplingKernels:
+        """See Backend. The compiler is kept from running while requests wait."""
+        if self.device.type == "cuda":
+            compile_for(vocab_size, self.device)
         return TritonSampling()

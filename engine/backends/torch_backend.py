@@ -70,6 +70,6 @@ class TorchBackend:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
-    def sampling(self) -> SamplingKernels:
+    def sampling(self, vocab_size: int) -> SamplingKernels:
         """See Backend."""
         return TorchSampling()

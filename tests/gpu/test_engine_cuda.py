@@ -89,7 +89,7 @@ def test_nan_on_the_device_is_told_without_being_asked_for(model_path):
     logits[1, 5], logits[2] = float("nan"), float("-inf")
     params = SamplingParams(temperature=0.0)
     rows = [SampleRow(ledger.request([5, 6, 7], params=params), 3) for _ in range(4)]
-    kernels = model.backend.sampling()
+    kernels = model.backend.sampling(model.config.vocab_size)
     chosen = Sampler(eos_token_ids=(2,), device="cuda", kernels=kernels).choose(logits, rows)
     tokens = ComingTokens(CudaQueue(torch.device("cuda", 0)), chosen).tokens()
     assert [token is None for token in tokens] == [False, True, True, False]

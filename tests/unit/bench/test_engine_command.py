@@ -106,13 +106,11 @@ def test_without_matplotlib_the_plot_says_how_to_get_it(tmp_path: Path, monkeypa
 
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     plot.draw(tmp_path / "a.png", [summary("tandem"), summary("somebody else")], title="t")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_picture_of_many_or_of_prefills_alone(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     busy = replace(summary("tandem"), cell=Cell(concurrency=4, prompt_tokens=512, num_tokens=48, with_newcomers=True))
     for name, seen in (("many", [summary(f"engine {k}") for k in range(24)]), ("busy", [busy])):
         plot.draw(tmp_path / f"{name}.png", seen, title="t")
