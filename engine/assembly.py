@@ -1,7 +1,6 @@
 """Puts an engine together: model, memory budget, KV pool, scheduler, runner. Each step may refuse with ConfigError."""
 
 import logging
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
@@ -13,6 +12,7 @@ from engine.backends.options import BackendOptions
 from engine.backends.select import select_backend
 from engine.config import EngineConfig
 from engine.dry_run import measure_workspace_bytes
+from engine.free_memory import free_memory_bytes
 from engine.kernels.cpu.threads import num_processors
 from engine.kv_cache import PagedKVCache
 from engine.memory import MemoryBudget, estimate_workspace_bytes, kv_layout, plan_memory
@@ -262,7 +262,7 @@ def _host_slots(spec: EngineSpec, layout: KVLayout) -> int:
         raise ConfigError(
             f"engine.offload_bytes is {spec.offload_bytes}; one KV block takes {layout.worker_block_bytes}"
         )
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = free_memory_bytes()
     if spec.offload_bytes > free:
         raise ConfigError(f"engine.offload_bytes is {spec.offload_bytes}; {free} bytes of memory are free")
     return num_slots
@@ -338,5 +338,5 @@ def _memory_limit(device: torch.device, num_workers: int) -> int:
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
     else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // max(1, num_workers)
+        free = free_memory_bytes() // max(1, num_workers)
     return int(free * _DEFAULT_MEMORY_SHARE)

@@ -21,9 +21,10 @@ class Buffers:
         self.generation += 1
 
     def rows(self, name: str, num_rows: int, num_columns: int, dtype: torch.dtype, *, padding: int = 0) -> Tensor:
-        """Uninitialised `[num_rows, num_columns]`, rows `padding` elements apart; valid until the next with this name.
+        """Uninitialised `[num_rows, num_columns]`; valid until the next with this name.
 
-        Names are used with one width and dtype each: everything that shares a name shares its memory.
+        `padding`: elements between a row's end and the next one's begin. Names are used with one width and dtype each:
+        everything that shares a name shares its memory.
         """
         tensor = self._tensors.get(name)
         if tensor is None or tensor.shape[0] < num_rows:

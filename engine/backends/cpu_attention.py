@@ -2,11 +2,11 @@
 
 import ctypes
 
-import torch
 from torch import Tensor
 
 from engine.backends.buffers import Buffers
-from engine.kernels.cpu.attention import AttentionShape, PagedAttention
+from engine.backends.cpu_heads import CpuHeads
+from engine.kernels.cpu.attention import PagedAttention
 from engine.kernels.cpu.elementwise import CpuElementwise
 from engine.kernels.cpu.library import KernelLibrary
 from engine.kv_cache import PagedKVCache
@@ -25,38 +25,18 @@ class CpuAttention:
         kernels: CpuElementwise,
         buffers: Buffers,
         *,
-        num_threads: int,
         deterministic: bool,
     ) -> None:
         """ConfigError for a geometry that the kernels do not serve."""
-        config = spec.config
-        self.shape = AttentionShape(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            block_size=cache.block_size,
-            dtype=cache.tensor.dtype,
+        self.heads = CpuHeads(spec, kernels, buffers, block_size=cache.block_size)
+        self.paged = PagedAttention(
+            library, self.heads.shape, num_threads=kernels.num_threads, deterministic=deterministic
         )
-        self.spec = spec
-        self.kernels = kernels
-        self.buffers = buffers
-        self.paged = PagedAttention(library, self.shape, num_threads=num_threads, deterministic=deterministic)
-        self.layers = tuple(cache.layer(i) for i in range(config.num_layers))
-        self.norm_weights = head_norm_weights(spec)
-        self.eps = spec.head_norms[0].eps if spec.head_norms else 0.0
+        self.layers = tuple(cache.layer(i) for i in range(spec.config.num_layers))
 
     def plan(self, inputs: StepInputs) -> "CpuAttentionPlan":
         """See AttentionBackend."""
         return CpuAttentionPlan(self, inputs)
-
-
-def head_norm_weights(spec: AttentionSpec) -> tuple[Tensor, ...]:
-    """Per layer one row per head, as the kernel reads them: queries' weight for queries, keys' for keys."""
-    config = spec.config
-    return tuple(
-        torch.cat((norm.query.expand(config.num_heads, -1), norm.key.expand(config.num_kv_heads, -1)))
-        for norm in spec.head_norms or ()
-    )
 
 
 class CpuAttentionPlan:
@@ -66,8 +46,7 @@ class CpuAttentionPlan:
 
     def __init__(self, backend: CpuAttention, inputs: StepInputs) -> None:
         self._backend = backend
-        cos, sin = backend.spec.rope.half_angles(torch.from_numpy(inputs.positions))
-        self._rotation = backend.kernels.plan_rotation(backend.shape, cos, sin, inputs.slots)
+        self._rotation = backend.heads.rotation(inputs)
         self._metadata = backend.paged.plan(inputs)
 
     @property
@@ -82,13 +61,9 @@ class CpuAttentionPlan:
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         """See AttentionPlan."""
-        backend = self._backend
-        shape, rows = backend.shape, qkv.shape[0]
-        heads = qkv.view(rows, -1, shape.head_dim)
-        weight = backend.norm_weights[layer] if backend.norm_weights else None
-        cache = backend.layers[layer]
-        backend.kernels.qk_norm_rope_write(self._rotation, heads, cache, weight, backend.eps)
-        out = backend.buffers.rows("attended", rows, shape.num_heads * shape.head_dim, shape.dtype)
-        window = backend.spec.config.layer_windows[layer]
-        backend.paged.attend(cache, heads[:, : shape.num_heads], self._metadata, window, out)
+        heads, cache = self._backend.heads, self._backend.layers[layer]
+        given, out = heads.of(qkv), heads.results(qkv.shape[0])
+        heads.kernels.qk_norm_rope_write(self._rotation, given, cache, *heads.norm(layer))
+        queries = given[:, : heads.shape.num_heads]
+        self._backend.paged.attend(cache, queries, self._metadata, heads.windows[layer], out)
         return out

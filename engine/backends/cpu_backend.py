@@ -214,21 +214,11 @@ class CpuBackend:
 
     def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> AttentionBackend:
         """See Backend."""
-        if cache.layout.dtype == "int8":
-            return CpuInt8Attention(
-                spec, cache, self._library, self._kernels, self._buffers, deterministic=self._deterministic
-            )
-        if cache.layout.is_quantised:
+        is_int8 = cache.layout.dtype == "int8"
+        if cache.layout.is_quantised and not is_int8:
             return TorchAttention(spec, cache)  # said at start: engine.backends.select
-        return CpuAttention(
-            spec,
-            cache,
-            self._library,
-            self._kernels,
-            self._buffers,
-            num_threads=self._threads,
-            deterministic=self._deterministic,
-        )
+        make = CpuInt8Attention if is_int8 else CpuAttention
+        return make(spec, cache, self._library, self._kernels, self._buffers, deterministic=self._deterministic)
 
     def graphs(
         self, model: "Decoder", attention: AttentionBackend, *, max_rows: int, max_length: int

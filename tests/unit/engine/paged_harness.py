@@ -7,9 +7,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.cpu.gemm import Arithmetic, supports
+from engine.kernels.cpu.library import load_kernels
 from engine.kv_cache import PagedKVCache
 from engine.memory import kv_layout
 from engine.model_runner import ModelRunner
@@ -21,6 +24,12 @@ from tandem.ids import BlockHash, BlockId, RequestId
 from tandem.sampling import SamplingParams
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+def needs(arithmetic: Arithmetic) -> None:
+    """Skip a test where the processor has no tiles for what is tested: it is refused there."""
+    if not supports(load_kernels().features, arithmetic):
+        pytest.skip(f"no {arithmetic.value} instructions here")
 
 
 def reference_model(architecture: str, seed: int = 0, **overrides: Any) -> Any:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine import assembly
 from engine.assembly import EngineSpec, _is_pipelined, assemble
 from engine.models.decoder import Decoder
 from tandem.errors import ConfigError
@@ -42,6 +43,15 @@ def test_a_pool_that_was_sized_by_hand_has_that_size() -> None:
 def test_a_pool_beyond_the_memory_is_refused_before_it_is_made() -> None:
     with pytest.raises(ConfigError, match=r"engine\.num_blocks is 100000000; memory holds"):
         assemble(replace(SPEC, num_blocks=100_000_000))
+
+
+def test_who_states_no_limit_gets_a_share_of_what_may_still_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "free_memory_bytes", lambda: 1 << 30)
+    alone = assemble(replace(SPEC, memory_bytes=None)).budget.limit_bytes
+    shared = assemble(replace(SPEC, memory_bytes=None, num_workers_here=2)).budget.limit_bytes
+    assert (alone, shared) == (int(0.8 * (1 << 30)), int(0.8 * (1 << 29)))
+    with pytest.raises(ConfigError, match="1073741824 bytes of memory are free"):
+        assemble(replace(SPEC, offload_bytes=2 << 30))
 
 
 def test_a_context_beyond_the_models_is_refused() -> None:

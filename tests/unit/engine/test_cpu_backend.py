@@ -7,11 +7,13 @@ import torch
 
 from engine.backends.options import BackendOptions
 from engine.backends.select import select_backend
+from engine.kernels.cpu.gemm import Arithmetic
 from engine.models.loader import load_model
 from tandem.errors import ConfigError
 from tests.unit.engine.paged_harness import (
     ARCHITECTURES,
     Session,
+    needs,
     random_tokens,
     reference_logits,
     reference_model,
@@ -60,6 +62,8 @@ def test_tokens_are_torchs_in_any_company(case):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_deterministic_means_the_same_bits(case, dtype):
     """KV and logits of a token are the same however the sequence was cut and whoever shared the step."""
+    if dtype == "bfloat16":
+        needs(Arithmetic.BF16)
     _, path, _ = case
     model = load_model(path, backend=backend(dtype=dtype, deterministic=True))
     rng = random.Random(2)
@@ -100,6 +104,7 @@ def test_bfloat16_stays_close_to_float32(case):
 
 
 def test_int8_costs_little(case):
+    needs(Arithmetic.INT8)
     reference, path, _ = case
     tokens = random_tokens(random.Random(3), 40)
     expected = reference_logits(reference, tokens)

@@ -7,11 +7,19 @@ import torch
 
 from engine.backends.options import BackendOptions
 from engine.backends.select import select_backend
+from engine.kernels.cpu.gemm import Arithmetic
 from engine.kernels.cpu.library import KernelCall, load_kernels
 from engine.kernels.cpu.program import CannotRecord, KernelProgram
 from engine.models.loader import load_model
 from tandem.errors import InvariantError
-from tests.unit.engine.paged_harness import ARCHITECTURES, Session, random_tokens, reference_model, save_and_load
+from tests.unit.engine.paged_harness import (
+    ARCHITECTURES,
+    Session,
+    needs,
+    random_tokens,
+    reference_model,
+    save_and_load,
+)
 
 
 def backend(**options):
@@ -28,6 +36,8 @@ def path(request, tmp_path_factory):
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "deterministic": True}])
 def test_programs_give_the_tokens_and_the_kv_of_eager_steps(path, options):
+    if options:
+        needs(Arithmetic.BF16)
     answers = []
     for records in (False, True):
         model = load_model(path, backend=backend(**options))

@@ -40,16 +40,19 @@ struct TimedPage {
 };
 
 // Gives memory to pages from `page` on, until `count` of them are about as fast as the fastest; the fastest come first.
-inline void time_pages(char* page, int64_t count, int64_t most, TimedPage* timed) {
+// Returns how many pages it took.
+inline int64_t time_pages(char* page, int64_t count, int64_t most, TimedPage* timed) {
   constexpr double kAsFast = 1.03;
-  for (int64_t tried = 0; tried < most; ++tried, page += kHugePage) {
-    if (tried >= count && timed[count - 1].seconds <= kAsFast * timed[0].seconds) return;
+  int64_t tried = 0;
+  for (; tried < most; ++tried, page += kHugePage) {
+    if (tried >= count && timed[count - 1].seconds <= kAsFast * timed[0].seconds) break;
     for (int64_t at = 0; at < kHugePage; at += 4096) page[at] = 1;
     TimedPage* place = timed + tried;
     const TimedPage found{reading_time(page), page};
     for (; place > timed && place[-1].seconds > found.seconds; --place) *place = place[-1];
     *place = found;
   }
+  return tried;
 }
 
 // `count` huge pages in a row that the calling thread's L2 holds well; null when there is no memory.
@@ -68,13 +71,16 @@ inline char* well_placed_pages(int64_t count) {
   char* const result = memory + (-reinterpret_cast<uintptr_t>(memory) & (kHugePage - 1));
   char* const candidates = result + count * kHugePage;
   madvise(candidates, static_cast<size_t>(most * kHugePage), MADV_HUGEPAGE);
-  time_pages(candidates, count, most, timed);
+  const int64_t tried = time_pages(candidates, count, most, timed);
   for (int64_t i = 0; i < count; ++i) {
     char* target = result + i * kHugePage;
     if (mremap(timed[i].page, kHugePage, kHugePage, MREMAP_MAYMOVE | MREMAP_FIXED, target) != target) std::abort();
   }
+  // Never where the chosen ones were: by now somebody else's memory may lie there.
+  for (int64_t i = count; i < tried; ++i) munmap(timed[i].page, kHugePage);
   std::free(timed);
-  munmap(candidates, static_cast<size_t>(memory + size - candidates));
+  char* const untried = candidates + tried * kHugePage;
+  munmap(untried, static_cast<size_t>(memory + size - untried));
   if (result > memory) munmap(memory, static_cast<size_t>(result - memory));
   return result;
 }

@@ -1,0 +1,77 @@
+"""How much of the host's memory this process may still take."""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Hierarchy:
+    """Where one version of control groups keeps its accounts."""
+
+    mount: str
+    limit: str
+    usage: str
+    droppable: str
+    """In memory.stat: pages of files that nobody has used lately."""
+
+
+_V1 = _Hierarchy(
+    mount="sys/fs/cgroup/memory",
+    limit="memory.limit_in_bytes",
+    usage="memory.usage_in_bytes",
+    droppable="total_inactive_file",
+)
+_V2 = _Hierarchy(mount="sys/fs/cgroup", limit="memory.max", usage="memory.current", droppable="inactive_file")
+
+
+def free_memory_bytes(root: Path = Path("/")) -> int:
+    """The least of what the machine has left and what every control group around this process has left of its limit.
+
+    Pages of files count as left, since they can be read again: `MemAvailable` of proc(5), and a group's inactive file
+    pages (Linux: Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst). `root`: where proc and sys are.
+    """
+    return min([_left_on_machine(root), *_left_in_groups(root)])
+
+
+def _left_on_machine(root: Path) -> int:
+    kilobytes = _field(root / "proc/meminfo", "MemAvailable:")
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if kilobytes is None else kilobytes * 1024
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        hierarchy = _V1 if controllers else _V2
+        mount = root / hierarchy.mount
+        group = mount / path.lstrip("/")
+        # In a container the path may be the host's: what is not there is passed over, the mount is its own group.
+        for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(mount))):
+            left = _left_in_group(folder, hierarchy)
+            if left is not None:
+                yield left
+
+
+def _left_in_group(folder: Path, hierarchy: _Hierarchy) -> int | None:
+    """None without a limit."""
+    limit, usage = _text(folder / hierarchy.limit), _text(folder / hierarchy.usage)
+    if limit is None or usage is None or not limit.strip().isdecimal():
+        return None
+    droppable = _field(folder / "memory.stat", hierarchy.droppable) or 0
+    return max(0, int(limit) - int(usage) + droppable)
+
+
+def _field(path: Path, name: str) -> int | None:
+    found = re.search(rf"^{re.escape(name)}\s+(\d+)", _text(path) or "", re.MULTILINE)
+    return None if found is None else int(found[1])
+
+
+def _text(path: Path) -> str | None:
+    with contextlib.suppress(OSError):
+        return path.read_text()
+    return None

@@ -1,0 +1,22 @@
+"""Scratch memory out of chosen pages takes nothing that is another thread's, and gives back what it did not choose."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from engine.kernels.cpu.build import COMPILERS, SOURCES
+
+NEIGHBOUR = Path(__file__).parent / "scratch_neighbour.cpp"
+
+
+def test_a_page_that_somebody_mapped_meanwhile_stays_theirs(tmp_path):
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    program = tmp_path / "neighbour"
+    flags = ("-std=c++17", "-O1", "-fopenmp", "-I", str(SOURCES))
+    subprocess.run([compiler, *flags, str(NEIGHBOUR), "-o", str(program)], check=True, timeout=60)
+    done = subprocess.run([str(program)], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "3 moved, 3 kept, 6 pages with the scratch, 3 after\n"
