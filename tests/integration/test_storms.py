@@ -57,9 +57,10 @@ def client(rig, requests, draw):
             rig.engine.call(lambda scheduler, request=request: scheduler.abort(request.request_id)).result(WAIT_S)
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("late", [False, True])
 def test_clients_on_threads_of_their_own_come_and_leave_at_any_moment(model, late, count):
+    num_preemptions = 0
     for seed in range(count):
         asked = asks(random.Random(seed), 16)
         requests = [one for i, ask in enumerate(asked) for one in ask.requests(f"{i}", arrival_s=float(i))]
@@ -76,9 +77,10 @@ def test_clients_on_threads_of_their_own_come_and_leave_at_any_moment(model, lat
             thread.join(WAIT_S)
         assert rig.engine.stop(WAIT_S)
         rig.finish()
-        assert rig.num_preemptions
+        num_preemptions += rig.num_preemptions  # who meets whom is up to the threads: in some storms nobody has to go
         assert rig.num_ahead
         nobody_says_anything_else(rig, told_alone(model, asked))
+    assert num_preemptions
 
 
 @pytest.mark.parametrize("late", [False, True])
