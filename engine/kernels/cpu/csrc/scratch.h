@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
+#include <mutex>
 
 #include "parallel.h"
 
@@ -39,39 +40,37 @@ struct TimedPage {
   char* page;
 };
 
-// Gives memory to pages from `page` on, until `count` of them are about as fast as the fastest; the fastest come first.
-// Returns how many pages it took.
-inline int64_t time_pages(char* page, int64_t count, int64_t most, TimedPage* timed) {
-  constexpr double kAsFast = 1.03;
-  int64_t tried = 0;
-  for (; tried < most; ++tried, page += kHugePage) {
-    if (tried >= count && timed[count - 1].seconds <= kAsFast * timed[0].seconds) break;
+// Gives memory to `count` pages from `page` on and orders them, the fastest first.
+inline void time_pages(char* page, int64_t count, TimedPage* timed) {
+  for (int64_t i = 0; i < count; ++i, page += kHugePage) {
     for (int64_t at = 0; at < kHugePage; at += 4096) page[at] = 1;
-    TimedPage* place = timed + tried;
+    TimedPage* place = timed + i;
     const TimedPage found{reading_time(page), page};
     for (; place > timed && place[-1].seconds > found.seconds; --place) *place = place[-1];
     *place = found;
   }
-  return tried;
 }
 
 // `count` huge pages in a row that the calling thread's L2 holds well; null when there is no memory.
 //
 // L2 is addressed physically. A virtual machine's huge page may be small pages of its host, anywhere: in some one in
 // twenty so many of them fall into the same sets that half of it does not stay in L2, and whatever is multiplied from
-// there takes half as long again for as long as it is used. So pages are timed, and slow ones given back.
+// there takes half as long again for as long as it is used. So a few more than needed are timed, and the slowest given
+// back: by one thread after the other, for the spare ones of all threads together would be much memory.
 inline char* well_placed_pages(int64_t count) {
-  constexpr int64_t kSpare = 8;
-  const int64_t most = count + kSpare;
-  const auto size = static_cast<size_t>((count + most + 1) * kHugePage);
-  auto* const timed = static_cast<TimedPage*>(std::malloc(static_cast<size_t>(most) * sizeof(TimedPage)));
+  constexpr int64_t kSpare = 6;
+  static std::mutex one_by_one;
+  const std::lock_guard<std::mutex> alone(one_by_one);
+  const int64_t tried = count + kSpare;
+  const auto size = static_cast<size_t>((count + tried + 1) * kHugePage);
+  auto* const timed = static_cast<TimedPage*>(std::malloc(static_cast<size_t>(tried) * sizeof(TimedPage)));
   char* const memory =
       static_cast<char*>(mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   if (timed == nullptr || memory == MAP_FAILED) return nullptr;
   char* const result = memory + (-reinterpret_cast<uintptr_t>(memory) & (kHugePage - 1));
   char* const candidates = result + count * kHugePage;
-  madvise(candidates, static_cast<size_t>(most * kHugePage), MADV_HUGEPAGE);
-  const int64_t tried = time_pages(candidates, count, most, timed);
+  madvise(candidates, static_cast<size_t>(tried * kHugePage), MADV_HUGEPAGE);
+  time_pages(candidates, tried, timed);
   for (int64_t i = 0; i < count; ++i) {
     char* target = result + i * kHugePage;
     if (mremap(timed[i].page, kHugePage, kHugePage, MREMAP_MAYMOVE | MREMAP_FIXED, target) != target) std::abort();
@@ -79,8 +78,8 @@ inline char* well_placed_pages(int64_t count) {
   // Never where the chosen ones were: by now somebody else's memory may lie there.
   for (int64_t i = count; i < tried; ++i) munmap(timed[i].page, kHugePage);
   std::free(timed);
-  char* const untried = candidates + tried * kHugePage;
-  munmap(untried, static_cast<size_t>(memory + size - untried));
+  char* const behind = candidates + tried * kHugePage;
+  munmap(behind, static_cast<size_t>(memory + size - behind));
   if (result > memory) munmap(memory, static_cast<size_t>(result - memory));
   return result;
 }
