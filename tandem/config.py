@@ -67,7 +67,7 @@ class EngineConfig(Section):
     num_blocks: PositiveInt | None = None
     """KV blocks; when absent as many as `memory_bytes` holds, or on a CPU 32 full contexts."""
     memory_bytes: PositiveInt | None = None
-    """For weights, workspace and KV of one worker; when absent a share of 80 % of what machine or container has left."""
+    """For weights, workspace and KV of one worker; when absent a share of 80 % of what machine or container has."""
     max_batched_tokens: PositiveInt = 2048
     """Most tokens computed in one step."""
     prefill_chunk_tokens: PositiveInt = 1024
