@@ -8,16 +8,16 @@ from engine.backends.backend import Projection
 class LaterAdded:
     """A projection that leaves its product to be added by the norm that follows; see backend.Closing."""
 
-    __slots__ = ("_projection",)
+    __slots__ = ("projection",)
 
     def __init__(self, projection: Projection) -> None:
-        self._projection = projection
+        self.projection = projection
 
     @property
     def nbytes(self) -> int:
         """Memory of the weights."""
-        return self._projection.nbytes
+        return self.projection.nbytes
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """`[num_rows, in_features]` to `[num_rows, out_features]`."""
-        return self._projection(x)
+        return self.projection(x)
