@@ -6,6 +6,7 @@ request must say what it says alone in an engine that has room and waits for eve
 """
 
 import random
+import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -144,7 +145,7 @@ class Rig:
             scheduler=self.scheduler,
             runner=runner,
             on_step=self._on_step,
-            on_fatal=lambda _: None,
+            on_fatal=traceback.print_exception,  # a storm whose engine fails waits in vain: say why
             clock=lambda: self.now,
             pipelined=pipelined,
         )
