@@ -1,5 +1,6 @@
 """However a group of ranks ends, in a sum, while it starts, or by its leader's death: at once, and nothing is left."""
 
+import gc
 import os
 import select
 import signal
@@ -38,7 +39,11 @@ def setup(size: int = 2) -> RankSetup:
 
 
 def open_files() -> list[str]:
-    """What this process has open, by name: sockets and memory files without their numbers."""
+    """What this process has open, by name: sockets and memory files without their numbers.
+
+    Garbage of earlier tests is collected first: what the collector happened to close between two of these would differ.
+    """
+    gc.collect()
     names = []
     for fd in os.listdir("/proc/self/fd"):
         try:
