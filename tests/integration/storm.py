@@ -171,6 +171,7 @@ class Rig:
 
     def _on_step(self, output: StepOutput) -> None:
         self.num_preemptions += len(output.preemptions)
+        self.scheduler.check_invariants()
         for event in output.events:
             told = self.told[event.request_id]
             assert told.reason is None, "told after its end"

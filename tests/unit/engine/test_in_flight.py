@@ -151,3 +151,32 @@ def test_prefills_of_all_choices_share_blocks_under_pins() -> None:
     for request in four:
         sched.unpin_blocks(request.request_id)
     assert_empty(sched)
+
+
+def test_a_copied_block_is_not_kept_longer_than_what_comes_before_it() -> None:
+    """Its owner ends and fills it, and who copies it is aborted, while the copy is still under way.
+
+    Then all of it becomes cache at once, and what a block stands on must be evicted after it.
+    """
+    sched, runner = ledger.scheduler(num_blocks=4), LedgerRunner()
+    params = SamplingParams(max_tokens=13, ignore_eos=True)  # with the prompt, two blocks and a token
+    owner, copier = (ledger.request(range(20), params=params, arrival_s=float(k)) for k in range(2))
+    sched.add(owner)
+    for _ in range(12):
+        step(sched, runner)
+    last = sched.schedule(100.0)
+    assert last is not None
+    sampled = runner.execute(last)
+    sched.add(copier)
+    copying = sched.schedule(100.0)
+    assert copying is not None
+    assert [copy.source for copy in copying.copies] == [owner.block_table[1]]
+    copied = runner.execute(copying)
+    sched.commit(last, sampled)
+    assert owner.state is RequestState.FINISHED
+    assert sched.abort(copier.request_id)
+    sched.commit(copying, copied)
+    assert_empty(sched)
+    sched.add(ledger.request(range(50, 110)))  # needs the whole pool
+    run(sched, runner)
+    assert_empty(sched)
