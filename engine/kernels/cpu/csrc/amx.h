@@ -31,6 +31,7 @@ constexpr int64_t kWidePanels = 128;     // so many panels: see all_rows
 constexpr int64_t kBandPanels = 32;  // most panels past which a part of the rows goes while it is in L2
 constexpr int64_t kBandsEach = 2;    // bands for each thread of a team, so that none waits long for another at the end
 constexpr int64_t kFewRows = 32;     // up to here weights are used once per load, and memory sets the pace
+constexpr int64_t kLoosePart = 8;    // one panel in so many belongs to nobody's share: see Shares
 constexpr int64_t kAhead = 16 * 1024;  // bytes between the weights being used and those being asked for
 
 inline void barrier() { asm volatile("" ::: "memory"); }
@@ -119,12 +120,18 @@ inline void unload(char* block) {
   barrier();
 }
 
-// Rows as they come (at most 32 of them) against one panel; weights are asked for `kAhead` bytes early.
+// Rows as they come (at most 32 of them) against one panel. Weights are asked for `kAhead` bytes early: at the panel's
+// end the first of the panel that this thread takes next, if it takes one.
 template <class Dot, bool two, class Writer>
-inline void multiply_few(const char* x, int64_t stride, const char* weights, int64_t steps, Writer& writer) {
+inline void multiply_few(const char* x, int64_t stride, const char* weights, const char* following, int64_t steps,
+                         Writer& writer) {
+  const int64_t near = std::max<int64_t>(0, steps - kAhead / kStepBytes);
   for (int64_t step = 0; step < steps; ++step) {
-    const char* ahead = weights + kAhead;
-    for (int line = 0; line < 32; ++line) _mm_prefetch(ahead + line * 64, _MM_HINT_T1);
+    const char* ahead = step < near ? weights + kAhead : following;
+    if (ahead != nullptr) {
+      for (int line = 0; line < 32; ++line) _mm_prefetch(ahead + line * 64, _MM_HINT_T1);
+      if (step >= near) following += kStepBytes;
+    }
     _tile_loadd(4, x, stride);
     _tile_loadd(6, weights, kRowBytes);
     Dot::upper_left();
@@ -181,21 +188,44 @@ inline Scratches& scratches() {
   return own;
 }
 
-// At most 32 rows in their own layout, depth a whole number of steps, against a range of panels.
+// The panels of a product among a team: most in equal shares, each one stretch of memory; the last go one by one to
+// whoever is free, since memory does not serve all threads alike.
+class Shares {
+ public:
+  explicit Shares(int64_t panels) : panels_(panels), loose_(panels - panels / kLoosePart), next_(loose_) {}
+
+  Range own(int thread, int team) const { return split(loose_, thread, team); }
+
+  // A panel of nobody's share; -1 when there are no more.
+  int64_t claim() {
+    const int64_t panel = next_.fetch_add(1, std::memory_order_relaxed);
+    return panel < panels_ ? panel : -1;
+  }
+
+ private:
+  const int64_t panels_, loose_;
+  std::atomic<int64_t> next_;
+};
+
+// At most 32 rows in their own layout, depth a whole number of steps, against a thread's panels.
 template <class Dot, class Writer>
-void few_rows(const Linear& w, const char* x, int64_t stride, int64_t rows, Range panels, Writer& writer) {
+void few_rows(const Linear& w, const char* x, int64_t stride, int64_t rows, Range own, Shares& shares,
+              Writer& writer) {
   const int64_t steps = ceil_div(w.depth * Dot::kBytes, kRowBytes);
   const bool two = rows > 16;
+  const auto next = [&] { return own.begin < own.end ? own.begin++ : shares.claim(); };
+  const auto weights = [&](int64_t panel) { return w.weights + panel * steps * kStepBytes; };
   configure(std::min<int64_t>(rows, 16), two ? rows - 16 : 0);
-  for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
-    const char* weights = w.weights + panel * steps * kStepBytes;
+  for (int64_t panel = next(), following; panel >= 0; panel = following) {
+    following = next();
+    const char* ahead = following < 0 ? nullptr : weights(following);
     if (two) {
       zero<true>();
-      multiply_few<Dot, true>(x, stride, weights, steps, writer);
+      multiply_few<Dot, true>(x, stride, weights(panel), ahead, steps, writer);
       unload<true>(writer.block());
     } else {
       zero<false>();
-      multiply_few<Dot, false>(x, stride, weights, steps, writer);
+      multiply_few<Dot, false>(x, stride, weights(panel), ahead, steps, writer);
       unload<false>(writer.block());
     }
     writer.begin(0, rows, panel);

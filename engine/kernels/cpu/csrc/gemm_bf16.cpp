@@ -87,7 +87,7 @@ void pack_rows(const uint16_t* x, int64_t stride, int64_t depth, Range rows, con
   }
 }
 
-void run_few(const Linear& w, const Call& call, Range panels) {
+void run_few(const Linear& w, const Call& call, Range own, amx::Shares& shares) {
   const uint16_t* x = static_cast<const uint16_t*>(call.x);
   int64_t stride = call.x_stride;
   if (w.depth % kStepDepth) {  // tiles read whole steps: give them rows that end in zeros
@@ -101,7 +101,7 @@ void run_few(const Linear& w, const Call& call, Range panels) {
     stride = padded;
   }
   with_writer<FloatSums>(w, call, nullptr, [&](auto&& writer) {
-    amx::few_rows<amx::Bf16Dot>(w, reinterpret_cast<const char*>(x), stride * 2, call.rows, panels, writer);
+    amx::few_rows<amx::Bf16Dot>(w, reinterpret_cast<const char*>(x), stride * 2, call.rows, own, shares, writer);
   });
 }
 
@@ -113,7 +113,8 @@ TANDEM_EXPORT void tandem_bf16_linear(const Linear* linear, const void* x, int64
   const Call call{x, x_stride, rows, out, out_stride};
   if (rows == 0) return;
   if (rows <= amx::kFewRows) {
-    parallel(threads, [&](int thread, int team) { run_few(w, call, split(panels_of(w), thread, team)); });
+    amx::Shares shares(panels_of(w));
+    parallel(threads, [&](int thread, int team) { run_few(w, call, shares.own(thread, team), shares); });
     return;
   }
   amx::all_rows<amx::Bf16Dot, FloatSums>(w, call, nullptr, threads, [&](Range mine, const amx::Chunk& chunk) {

@@ -113,7 +113,7 @@ void pack_rows(const Call& call, int64_t depth, Range rows, const amx::Chunk& ch
 }
 
 // Every thread quantizes the few rows for itself: that is cheaper than to wait for one another.
-void run_few(const Linear& w, const Call& call, Range panels) {
+void run_few(const Linear& w, const Call& call, Range own, amx::Shares& shares) {
   const int64_t steps = steps_of(w.depth), stride = steps * kStepDepth;
   char* rows = amx::scratches().rows.array<char>(call.rows * stride);
   float* scales = amx::scratches().scales.array<float>(call.rows);
@@ -125,7 +125,7 @@ void run_few(const Linear& w, const Call& call, Range panels) {
     }
   }
   with_writer<IntSums>(w, call, scales, [&](auto&& writer) {
-    amx::few_rows<amx::Int8Dot>(w, rows, stride, call.rows, panels, writer);
+    amx::few_rows<amx::Int8Dot>(w, rows, stride, call.rows, own, shares, writer);
   });
 }
 
@@ -137,7 +137,8 @@ TANDEM_EXPORT void tandem_int8_linear(const Linear* linear, const void* x, int64
   const Call call{x, x_stride, rows, out, out_stride};
   if (rows == 0) return;
   if (rows <= amx::kFewRows) {
-    parallel(threads, [&](int thread, int team) { run_few(w, call, split(panels_of(w), thread, team)); });
+    amx::Shares shares(panels_of(w));
+    parallel(threads, [&](int thread, int team) { run_few(w, call, shares.own(thread, team), shares); });
     return;
   }
   float* scales = amx::scratches().scales.array<float>(rows);
