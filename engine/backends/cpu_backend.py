@@ -17,7 +17,16 @@ from engine.backends.later_added import LaterAdded
 from engine.backends.options import BackendOptions
 from engine.kernels.cpu.build import KernelsUnavailable
 from engine.kernels.cpu.elementwise import CpuElementwise
-from engine.kernels.cpu.gemm import Arithmetic, Epilogue, PackedLinear, supports
+from engine.kernels.cpu.gemm import (
+    FEW_ROWS,
+    TILE_COLUMNS,
+    Arithmetic,
+    Epilogue,
+    PackedLinear,
+    Tiles,
+    supports,
+    whole_tiles,
+)
 from engine.kernels.cpu.library import KernelLibrary, load_kernels
 from engine.kernels.cpu.onednn import OneDnnLinear, onednn_bf16
 from engine.kernels.cpu.sampling import CpuSampling
@@ -52,9 +61,11 @@ class BufferedProjection:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Projection."""
+        rows = x.shape[0]
+        # Room for whole tiles, should that be what the next projection is given.
         out = self._buffers.rows(
-            self._name, x.shape[0], self._linear.columns, self._linear.out_dtype, padding=self._padding
-        )
+            self._name, whole_tiles(rows), self._linear.columns, self._linear.out_dtype, padding=self._padding
+        )[:rows]
         self._linear(x, out)
         return out
 
@@ -121,9 +132,13 @@ class BufferedEmbedding:
 class FusedNorm:
     """Residual addition and norm in one pass."""
 
-    __slots__ = ("_buffers", "_eps", "_kernels", "weight")
+    __slots__ = ("_buffers", "_eps", "_gives_tiles", "_kernels", "weight")
 
-    def __init__(self, weight: Tensor, eps: float, kernels: CpuElementwise, buffers: Buffers) -> None:
+    def __init__(
+        self, weight: Tensor, eps: float, kernels: CpuElementwise, buffers: Buffers, *, gives_tiles: bool
+    ) -> None:
+        """`gives_tiles`: many rows go to a projection that takes tiles."""
+        self._gives_tiles = gives_tiles
         self.weight = weight  # [size]
         self._eps = eps
         self._kernels = kernels
@@ -136,13 +151,19 @@ class FusedNorm:
 
     def __call__(self, residual: Tensor, delta: Tensor | None = None) -> Tensor:
         """See Norm."""
-        out = self._buffers.rows("normed", residual.shape[0], residual.shape[1], residual.dtype)
-        self._kernels.add_rms_norm(residual, delta, self.weight, self._eps, out)
+        rows, size = residual.shape
+        out = self._buffers.rows("normed", whole_tiles(rows), size, residual.dtype)[:rows]
+        norm = self._kernels.norm_to_tiles if self._gives_tiles and rows > FEW_ROWS else self._kernels.add_rms_norm
+        norm(residual, delta, self.weight, self._eps, out)
         return out
 
 
 class CpuBackend:
-    """See engine.backends.backend.Backend. Results lie in buffers named after what they are."""
+    """See engine.backends.backend.Backend. Results lie in buffers named after what they are.
+
+    On AMX, norms and gates give many rows as tiles to the projections that read them (`engine.kernels.cpu.gemm.Tiles`):
+    nothing else may read what they give.
+    """
 
     def __init__(self, library: KernelLibrary, options: BackendOptions) -> None:
         """Raises KernelsUnavailable when the library or the processor cannot serve `options`."""
@@ -168,7 +189,8 @@ class CpuBackend:
 
     def projection(self, weight: Tensor, bias: Tensor | None, role: Role) -> Projection:
         """See Backend."""
-        linear = self._pack(weight, bias, Epilogue.STORE, quantize=self._quantize)
+        taken = self._tiles(weight.shape[1], Tiles.NOTHING if role is Role.OUTPUT else Tiles.INPUT)
+        linear = self._pack(weight, bias, Epilogue.STORE, quantize=self._quantize, tiles=taken)
         # What is added to the residual stream is added in one piece, or sent to other ranks.
         padding = _row_padding(linear.out_dtype) if role is Role.QKV else 0
         return BufferedProjection(linear, self._buffers, role.value, padding=padding)
@@ -177,24 +199,27 @@ class CpuBackend:
         """See Backend."""
         if not self._has_packing:
             return LaterAdded(self.projection(weight, bias, role))
+        taken = self._tiles(weight.shape[1], Tiles.NOTHING if role is Role.OUTPUT else Tiles.INPUT)
         linear = PackedLinear(
             self._library,
             weight,
             bias,
             epilogue=Epilogue.ADD,
             quantize=self._quantize,
+            tiles=taken,
             num_threads=self._threads,
         )
         return AddedProjection(linear)
 
     def gated(self, weight: Tensor, bias: Tensor | None) -> Projection:
         """See Backend."""
-        linear = self._pack(weight, bias, Epilogue.GATED, quantize=self._quantize)
+        handed = self._tiles(weight.shape[1], Tiles.INPUT) | self._tiles(weight.shape[0] // 2, Tiles.OUTPUT)
+        linear = self._pack(weight, bias, Epilogue.GATED, quantize=self._quantize, tiles=handed)
         return BufferedProjection(linear, self._buffers, "gated", padding=_row_padding(linear.out_dtype))
 
     def head(self, weight: Tensor) -> Projection:
         """See Backend. Never quantized: it decides between tokens, and its error is not averaged out by any layer."""
-        return BufferedProjection(self._pack(weight, None, Epilogue.STORE_FLOAT32), self._buffers, "logits")
+        return BufferedProjection(self._pack_head(weight), self._buffers, "logits")
 
     def embedding(self, weight: Tensor) -> BufferedEmbedding:
         """See Backend."""
@@ -202,7 +227,7 @@ class CpuBackend:
 
     def tied(self, weight: Tensor) -> tuple[Embedding, Projection]:
         """See Backend."""
-        linear = self._pack(weight, None, Epilogue.STORE_FLOAT32)
+        linear = self._pack_head(weight)
         head = BufferedProjection(linear, self._buffers, "logits")
         if isinstance(linear, PackedLinear):
             return PackedEmbedding(linear, self._buffers), head
@@ -210,7 +235,8 @@ class CpuBackend:
 
     def norm(self, weight: Tensor, eps: float) -> FusedNorm:
         """See Backend."""
-        return FusedNorm(weight, eps, self._kernels, self._buffers)
+        gives_tiles = bool(self._tiles(weight.shape[0], Tiles.OUTPUT))
+        return FusedNorm(weight, eps, self._kernels, self._buffers, gives_tiles=gives_tiles)
 
     def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> AttentionBackend:
         """See Backend."""
@@ -243,14 +269,23 @@ class CpuBackend:
         """See Backend."""
         return CpuSampling(self._library, self._threads)
 
+    def _pack_head(self, weight: Tensor) -> PackedLinear | OneDnnLinear:
+        taken = self._tiles(weight.shape[1], Tiles.INPUT)
+        return self._pack(weight, None, Epilogue.STORE_FLOAT32, quantize=False, tiles=taken)
+
     def _pack(
-        self, weight: Tensor, bias: Tensor | None, epilogue: Epilogue, *, quantize: bool = False
+        self, weight: Tensor, bias: Tensor | None, epilogue: Epilogue, *, quantize: bool, tiles: Tiles
     ) -> PackedLinear | OneDnnLinear:
         if not self._has_packing:
             return OneDnnLinear(weight, bias, epilogue=epilogue)
         return PackedLinear(
-            self._library, weight, bias, epilogue=epilogue, quantize=quantize, num_threads=self._threads
+            self._library, weight, bias, epilogue=epilogue, quantize=quantize, tiles=tiles, num_threads=self._threads
         )
+
+    def _tiles(self, row_size: int, handed: Tiles) -> Tiles:
+        """What is handed over in tiles: bf16 in rows of whole tiles, unless it is to be quantized first."""
+        can = self.dtype is torch.bfloat16 and self._has_packing and not self._quantize
+        return handed if can and row_size % TILE_COLUMNS == 0 else Tiles.NOTHING
 
     def _refuse_what_is_missing(self) -> None:
         if self._quantize and self.dtype is not torch.bfloat16:

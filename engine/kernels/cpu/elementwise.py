@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.kernels.cpu.attention import AttentionShape
 from engine.kernels.cpu.attention_int8 import CodedLayer
+from engine.kernels.cpu.gemm import TILE_COLUMNS, check_whole_tiles
 from engine.kernels.cpu.library import KernelLibrary
 from engine.step_inputs import IntArray
 from tandem.errors import ConfigError, InvariantError
@@ -56,6 +57,8 @@ class CpuElementwise:
         self.num_threads = num_threads
         self._rms_norm = library.function(f"tandem_rms_norm_{suffix}", "pippiifi")
         self._add_rms_norm = library.function(f"tandem_add_rms_norm_{suffix}", "pipppiifi")
+        self._norm_tiles = library.function("tandem_rms_norm_tiles", "pippiifi")
+        self._add_norm_tiles = library.function("tandem_add_rms_norm_tiles", "pipppiifi")
         self._silu_mul = library.function(f"tandem_silu_mul_{suffix}", "ppiii")
         self._qk_norm_rope_write = library.function(f"tandem_qk_norm_rope_write_{suffix}", "ppippf")
         self._write_int8 = library.function(f"tandem_qk_norm_rope_write_int8_{suffix}", "ppippf")
@@ -88,6 +91,22 @@ class CpuElementwise:
         self._sizes(size, weight.numel(), delta.numel(), rows * size)
         pointers = (residual.data_ptr(), residual.stride(0), delta.data_ptr(), weight.data_ptr(), out.data_ptr())
         self._add_rms_norm(*pointers, rows, size, eps, self.num_threads)
+
+    def norm_to_tiles(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
+        """`add_rms_norm` for bfloat16 of a multiple of 32 columns; `out` is given in tiles: see gemm.Tiles."""
+        self._check_rows(residual)
+        self._check_rows(out)
+        self._check(weight, *(() if delta is None else (delta,)))
+        rows, size = residual.shape
+        self._sizes(size, weight.numel(), rows * size, rows * size if delta is None else delta.numel())
+        check_whole_tiles(out)
+        if self.dtype is not torch.bfloat16 or out.shape != residual.shape or size % TILE_COLUMNS:
+            raise InvariantError(f"{self.dtype} {tuple(residual.shape)} does not become tiles of {tuple(out.shape)}")
+        given, target = (residual.data_ptr(), residual.stride(0)), (weight.data_ptr(), out.data_ptr())
+        if delta is None:
+            self._norm_tiles(*given, *target, rows, size, eps, self.num_threads)
+        else:
+            self._add_norm_tiles(*given, delta.data_ptr(), *target, rows, size, eps, self.num_threads)
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
         """`out = silu(gate) * up` for `[num_rows, 2 * inner]`, gates first, to `[num_rows, inner]`."""

@@ -6,7 +6,7 @@ the depth in one fixed order, so a row's result never depends on the other rows 
 
 import ctypes
 import mmap
-from enum import Enum, IntEnum
+from enum import Enum, Flag, IntEnum
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ PANEL = 32
 HUGE_PAGE_BYTES = 2**21
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory has huge pages only by another switch
 CACHE_LINE_BYTES = 64
+
+FEW_ROWS = 32  # csrc/tile_rows.h: kFewRows
+TILE_ROWS = 16
+TILE_COLUMNS = 32
 
 
 class Epilogue(IntEnum):
@@ -39,6 +43,17 @@ class Arithmetic(Enum):
     FLOAT32 = "f32"
 
 
+class Tiles(Flag):
+    """What of a bf16 projection of more than `FEW_ROWS` rows is in tiles (csrc/tile_rows.h): handed from one kernel to
+    the next, rows need not be packed. The tensor then says how many rows and columns there are, not where; its memory
+    holds whole tiles of 16 rows. Rows are multiples of 32 elements.
+    """
+
+    NOTHING = 0
+    INPUT = 1
+    OUTPUT = 2  # of gates only
+
+
 class _Linear(ctypes.Structure):
     """csrc/linear.h: Linear."""
 
@@ -49,14 +64,16 @@ class _Linear(ctypes.Structure):
         ("columns", ctypes.c_int64),
         ("depth", ctypes.c_int64),
         ("epilogue", ctypes.c_int64),
+        ("takes_tiles", ctypes.c_int64),
+        ("gives_tiles", ctypes.c_int64),
     )
 
 
 class PackedLinear:
     """`x @ weight.T + bias` from a packed copy of `weight`, written into a tensor of the caller."""
 
-    __slots__ = ("_bias", "_embed", "_multiply", "_packed", "_record", "_reference", "_scales", "arithmetic", "columns",
-                 "depth", "dtype", "num_threads", "out_dtype")  # fmt: skip
+    __slots__ = ("_bias", "_embed", "_multiply", "_packed", "_record", "_reference", "_scales", "_tiles", "arithmetic",
+                 "columns", "depth", "dtype", "num_threads", "out_dtype")  # fmt: skip
 
     def __init__(
         self,
@@ -66,6 +83,7 @@ class PackedLinear:
         *,
         epilogue: Epilogue = Epilogue.STORE,
         quantize: bool = False,
+        tiles: Tiles = Tiles.NOTHING,
         num_threads: int = 1,
     ) -> None:
         """Pack `weight` `[num_columns, depth]`, or `[2 * num_columns, depth]` for `GATED`; `bias` is as long.
@@ -76,15 +94,12 @@ class PackedLinear:
         self.arithmetic = arithmetic_of(weight.dtype, quantize=quantize)
         if not supports(library.features, self.arithmetic):
             raise KernelsUnavailable(f"the processor has no instructions for {self.arithmetic.value} projections")
-        if weight.dim() != 2 or weight.stride(1) != 1 or 0 in weight.shape or weight.device.type != "cpu":
-            raise ValueError(f"a weight of contiguous rows is packed, not {tuple(weight.shape)}, {weight.stride()}")
         gated = epilogue is Epilogue.GATED
-        if gated and weight.shape[0] % 2:
-            raise ValueError(f"gates and values must be equally many: {weight.shape[0]} rows")
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ValueError(f"a bias of {tuple(bias.shape)} does not fit a weight of {tuple(weight.shape)}")
+        _check_weight(weight, bias, gated=gated)
         self.columns = weight.shape[0] // 2 if gated else weight.shape[0]
         self.depth = weight.shape[1]
+        self._tiles = tiles
+        self._check_tiles(gated=gated)
         self.dtype = weight.dtype
         self.out_dtype = torch.float32 if epilogue is Epilogue.STORE_FLOAT32 else weight.dtype
         self.num_threads = num_threads
@@ -99,6 +114,8 @@ class PackedLinear:
             columns=self.columns,
             depth=self.depth,
             epilogue=int(epilogue),
+            takes_tiles=Tiles.INPUT in tiles,
+            gives_tiles=Tiles.OUTPUT in tiles,
         )
         self._reference = ctypes.addressof(self._record)
         name = self.arithmetic.value
@@ -128,6 +145,11 @@ class PackedLinear:
             raise ValueError(
                 f"{self.dtype} to {self.out_dtype} is what this projection takes, not {x.dtype} to {out.dtype}"
             )
+        if self._tiles and rows > FEW_ROWS:
+            if Tiles.INPUT in self._tiles:
+                check_whole_tiles(x)
+            if Tiles.OUTPUT in self._tiles:
+                check_whole_tiles(out)
         self._multiply(self._reference, x.data_ptr(), x_stride, rows, out.data_ptr(), out_stride, self.num_threads)
 
     def embed(self, ids: Tensor, out: Tensor) -> None:
@@ -148,6 +170,15 @@ class PackedLinear:
         )  # fmt: skip
         if not found:
             raise IndexError(f"an id is not below {self.columns}")
+
+    def _check_tiles(self, *, gated: bool) -> None:
+        if not self._tiles:
+            return
+        if self.arithmetic is not Arithmetic.BF16 or (Tiles.OUTPUT in self._tiles and not gated):
+            raise ValueError("only bf16 projections take tiles, and only gates give them")
+        sizes = (self.depth,) * (Tiles.INPUT in self._tiles) + (self.columns,) * (Tiles.OUTPUT in self._tiles)
+        if any(size % TILE_COLUMNS for size in sizes):
+            raise ValueError(f"tiles hold whole {TILE_COLUMNS} elements of a row, not {sizes}")
 
     def _pack(self, library: KernelLibrary, weight: Tensor, panels: int, *, gated: bool) -> Tensor:
         name = self.arithmetic.value
@@ -174,6 +205,27 @@ def supports(features: CpuFeatures, arithmetic: Arithmetic) -> bool:
     if arithmetic is Arithmetic.BF16:
         return features.amx_bf16
     return features.amx_int8 if arithmetic is Arithmetic.INT8 else features.avx2
+
+
+def _check_weight(weight: Tensor, bias: Tensor | None, *, gated: bool) -> None:
+    if weight.dim() != 2 or weight.stride(1) != 1 or 0 in weight.shape or weight.device.type != "cpu":
+        raise ValueError(f"a weight of contiguous rows is packed, not {tuple(weight.shape)}, {weight.stride()}")
+    if gated and weight.shape[0] % 2:
+        raise ValueError(f"gates and values must be equally many: {weight.shape[0]} rows")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"a bias of {tuple(bias.shape)} does not fit a weight of {tuple(weight.shape)}")
+
+
+def whole_tiles(num_rows: int) -> int:
+    """Rows of memory that rows in tiles need."""
+    return -(-num_rows // TILE_ROWS) * TILE_ROWS
+
+
+def check_whole_tiles(rows: Tensor) -> None:
+    """ValueError unless the memory from a tensor's first element on holds its rows in tiles."""
+    room = rows.untyped_storage().nbytes() // rows.element_size() - rows.storage_offset()
+    if room < whole_tiles(rows.shape[0]) * rows.shape[1]:
+        raise ValueError(f"{tuple(rows.shape)} in tiles does not fit into memory for {room} elements")
 
 
 def huge_bytes(library: KernelLibrary, num_bytes: int) -> Tensor:

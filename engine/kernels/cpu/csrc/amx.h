@@ -9,6 +9,7 @@
 #include "linear.h"
 #include "parallel.h"
 #include "scratch.h"
+#include "tile_rows.h"
 
 #if defined(__AMX_TILE__) && defined(TANDEM_AVX512)
 #define TANDEM_AMX 1
@@ -20,17 +21,15 @@
 namespace tandem {
 namespace amx {
 
-constexpr int64_t kTileBytes = 1024, kStepBytes = 2 * kTileBytes, kRowBytes = 64;
+constexpr int64_t kStepBytes = 2 * kTileBytes, kRowBytes = kTileRowBytes;
 constexpr int64_t kBlockRows = 32;   // two tiles of rows times two tiles of columns: four accumulators
 constexpr int64_t kL1Steps = 16;     // 32 KB of weights stay in the 48 KB L1 while rows stream past them
-constexpr int64_t kL2Steps = 32;     // depth of the rows kept in L2: 2 KB each
 constexpr int64_t kMostChunkRows = 640;  // rows kept in L2, by a team or by a thread for itself
 constexpr int64_t kApartRows = 160;      // rows a thread from which on threads take rows, not columns,
 constexpr int64_t kWideApartRows = 400;  // and those for a matrix of at least
 constexpr int64_t kWidePanels = 128;     // so many panels: see all_rows
 constexpr int64_t kBandPanels = 32;  // most panels past which a part of the rows goes while it is in L2
 constexpr int64_t kBandsEach = 2;    // bands for each thread of a team, so that none waits long for another at the end
-constexpr int64_t kFewRows = 32;     // up to here weights are used once per load, and memory sets the pace
 constexpr int64_t kLoosePart = 8;    // one panel in so many belongs to nobody's share: see Shares
 constexpr int64_t kAhead = 16 * 1024;  // bytes between the weights being used and those being asked for
 
@@ -155,10 +154,12 @@ struct Ahead {
   int64_t lines;
 };
 
-// Packed rows against weights that stay in L1. Rows are loaded as a stream: they come from L2, and with ordinary loads
-// they would push the weights out of L1 (67 % of the tile peak instead of 92 %).
+// Rows in tiles against weights that stay in L1; `lower`: bytes from sixteen rows to the next. Rows are loaded as a
+// stream: they come from L2, and with ordinary loads they would push the weights out of L1 (67 % of the tile peak
+// instead of 92 %).
 template <class Dot, bool two, class Writer>
-inline void multiply_many(const char* rows, const char* weights, int64_t steps, Ahead ahead, Writer& writer) {
+inline void multiply_many(const char* rows, int64_t lower, const char* weights, int64_t steps, Ahead ahead,
+                          Writer& writer) {
   for (int64_t step = 0; step < steps; ++step) {
     _tile_stream_loadd(4, rows, kRowBytes);
     _tile_loadd(6, weights, kRowBytes);
@@ -166,14 +167,14 @@ inline void multiply_many(const char* rows, const char* weights, int64_t steps, 
     _tile_loadd(7, weights + kTileBytes, kRowBytes);
     Dot::upper_right();
     if (two) {
-      _tile_stream_loadd(5, rows + kTileBytes, kRowBytes);
+      _tile_stream_loadd(5, rows + lower, kRowBytes);
       Dot::lower_left();
       Dot::lower_right();
     }
     for (int64_t line = 0; line < ahead.lines; ++line) _mm_prefetch(ahead.weights + line * 64, _MM_HINT_T1);
     ahead.weights += ahead.lines * 64;
     writer.write(2);
-    rows += kStepBytes;
+    rows += kTileBytes;
     weights += kStepBytes;
   }
   writer.flush();
@@ -234,18 +235,16 @@ void few_rows(const Linear& w, const char* x, int64_t stride, int64_t rows, Rang
   _tile_release();
 }
 
-// Rows [first, first + count) of the call, packed as [kL2Steps of depth][block of 32 rows][step][2 tiles]: what is in
-// use together lies together, so that it spreads over all sets of L2.
+// Rows [first, first + count) of the call, in tiles.
 struct Chunk {
-  char* packed;
-  int64_t first, count, steps;
+  TileRows rows;
+  int64_t begin;  // the first of them there
+  int64_t first, count;
 
-  // Where the tile of row 16 * `half_block` at `step` is.
-  char* tile(int64_t half_block, int64_t step) const {
-    const int64_t blocks = ceil_div(count, kBlockRows), outer = step / kL2Steps * kL2Steps;
-    const int64_t width = std::min(kL2Steps, steps - outer);
-    return packed + ((outer * blocks + half_block / 2 * width + step - outer) * 2 + half_block % 2) * kTileBytes;
-  }
+  int64_t steps() const { return rows.steps; }
+
+  // The tile of sixteen rows, counted from the chunk's first.
+  char* tile(int64_t row, int64_t step) const { return rows.tile(begin + row, step); }
 };
 
 // One cut of the depth, for all rows of a chunk and one panel; `next` are the weights to fetch in the course of it.
@@ -253,9 +252,10 @@ template <class Dot, class Writer>
 inline void sweep(const Chunk& chunk, Range cut, const char* weights, const char* next, char* parked, int64_t panel,
                   Writer& writer) {
   const int64_t blocks = ceil_div(chunk.count, kBlockRows), steps = cut.end - cut.begin, lines = ceil_div(32, blocks);
-  const bool last = cut.end == chunk.steps;
+  const int64_t lower = chunk.rows.width(cut.begin) * kTileBytes;
+  const bool last = cut.end == chunk.steps();
   for (int64_t b = 0; b < blocks; ++b) {
-    const char* from = chunk.tile(2 * b, cut.begin);
+    const char* from = chunk.tile(b * kBlockRows, cut.begin);
     char* park_at = parked + b * 4 * kTileBytes;
     const int64_t row = chunk.first + b * kBlockRows, left = std::min(kBlockRows, chunk.count - b * kBlockRows);
     const Ahead ahead{next + b * steps * lines * 64, lines};
@@ -266,7 +266,7 @@ inline void sweep(const Chunk& chunk, Range cut, const char* weights, const char
       } else {
         resume<kTwo>(park_at);
       }
-      multiply_many<Dot, kTwo>(from, weights, steps, ahead, writer);
+      multiply_many<Dot, kTwo>(from, lower, weights, steps, ahead, writer);
       if (!last) {
         park<kTwo>(park_at);
         return;
@@ -286,20 +286,20 @@ inline void sweep(const Chunk& chunk, Range cut, const char* weights, const char
 // the band pass, and a panel's weights stay in L1 for `kL1Steps` while all rows pass.
 template <class Dot, class Writer>
 void many_rows(const Linear& w, const Chunk& chunk, Range panels, Writer& writer) {
-  const bool deep = chunk.steps > kL2Steps;
+  const bool deep = chunk.steps() > kL2Steps;
   const int64_t parked_bytes = round_up(chunk.count, kBlockRows) * kPanel * 4;
   char* parked = scratches().parked.array<char>(parked_bytes * (deep ? kBandPanels : 1));
-  for (int64_t outer = 0; outer < chunk.steps; outer += kL2Steps) {
-    const int64_t outer_end = std::min(chunk.steps, outer + kL2Steps);
+  for (int64_t outer = 0; outer < chunk.steps(); outer += kL2Steps) {
+    const int64_t outer_end = std::min(chunk.steps(), outer + kL2Steps);
     for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
       char* park_at = parked + (deep ? (panel - panels.begin) * parked_bytes : 0);
       for (int64_t inner = outer; inner < outer_end; inner += kL1Steps) {
         const Range cut{inner, std::min(outer_end, inner + kL1Steps)};
-        const char* weights = w.weights + (panel * chunk.steps + inner) * kStepBytes;
+        const char* weights = w.weights + (panel * chunk.steps() + inner) * kStepBytes;
         const char* follows = weights + kL1Steps * kStepBytes;
         if (cut.end == outer_end) {  // next comes the next panel, or the first one with the next part of the depth
-          const bool wrap = panel + 1 == panels.end && outer_end < chunk.steps;
-          const int64_t then = wrap ? panels.begin * chunk.steps + outer_end : (panel + 1) * chunk.steps + outer;
+          const bool wrap = panel + 1 == panels.end && outer_end < chunk.steps();
+          const int64_t then = wrap ? panels.begin * chunk.steps() + outer_end : (panel + 1) * chunk.steps() + outer;
           follows = w.weights + then * kStepBytes;
         }
         sweep<Dot>(chunk, cut, weights, follows, park_at, panel, writer);
@@ -308,19 +308,26 @@ void many_rows(const Linear& w, const Chunk& chunk, Range panels, Writer& writer
   }
 }
 
-// Every thread takes whole chunks: it packs its own rows into its own L2, and walks all panels. Nobody waits, and the
-// threads, side by side among the weights, fetch them from memory once.
+// The rows of a call that came in tiles.
+inline TileRows given_tiles(const Call& call, int64_t steps) {
+  return {const_cast<char*>(static_cast<const char*>(call.x)), call.rows, steps};
+}
+
+// Every thread takes whole chunks: it packs its own rows into its own L2, unless they came in tiles, and walks all
+// panels. Nobody waits, and the threads, side by side among the weights, fetch them from memory once.
 template <class Dot, class Sums, class Pack>
 void rows_apart(const Linear& w, const Call& call, const float* row_scales, int64_t threads, const Pack& pack) {
   const int64_t steps = ceil_div(w.depth * Dot::kBytes, kRowBytes), panels = panels_of(w);
   const int64_t share = ceil_div(call.rows, threads);
-  const int64_t chunk_rows = round_up(ceil_div(share, ceil_div(share, kMostChunkRows)), 16);
+  const int64_t chunk_rows = round_up(ceil_div(share, ceil_div(share, kMostChunkRows)), kTileRows);
   parallel(threads, [&](int thread, int team) {
     configure(16, 16);
-    char* packed = scratches().rows.array<char>(round_up(chunk_rows, kBlockRows) * steps * kRowBytes);
+    char* packed = w.takes_tiles ? nullptr : scratches().rows.array<char>(chunk_rows * steps * kRowBytes);
     for (int64_t first = thread * chunk_rows; first < call.rows; first += team * chunk_rows) {
-      const Chunk chunk{packed, first, std::min(chunk_rows, call.rows - first), steps};
-      pack(Range{0, round_up(chunk.count, 16)}, chunk);
+      const int64_t count = std::min(chunk_rows, call.rows - first);
+      const Chunk chunk = w.takes_tiles ? Chunk{given_tiles(call, steps), first, first, count}
+                                        : Chunk{{packed, count, steps}, 0, first, count};
+      if (!w.takes_tiles) pack(Range{0, round_up(count, kTileRows)}, chunk);
       with_writer<Sums>(w, call, row_scales, [&](auto&& writer) {
         for (int64_t panel = 0; panel < panels; panel += kBandPanels) {
           many_rows<Dot>(w, chunk, Range{panel, std::min(panels, panel + kBandPanels)}, writer);
@@ -332,13 +339,14 @@ void rows_apart(const Linear& w, const Call& call, const float* row_scales, int6
   });
 }
 
-// The team packs one chunk after the other together; each thread takes bands of panels until none is left.
+// The team packs one chunk after the other together, unless they came in tiles; each thread takes bands of panels until
+// none is left.
 template <class Dot, class Sums, class Pack>
 void rows_together(const Linear& w, const Call& call, const float* row_scales, int64_t threads, const Pack& pack) {
   const int64_t steps = ceil_div(w.depth * Dot::kBytes, kRowBytes), panels = panels_of(w);
   const int64_t chunks = ceil_div(call.rows, kMostChunkRows);
   const int64_t chunk_rows = round_up(ceil_div(call.rows, chunks), kBlockRows);
-  char* packed = scratches().rows.array<char>(chunk_rows * steps * kRowBytes);
+  char* packed = w.takes_tiles ? nullptr : scratches().rows.array<char>(chunk_rows * steps * kRowBytes);
   const int64_t width = std::min(kBandPanels, ceil_div(panels, kBandsEach * std::max<int64_t>(1, threads)));
   const int64_t bands = ceil_div(panels, width);
   std::atomic<int64_t> taken{0};
@@ -346,9 +354,12 @@ void rows_together(const Linear& w, const Call& call, const float* row_scales, i
     configure(16, 16);
     for (int64_t index = 0; index < chunks; ++index) {
       const int64_t first = index * chunk_rows, count = std::min(chunk_rows, call.rows - first);
-      const Chunk chunk{packed, first, count, steps};
-      pack(split(round_up(count, 16), thread, team, 16), chunk);
-      team_barrier(team);
+      const Chunk chunk = w.takes_tiles ? Chunk{given_tiles(call, steps), first, first, count}
+                                        : Chunk{{packed, count, steps}, 0, first, count};
+      if (!w.takes_tiles) {
+        pack(split(round_up(count, kTileRows), thread, team, kTileRows), chunk);
+        team_barrier(team);
+      }
       with_writer<Sums>(w, call, row_scales, [&](auto&& writer) {
         // Every thread overshoots once a chunk: a chunk's tickets start after the bands and overshoots before it.
         for (int64_t band; (band = taken.fetch_add(1) - index * (bands + team)) < bands;) {

@@ -9,6 +9,7 @@
 
 #include "codes.h"
 #include "parallel.h"
+#include "tile_rows.h"
 #include "vectors.h"
 
 namespace tandem {
@@ -71,6 +72,42 @@ void add_rms_norm(T* residual, int64_t stride, const T* delta, const T* weight, 
     for (int64_t i = 0; i < size; i += kLanes) {
       const Floats x = load_some(total + i, size - i) * factor;
       store_some(out + row * size + i, x * load_some(weight + i, size - i), size - i);
+    }
+  });
+}
+
+// The same two for many rows, `delta` null or not, into tiles. Sixteen rows at a time, four steps of them together: a
+// row's own tiles lie a kilobyte apart, and would compete for a few sets of the cache.
+void norm_to_tiles(Bfloat16* residual, int64_t stride, const Bfloat16* delta, const Bfloat16* weight,
+                   const TileRows& out, float eps, int64_t threads) {
+  constexpr int64_t kDepth = kTileRowBytes / int64_t(sizeof(Bfloat16)), kTogether = 4;
+  const int64_t size = out.steps * kDepth;
+  parallel(std::min(threads, ceil_div(out.rows, kTileRows)), [&](int thread, int team) {
+    const Range range = split(out.rows, thread, team, kTileRows);
+    for (int64_t row = range.begin; row < range.end; row += kTileRows) {
+      const int64_t count = std::min(kTileRows, out.rows - row);
+      float factors[kTileRows];
+      for (int64_t r = 0; r < count; ++r) {
+        Bfloat16* total = residual + (row + r) * stride;
+        if (delta != nullptr) {
+          const Bfloat16* change = delta + (row + r) * size;
+          for (int64_t i = 0; i < size; i += kLanes) store(total + i, load(total + i) + load(change + i));
+        }
+        factors[r] = inverse_rms(total, size, eps);
+      }
+      for (int64_t begin = 0; begin < out.steps; begin += kTogether) {
+        const int64_t end = std::min(out.steps, begin + kTogether);
+        char* tiles = out.tile(row, begin);
+        for (int64_t r = 0; r < count; ++r) {
+          const Bfloat16* from = residual + (row + r) * stride;
+          for (int64_t step = begin; step < end; ++step) {
+            const int64_t at = step * kDepth;
+            const Floats low = load(from + at) * factors[r], high = load(from + at + kLanes) * factors[r];
+            char* to = tiles + (step - begin) * kTileBytes + r * kTileRowBytes;
+            store_two(reinterpret_cast<Bfloat16*>(to), low * load(weight + at), high * load(weight + at + kLanes));
+          }
+        }
+      }
     }
   });
 }
@@ -240,6 +277,18 @@ using tandem::Bfloat16;
 
 TANDEM_ELEMENTWISE(float, f32)
 TANDEM_ELEMENTWISE(Bfloat16, bf16)
+
+// Norms of `size` values, a multiple of 32, as TileRows.
+TANDEM_EXPORT void tandem_rms_norm_tiles(Bfloat16* in, int64_t stride, const Bfloat16* weight, char* out,
+                                         int64_t num_rows, int64_t size, float eps, int64_t threads) {
+  tandem::norm_to_tiles(in, stride, nullptr, weight, {out, num_rows, size / 32}, eps, threads);
+}
+
+TANDEM_EXPORT void tandem_add_rms_norm_tiles(Bfloat16* residual, int64_t stride, const Bfloat16* delta,
+                                             const Bfloat16* weight, char* out, int64_t num_rows, int64_t size,
+                                             float eps, int64_t threads) {
+  tandem::norm_to_tiles(residual, stride, delta, weight, {out, num_rows, size / 32}, eps, threads);
+}
 
 // Copies rows of `row_bytes` by index to rows `stride` bytes apart; returns how many indices lie outside
 // [0, table_rows), whose rows are left alone.

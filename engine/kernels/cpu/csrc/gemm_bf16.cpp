@@ -69,9 +69,9 @@ void pack_rows(const uint16_t* x, int64_t stride, int64_t depth, Range rows, con
   const int64_t whole = depth / kStepDepth;
   const __mmask32 tail = (1u << depth % kStepDepth) - 1;
   for (int64_t row = rows.begin; row < rows.end; row += 16) {
-    for (int64_t begin = 0; begin < chunk.steps; begin += 4) {
-      const int64_t end = std::min(chunk.steps, begin + 4);
-      char* target = chunk.tile(row / 16, begin);
+    for (int64_t begin = 0; begin < chunk.steps(); begin += 4) {
+      const int64_t end = std::min(chunk.steps(), begin + 4);
+      char* target = chunk.tile(row, begin);
       for (int64_t r = 0; r < 16; ++r) {
         const uint16_t* source = x + (row + r) * stride;
         for (int64_t step = begin; step < end; ++step) {
@@ -80,7 +80,7 @@ void pack_rows(const uint16_t* x, int64_t stride, int64_t depth, Range rows, con
             value = step < whole ? _mm512_loadu_si512(source + step * kStepDepth)
                                  : _mm512_maskz_loadu_epi16(tail, source + step * kStepDepth);
           }
-          _mm512_store_si512(target + (step - begin) * amx::kStepBytes + r * 64, value);
+          _mm512_store_si512(target + (step - begin) * kTileBytes + r * 64, value);
         }
       }
     }
@@ -112,7 +112,7 @@ TANDEM_EXPORT void tandem_bf16_linear(const Linear* linear, const void* x, int64
   const Linear& w = *linear;
   const Call call{x, x_stride, rows, out, out_stride};
   if (rows == 0) return;
-  if (rows <= amx::kFewRows) {
+  if (rows <= kFewRows) {
     amx::Shares shares(panels_of(w));
     parallel(threads, [&](int thread, int team) { run_few(w, call, shares.own(thread, team), shares); });
     return;

@@ -101,8 +101,8 @@ void pack_rows(const Call& call, int64_t depth, Range rows, const amx::Chunk& ch
   for (int64_t row = rows.begin; row < rows.end; row += 16) {
     const int64_t end = std::min(row + 16, chunk.count);
     for (int64_t r = row; r < end; ++r) scales[r] = scale_of(x + r * call.x_stride, depth);
-    for (int64_t step = 0; step < chunk.steps; ++step) {
-      char* target = chunk.tile(row / 16, step);
+    for (int64_t step = 0; step < chunk.steps(); ++step) {
+      char* target = chunk.tile(row, step);
       for (int64_t r = row; r < row + 16; ++r) {
         __m512i value = _mm512_setzero_si512();
         if (r < end) value = quantize_step(x + r * call.x_stride, depth, step, scales[r]);
@@ -136,7 +136,7 @@ TANDEM_EXPORT void tandem_int8_linear(const Linear* linear, const void* x, int64
   const Linear& w = *linear;
   const Call call{x, x_stride, rows, out, out_stride};
   if (rows == 0) return;
-  if (rows <= amx::kFewRows) {
+  if (rows <= kFewRows) {
     amx::Shares shares(panels_of(w));
     parallel(threads, [&](int thread, int team) { run_few(w, call, shares.own(thread, team), shares); });
     return;

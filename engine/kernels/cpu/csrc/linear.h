@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "simd.h"
+#include "tile_rows.h"
 
 namespace tandem {
 
@@ -28,6 +29,8 @@ struct Linear {
   int64_t columns;      // of the output
   int64_t depth;        // elements of a row of x
   int64_t epilogue;
+  int64_t takes_tiles;  // bf16 only: more than kFewRows rows come as TileRows
+  int64_t gives_tiles;  // bf16 and gated only: more than kFewRows rows of the output are TileRows
 };
 
 struct Call {
@@ -74,6 +77,9 @@ struct IntSums {
   }
 };
 
+// Gated, as TileRows; not an epilogue of its own for callers.
+constexpr int64_t kGatedTiles = -1;
+
 // Turns blocks of sums, [at most 32 rows][32 columns], into output, a few rows at a time: the caller writes one block
 // while the tile unit computes the next, so neither waits for the other.
 template <int64_t epilogue, class Sums>
@@ -90,7 +96,13 @@ class Writer {
     count_ = count;
     row_ = row;
     const int64_t first = panel * kWidth, left = linear_.columns - first;
-    out_ = static_cast<char*>(call_.out) + (row * call_.out_stride + first) * kOutBytes;
+    if (epilogue == kGatedTiles) {  // a panel is half of a tile's columns
+      const TileRows tiles{static_cast<char*>(call_.out), call_.rows, linear_.columns / (2 * kWidth)};
+      out_ = tiles.tile(row, panel / 2) + panel % 2 * kWidth * kOutBytes;
+      next_tile_ = tiles.width(panel / 2) * kTileBytes;
+    } else {
+      out_ = static_cast<char*>(call_.out) + (row * call_.out_stride + first) * kOutBytes;
+    }
     low_ = left >= 16 ? 0xffff : (1u << left) - 1;
     high_ = left >= 32 ? 0xffff : left <= 16 ? 0 : (1u << (left - 16)) - 1;
     column_ = panel * kPanel;
@@ -105,7 +117,8 @@ class Writer {
   void flush() { write(count_); }
 
  private:
-  static constexpr int64_t kWidth = epilogue == kGated ? kPanel / 2 : kPanel;
+  static constexpr bool kIsGated = epilogue == kGated || epilogue == kGatedTiles;
+  static constexpr int64_t kWidth = kIsGated ? kPanel / 2 : kPanel;
   static constexpr int64_t kOutBytes = epilogue == kStoreF32 ? 4 : 2;
 
   __m512 value(int64_t half) const {
@@ -116,12 +129,18 @@ class Writer {
 
   void write_row() {
     const __m512 v0 = value(0), v1 = value(1);
-    char* out = out_ + next_ * call_.out_stride * kOutBytes;
-    __builtin_prefetch(out + kOutAhead * call_.out_stride * kOutBytes, 1);
+    char* out;
+    if (epilogue == kGatedTiles) {
+      out = out_ + next_ / kTileRows * next_tile_ + next_ % kTileRows * kTileRowBytes;
+      __builtin_prefetch(out + next_tile_, 1);
+    } else {
+      out = out_ + next_ * call_.out_stride * kOutBytes;
+      __builtin_prefetch(out + kOutAhead * call_.out_stride * kOutBytes, 1);
+    }
     if (epilogue == kStoreF32) {
       _mm512_mask_storeu_ps(out, low_, v0);
       _mm512_mask_storeu_ps(out + 64, high_, v1);
-    } else if (epilogue == kGated) {
+    } else if (kIsGated) {
       _mm256_mask_storeu_epi16(out, low_, float_to_bf16(_mm512_mul_ps(silu512(v0), v1)));
     } else {
       const __mmask32 mask = _mm512_kunpackw(high_, low_);
@@ -142,7 +161,7 @@ class Writer {
   const Linear linear_;
   const Call call_;
   const float* row_scales_;  // int8 only: one for each row of the call
-  int64_t next_ = 0, count_ = 0, row_ = 0, column_ = 0;
+  int64_t next_ = 0, count_ = 0, row_ = 0, column_ = 0, next_tile_ = 0;
   char* out_ = nullptr;
   __mmask16 low_ = 0, high_ = 0;
   __m512 bias_[2];
@@ -153,7 +172,9 @@ template <class Sums, class Body>
 inline void with_writer(const Linear& linear, const Call& call, const float* row_scales, Body&& body) {
   switch (linear.epilogue) {
     case kStoreF32: return body(Writer<kStoreF32, Sums>(linear, call, row_scales));
-    case kGated: return body(Writer<kGated, Sums>(linear, call, row_scales));
+    case kGated:
+      if (linear.gives_tiles && call.rows > kFewRows) return body(Writer<kGatedTiles, Sums>(linear, call, row_scales));
+      return body(Writer<kGated, Sums>(linear, call, row_scales));
     case kAdd: return body(Writer<kAdd, Sums>(linear, call, row_scales));
     default: return body(Writer<kStore, Sums>(linear, call, row_scales));
   }

@@ -11,6 +11,7 @@ from engine.kernels.cpu.gemm import Arithmetic, Epilogue, PackedLinear, supports
 from engine.kernels.cpu.library import CpuFeatures, load_kernels
 from engine.kernels.cpu.measure import REFERENCE_SHAPES, ProjectionShape, measure_ceilings, measure_projection
 from engine.kernels.cpu.onednn import OneDnnLinear, onednn_bf16
+from tests.unit.engine.paged_harness import needs
 
 ROWS = (1, 2, 5, 12, 13, 16, 17, 32, 33, 48, 300)
 SHAPES = ((64, 96), (100, 70), (32, 1000), (200, 1100), (34, 65), (96, 2100))
@@ -23,11 +24,6 @@ def library():
         return load_kernels()
     except KernelsUnavailable as missing:
         pytest.skip(str(missing))
-
-
-def need(library, arithmetic):
-    if not supports(library.features, arithmetic):
-        pytest.skip(f"no {arithmetic.value} instructions here")
 
 
 def dtype_of(arithmetic):
@@ -71,7 +67,7 @@ def assert_near(result, reference, arithmetic, depth):
 @pytest.mark.parametrize("epilogue", list(Epilogue))
 @pytest.mark.parametrize("arithmetic", ALL)
 def test_products_agree_with_torch(library, arithmetic, epilogue):
-    need(library, arithmetic)
+    needs(arithmetic)
     generator = torch.Generator().manual_seed(7)
     dtype = dtype_of(arithmetic)
     for index, (columns, depth) in enumerate(SHAPES):
@@ -89,7 +85,7 @@ def test_products_agree_with_torch(library, arithmetic, epilogue):
 @pytest.mark.parametrize("epilogue", list(Epilogue))
 @pytest.mark.parametrize("arithmetic", ALL)
 def test_a_row_does_not_depend_on_its_batch(library, arithmetic, epilogue):
-    need(library, arithmetic)
+    needs(arithmetic)
     dtype = dtype_of(arithmetic)
     for columns, depth in ((160, 2112), (320, 544)):
         weight = (torch.randn(columns, depth) / depth**0.5).to(dtype)
@@ -119,7 +115,7 @@ def test_a_row_does_not_depend_on_its_batch(library, arithmetic, epilogue):
 )
 def test_any_size_stays_within_its_bounds(library, arithmetic, columns, depth, num_rows, apart, threads):
     """Rows lie apart in memory, and what lies between them is neither used nor changed."""
-    need(library, arithmetic)
+    needs(arithmetic)
     dtype = dtype_of(arithmetic)
     weight = torch.randn(columns, depth).to(dtype)
     linear = pack(library, arithmetic, weight, num_threads=threads)
@@ -136,7 +132,7 @@ def test_any_size_stays_within_its_bounds(library, arithmetic, columns, depth, n
 
 @pytest.mark.parametrize("arithmetic", [Arithmetic.BF16, Arithmetic.FLOAT32])
 def test_adding_is_what_the_residual_does(library, arithmetic):
-    need(library, arithmetic)
+    needs(arithmetic)
     dtype = dtype_of(arithmetic)
     weight, x, residual = torch.randn(96, 64).to(dtype), torch.randn(40, 64).to(dtype), torch.randn(40, 96).to(dtype)
     product = torch.empty_like(residual)
@@ -148,7 +144,7 @@ def test_adding_is_what_the_residual_does(library, arithmetic):
 
 @pytest.mark.parametrize("arithmetic", [Arithmetic.BF16, Arithmetic.FLOAT32])
 def test_gates_far_out_close_and_open(library, arithmetic):
-    need(library, arithmetic)
+    needs(arithmetic)
     dtype = dtype_of(arithmetic)
     gates = torch.tensor([-1e30, -200.0, -88.5, -20.0, -1.0, -0.0, 0.0, 1e-3, 3.0, 20.0, 90.0, 1e30])
     weight = torch.cat([gates[:, None], torch.ones(len(gates), 1)]).to(dtype)
@@ -161,7 +157,7 @@ def test_gates_far_out_close_and_open(library, arithmetic):
 @pytest.mark.parametrize("num_rows", [3, 40])
 def test_what_is_not_finite_shows(library, arithmetic, num_rows):
     """A NaN spoils its own row and no other."""
-    need(library, arithmetic)
+    needs(arithmetic)
     dtype = dtype_of(arithmetic)
     x = torch.randn(num_rows, 64).to(dtype)
     x[1, 9] = float("nan")
@@ -172,7 +168,7 @@ def test_what_is_not_finite_shows(library, arithmetic, num_rows):
 
 
 def test_rows_and_weights_of_zeros_stay_zero_in_int8(library):
-    need(library, Arithmetic.INT8)
+    needs(Arithmetic.INT8)
     weight = torch.randn(40, 64).bfloat16()
     weight[3] = 0
     x = torch.randn(3, 64).bfloat16()
@@ -187,7 +183,7 @@ def test_rows_and_weights_of_zeros_stay_zero_in_int8(library):
 @pytest.mark.parametrize("arithmetic", [Arithmetic.BF16, Arithmetic.FLOAT32])
 @pytest.mark.parametrize("depth", [64, 71, 1])
 def test_embeddings_come_out_of_the_packed_head(library, arithmetic, depth):
-    need(library, arithmetic)
+    needs(arithmetic)
     dtype = dtype_of(arithmetic)
     weight = torch.randn(101, depth).to(dtype)
     linear = pack(library, arithmetic, weight, epilogue=Epilogue.STORE_FLOAT32)
