@@ -4,6 +4,8 @@ With 16 rows of a vocabulary of 65,536 the reference takes a fifth of a whole de
 integers of the noise and in sorting; here noise stays in registers and cut-offs are found by radix selection.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ class CpuSampling:
     def __init__(self, library: KernelLibrary, num_threads: int) -> None:
         self._threads = num_threads
         self._argmax = library.function("tandem_argmax", "piipi")
+        self._choose_largest = library.function("tandem_choose_largest", "piipi")
         self._draw = library.function("tandem_draw", "piippppppppi")
 
     def choose(
@@ -29,14 +32,13 @@ class CpuSampling:
         edits: LogitEdits | None = None,
     ) -> Tensor:
         """See SamplingKernels."""
+        if params is None and penalties is None and edits is None:
+            return self._by_rows(self._choose_largest, logits)
         return choose_by_steps(self, logits, params, penalties=penalties, edits=edits)
 
     def argmax(self, logits: Tensor) -> Tensor:
         """See DrawKernels."""
-        logits = logits.contiguous()
-        tokens = torch.empty(logits.shape[0], dtype=torch.int64)
-        self._argmax(logits.data_ptr(), *logits.shape, tokens.data_ptr(), self._threads)
-        return tokens
+        return self._by_rows(self._argmax, logits)
 
     def draw(self, logits: Tensor, params: DrawParams) -> Tensor:
         """See DrawKernels."""
@@ -45,4 +47,10 @@ class CpuSampling:
         cuts = (params.temperature, params.min_p, params.top_p, params.top_k)
         pointers = [column.data_ptr() for column in (*cuts, params.seed, params.position, params.choice)]
         self._draw(logits.data_ptr(), *logits.shape, *pointers, tokens.data_ptr(), self._threads)
+        return tokens
+
+    def _by_rows(self, choose: Callable[..., None], logits: Tensor) -> Tensor:
+        logits = logits.contiguous()
+        tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+        choose(logits.data_ptr(), *logits.shape, tokens.data_ptr(), self._threads)
         return tokens

@@ -254,29 +254,38 @@ int64_t sample_row(const float* logits, int64_t size, const Row& row, float* sca
   return draw(scaled, size, floor, row);
 }
 
+// Index of the largest value, the lowest of equal ones; of the first NaN where there is one. Twice through the row: to
+// find a maximum alone needs no bookkeeping between one value and the next, and its place is seldom asked for.
 int64_t largest(const float* x, int64_t size) {
-  Floats best = Floats{} + kNever;
-  Ints where = Ints{}, iota;
-  for (int lane = 0; lane < kLanes; ++lane) iota[lane] = lane;
+  constexpr int kChains = 4;
+  Floats best[kChains];
+  Ints odd[kChains] = {};
+  for (Floats& chain : best) chain = Floats{} + kNever;
   int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) {
+  for (; i + kChains * kLanes <= size; i += kChains * kLanes) {
+    for (int chain = 0; chain < kChains; ++chain) {
+      Floats values;
+      std::memcpy(&values, x + i + chain * kLanes, sizeof values);
+      odd[chain] |= values != values;
+      best[chain] = values > best[chain] ? values : best[chain];
+    }
+  }
+  float most = kNever;
+  bool has_nan = any(odd[0] | odd[1] | odd[2] | odd[3]);
+  for (const Floats& chain : best)
+    for (int lane = 0; lane < kLanes; ++lane) most = chain[lane] > most ? chain[lane] : most;
+  for (; i < size; ++i) {
+    has_nan |= x[i] != x[i];
+    most = x[i] > most ? x[i] : most;
+  }
+  for (i = 0; !has_nan && i + kLanes <= size; i += kLanes) {
     Floats values;
     std::memcpy(&values, x + i, sizeof values);
-    if (any(values != values)) break;
-    Ints wins = values > best;
-    best = (Floats)(((Ints)values & wins) | ((Ints)best & ~wins));
-    where = ((iota + (int32_t)i) & wins) | (where & ~wins);
+    if (any(values == most)) break;
   }
-  float most = best[0];
-  int64_t index = where[0];
-  for (int lane = 1; lane < kLanes; ++lane) {
-    if (best[lane] > most || (best[lane] == most && where[lane] < index)) most = best[lane], index = where[lane];
-  }
-  for (; i < size; ++i) {
-    if (x[i] != x[i]) return i;
-    if (x[i] > most) most = x[i], index = i;
-  }
-  return index;
+  for (; i < size; ++i)
+    if (has_nan ? x[i] != x[i] : x[i] == most) return i;
+  return 0;
 }
 
 }  // namespace
@@ -308,4 +317,12 @@ TANDEM_EXPORT void tandem_argmax(const float* logits, int64_t num_rows, int64_t 
     const tandem::Range rows = tandem::split(num_rows, thread, team);
     for (int64_t r = rows.begin; r < rows.end; ++r) tokens[r] = largest(logits + r * size, size);
   });
+}
+
+// The same, but -1 where the largest value is no number: what greedy requests choose when nothing is changed for them.
+TANDEM_EXPORT void tandem_choose_largest(const float* logits, int64_t num_rows, int64_t size, int64_t* tokens,
+                                         int64_t threads) {
+  tandem_argmax(logits, num_rows, size, tokens, threads);
+  for (int64_t r = 0; r < num_rows; ++r)
+    if (!std::isfinite(logits[r * size + tokens[r]])) tokens[r] = -1;
 }

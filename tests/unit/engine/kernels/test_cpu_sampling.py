@@ -8,7 +8,7 @@ import torch
 
 from engine.kernels.cpu.library import load_kernels
 from engine.kernels.cpu.sampling import CpuSampling
-from engine.sampling_kernels import DrawParams, TorchSampling
+from engine.sampling_kernels import UNUSABLE, DrawParams, TorchSampling
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,11 @@ def test_argmax_is_numpys(library, vocab_size):
         logits[2] = -np.inf
         logits[3, rng.integers(vocab_size)] = np.nan
         assert np.array_equal(ours.argmax(torch.from_numpy(logits)).numpy(), logits.argmax(axis=-1))
+        logits[4, rng.integers(vocab_size)] = np.inf
+        given = torch.from_numpy(logits)
+        chosen = ours.choose(given, None)
+        assert torch.equal(chosen, TorchSampling().choose(given, None))
+        assert np.flatnonzero(chosen == UNUSABLE).tolist() == [2, 3, 4]
 
 
 def test_the_noise_has_the_right_distribution(library):
