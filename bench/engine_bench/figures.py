@@ -143,7 +143,9 @@ def ratio_rows(done: Sequence[Measurement], cost: ModelCost, *, judged: bool) ->
             for name, ratios in round_ratios(done, cell, rate).items():
                 unit = f"times {name}, median of {len(ratios)} rounds"
                 at_least = goal if judged and name == "best" else None
-                rows.append(figure(f"ratio.{cell.label}.{kind}.{name}", median(ratios), unit, at_least=at_least))
+                rows.append(
+                    figure(f"ratio.{cell.label}.{kind}.{name}", median(ratios.values()), unit, at_least=at_least)
+                )
         if cell.concurrency == 1 and (shares := _alone_shares(done, cell, cost)):
             unit = f"times the smaller of {DECODE_GOAL:g} x best and {LIMIT_SHARE_GOAL:g} x limit"
             at_least = 1.0 if judged else None
@@ -155,11 +157,13 @@ def _alone_shares(done: Sequence[Measurement], cell: Cell, cost: ModelCost) -> l
     """What decoding alone reaches of what is wanted of it, per round: peers win where memory is the limit for all."""
     context = mean_context(cell.prompt_tokens, cell.num_tokens)
     shares = []
-    own = [seen for seen in done if seen.cell == cell and seen.contestant == TANDEM]
-    for mine, over_best in zip(own, round_ratios(done, cell, _decode_rate).get("best", ()), strict=False):
+    over_best = round_ratios(done, cell, _decode_rate).get("best", {})
+    for mine in done:
+        if mine.cell != cell or mine.contestant != TANDEM or mine.round_index not in over_best:
+            continue
         rate = mine.outcome.decode_tokens_per_s
         limit = cost.decode_limit(cell.concurrency, context, mine.read_bytes_per_s)
-        shares.append(max(over_best / DECODE_GOAL, rate / (LIMIT_SHARE_GOAL * limit)))
+        shares.append(max(over_best[mine.round_index] / DECODE_GOAL, rate / (LIMIT_SHARE_GOAL * limit)))
     return shares
 
 

@@ -152,18 +152,18 @@ def told(measured: Measurement) -> str:
 
 def round_ratios(
     done: Sequence[Measurement], cell: Cell, rate: Callable[[Outcome], float]
-) -> Mapping[str, tuple[float, ...]]:
-    """Tandem's rate over each peer's, and over the best peer's ("best"), per round in which both ran."""
+) -> Mapping[str, Mapping[int, float]]:
+    """Tandem's rate over each peer's, and over the best peer's ("best"), by the rounds in which both ran."""
     rounds: dict[int, dict[str, float]] = {}
     for seen in done:
         if seen.cell == cell:
             rounds.setdefault(seen.round_index, {})[seen.contestant] = rate(seen.outcome)
-    ratios: dict[str, list[float]] = {}
-    for rates in rounds.values():
+    ratios: dict[str, dict[int, float]] = {}
+    for index, rates in rounds.items():
         own = rates.get(TANDEM)
         peers = {name: value for name, value in rates.items() if name != TANDEM}
         if own is None or not peers:
             continue
         for name, value in (*peers.items(), ("best", max(peers.values()))):
-            ratios.setdefault(name, []).append(own / value)
-    return {name: tuple(values) for name, values in ratios.items()}
+            ratios.setdefault(name, {})[index] = own / value
+    return ratios

@@ -123,10 +123,11 @@ class TorchGroup:
             tensor.add_(part)
 
     def _run(self, start: Callable[[_Collectives], _Work]) -> None:
-        if self._backend is None:
+        backend = self._backend  # another thread may close the group meanwhile
+        if backend is None:
             raise RankLost("the group is closed")
         try:
-            start(self._backend).wait()
+            start(backend).wait()
         except RuntimeError as error:
             raise RankLost(f"rank {self.rank} lost the others: {error!s:.160}") from None
 

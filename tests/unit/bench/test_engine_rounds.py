@@ -108,8 +108,8 @@ def test_ratios_are_taken_within_a_round() -> None:
         for name, base in (("tandem", 1.0), ("a", 2.0), ("b", 3.0))
     ]
     ratios = round_ratios(done, FOUR, lambda seen: seen.decode_tokens_per_s)
-    assert ratios["a"] == pytest.approx((2.0, 2.0, 2.0))
-    assert ratios["b"] == pytest.approx((3.0, 3.0, 3.0))
+    assert ratios["a"] == pytest.approx({0: 2.0, 1: 2.0, 2: 2.0})
+    assert ratios["b"] == pytest.approx({0: 3.0, 1: 3.0, 2: 3.0})
     assert ratios["best"] == ratios["a"]
 
 
