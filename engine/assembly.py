@@ -68,6 +68,7 @@ class EngineSpec:
     tensor_parallel_size: int = 1
     offload_bytes: int = 0
     pipelined: str = "auto"
+    max_step_s: float | None = None
     kv_dtype: str = AUTO_DTYPE
 
 

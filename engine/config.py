@@ -33,6 +33,9 @@ class EngineConfig:
     prefill_chunk_tokens: int
     """Prompt tokens computed in one step, given to requests in order: bounds how long prompts delay the sequences
     that are being generated, and how long a later prompt delays an earlier one."""
+    max_step_s: float | None
+    """Time that a step beside decodes is planned to end in: it gets fewer prompt tokens where the machine is too slow
+    for `prefill_chunk_tokens` (see `engine.pace`); None: no such bound."""
     max_running_requests: int
     """Rows of one step."""
     max_waiting_requests: int
@@ -55,8 +58,10 @@ class EngineConfig:
                 raise ConfigError(f"engine.{name} must be at least 1, not {value}")
         if self.max_overtakes < 0:
             raise ConfigError(f"engine.max_overtakes must be at least 0, not {self.max_overtakes}")
-        if self.priority_aging_s is not None and not self.priority_aging_s > 0.0:
-            raise ConfigError(f"engine.priority_aging_s must be above 0, not {self.priority_aging_s}")
+        for name in ("max_step_s", "priority_aging_s"):
+            seconds = getattr(self, name)
+            if seconds is not None and not seconds > 0.0:
+                raise ConfigError(f"engine.{name} must be above 0, not {seconds}")
         if self.eviction not in POLICIES:
             raise ConfigError(f"engine.eviction must be one of {', '.join(POLICIES)}, not {self.eviction!r}")
         if self.block_size % HASH_BLOCK_TOKENS:

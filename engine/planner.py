@@ -3,7 +3,7 @@
 Sequences that are one token behind come first, since somebody reads along. What is left goes, in rank order and at
 most `prefill_chunk_tokens` in all, to those further behind: running ones and, from the queue, newcomers that rank
 before them. So a prompt's first token waits for no later prompt's chunk, and a step never gets longer than its decodes
-and one chunk.
+and one chunk, which `engine.pace` cuts to what the machine computes in time while somebody reads along.
 
 Progress: one total rank orders everything. A request that finds no block preempts the last-ranked one, itself if need
 be, never one before it; and while the queue's head finds no room nothing else enters, reservations included. So the
@@ -18,6 +18,7 @@ from engine.config import EngineConfig
 from engine.in_flight import InFlight
 from engine.lookahead import Lookahead, awaits_its_last
 from engine.notices import Notices
+from engine.pace import ChunkPace
 from engine.preemption import Offloading
 from engine.queue_order import QueueOrder
 from engine.request import Batch, Request, RequestState
@@ -38,6 +39,7 @@ class Planner:
         roster: Roster,
         notices: Notices,
         ahead: Lookahead,
+        pace: ChunkPace,
         offloading: Offloading | None = None,
     ) -> None:
         """`offloading`: where preempted requests' KV may go; without it everything is recomputed."""
@@ -48,6 +50,7 @@ class Planner:
         self._roster = roster
         self._notices = notices
         self._ahead = ahead
+        self._pace = pace
         self._must_settle = False
         self._offloading = offloading
         self._in_flight = InFlight(blocks)
@@ -95,7 +98,10 @@ class Planner:
         )
         self._in_flight.begin_step()
         self.head_is_blocked = False
-        for request in self._plan_decodes(plan):
+        behind = self._plan_decodes(plan)
+        if (behind or len(self._roster.waiting)) and plan.has_decodes:
+            plan.bound_chunk(self._pace.chunk_tokens())
+        for request in behind:
             if plan.has_room(2):
                 self._admit(plan, now, before=self._roster.rank(request))
                 self._plan_one(request, plan)

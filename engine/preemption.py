@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 
 from engine.block_manager import BlockManager
 from engine.block_moves import BlockLoad, BlockOffload
-from engine.rates import RateMeter
 from engine.request import Request
-from engine.step import StepTimings
 from engine.tiers import OffloadHandle, OffloadTier
 from tandem.ids import BlockId, RequestId
 
@@ -63,7 +61,6 @@ class Offloading:
     def __init__(self, blocks: BlockManager, tier: OffloadTier, *, block_bytes: int) -> None:
         """`block_bytes`: of one block over all layers."""
         self.rates = MeasuredRates()
-        self._meter = RateMeter()
         self._blocks = blocks
         self._tier = tier
         self._block_bytes = block_bytes
@@ -77,11 +74,10 @@ class Offloading:
             self.rates, offload_bytes_per_s=rates.offload_bytes_per_s, load_bytes_per_s=rates.load_bytes_per_s
         )
 
-    def observe(self, timings: StepTimings) -> None:
-        """Learn from a step how fast this worker computes."""
-        self._meter.observe(timings)
-        if self._meter.prefill_tokens_per_s != self.rates.prefill_tokens_per_s:
-            self.rates = replace(self.rates, prefill_tokens_per_s=self._meter.prefill_tokens_per_s)
+    def computes_at(self, prefill_tokens_per_s: float) -> None:
+        """What computing was measured to take."""
+        if prefill_tokens_per_s != self.rates.prefill_tokens_per_s:
+            self.rates = replace(self.rates, prefill_tokens_per_s=prefill_tokens_per_s)
 
     def save(self, request: Request) -> bool:
         """Called before a preempted request gives up its blocks; whether they will be saved."""

@@ -3,7 +3,7 @@
 from engine.step import StepTimings
 
 _WEIGHT = 0.2
-_MIN_PREFILL_TOKENS = 64
+MIN_PREFILL_TOKENS = 64
 """Smaller steps are ruled by their fixed cost and say nothing about the rate of a long prompt."""
 
 
@@ -20,7 +20,7 @@ class RateMeter:
         """Learn from one step: a prefill when most of its rows are prompt tokens, else a decode step."""
         if timings.num_tokens == timings.num_requests:
             self.decode_step_s = _blend(self.decode_step_s, timings.step_s)
-        elif timings.num_tokens - timings.num_requests >= _MIN_PREFILL_TOKENS and timings.execute_s > 0.0:
+        elif timings.num_tokens - timings.num_requests >= MIN_PREFILL_TOKENS and timings.execute_s > 0.0:
             rate = timings.num_tokens / timings.execute_s
             self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, rate)
 

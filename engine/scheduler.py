@@ -21,8 +21,10 @@ from engine.kv_events import KVEventLog
 from engine.limits import check_size, end_rule, finish_reason, reason_of
 from engine.lookahead import Lookahead
 from engine.notices import Notices
+from engine.pace import ChunkPace, has_decodes
 from engine.planner import Planner
 from engine.preemption import Offloading
+from engine.rates import RateMeter
 from engine.request import Batch, FinishReason, Request, RequestState, SampledToken
 from engine.request_queue import Ranking
 from engine.reservations import Reservations
@@ -53,7 +55,8 @@ class Scheduler:
         block_bytes: int = 0,
     ) -> None:
         """`tier` takes the KV of preempted requests where that costs less than computing it again; `block_bytes` is
-        then the size of a block over all layers, `offloading.copies_at` must be told, and `observe` called every step.
+        then the size of a block over all layers, and `offloading.copies_at` must be told. Whoever has a tier, or bounds
+        steps by time (`max_step_s`), calls `observe` after every `commit`.
         """
         self._config = config
         kv_events = KVEventLog(config.kv_event_capacity)
@@ -69,12 +72,17 @@ class Scheduler:
         self._roster = Roster(Ranking(config.priority_aging_s))
         self._notices = Notices(kv_events)
         self._ahead = Lookahead()
+        self._rates = RateMeter()
+        self._pace = ChunkPace(self._rates, max_step_s=config.max_step_s, max_tokens=config.prefill_chunk_tokens)
+        self._had_decodes = False
+        """Whether the batch committed last computed the newest token of some sequence."""
         self._planner = Planner(
             config,
             blocks=self.blocks,
             roster=self._roster,
             notices=self._notices,
             ahead=self._ahead,
+            pace=self._pace,
             offloading=self.offloading,
         )
 
@@ -192,6 +200,7 @@ class Scheduler:
             raise InvariantError(f"{len(sampled)} tokens sampled for {len(batch.items)} items")
         self._ahead.settle(batch)
         self._planner.executed()
+        self._had_decodes = has_decodes(batch.items)
         size, running = self._config.block_size, RequestState.RUNNING
         tokens = iter(sampled)
         num_caught_up = 0
@@ -249,9 +258,12 @@ class Scheduler:
         return reason is not None
 
     def observe(self, timings: StepTimings) -> None:
-        """What a step took: offloading compares it with copying."""
+        """What the batch committed last took: chunks beside decodes are bounded by it, and copying compared with it."""
+        # First, so that a step is judged by what was usual before it.
+        self._pace.observe(timings, beside_decodes=self._had_decodes)
+        self._rates.observe(timings)
         if self.offloading is not None:
-            self.offloading.observe(timings)
+            self.offloading.computes_at(self._rates.prefill_tokens_per_s)
 
     # Telling
 

@@ -1,6 +1,7 @@
 """A batch in the making: what is left of the step's budgets, who has a share, and which blocks move first."""
 
 from engine.block_moves import BlockCopy, BlockLoad, BlockOffload
+from engine.pace import has_decodes
 from engine.request import Batch, BatchItem, Request
 from tandem.errors import InvariantError
 from tandem.ids import RequestId
@@ -26,6 +27,15 @@ class StepPlan:
 
     def __len__(self) -> int:
         return len(self._items)
+
+    @property
+    def has_decodes(self) -> bool:
+        """Whether somebody reads along with what is planned so far; O(1), since decodes are planned first."""
+        return has_decodes(self._items)
+
+    def bound_chunk(self, num_tokens: int) -> None:
+        """Leave at most so many tokens to those that are more than one behind."""
+        self.chunk_left = min(self.chunk_left, num_tokens)
 
     def has_room(self, num_tokens: int) -> bool:
         """Whether a request that is so far behind could have a share."""

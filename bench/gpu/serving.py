@@ -98,6 +98,7 @@ class Serving:
             max_model_len=limits.max_model_len,
             max_batched_tokens=limits.max_tokens,
             prefill_chunk_tokens=limits.chunk_tokens,
+            max_step_s=None,
             max_running_requests=limits.max_rows,
             max_waiting_requests=4096,
             kv_event_capacity=_KV_EVENTS,

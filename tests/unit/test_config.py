@@ -25,6 +25,8 @@ from tandem.errors import ConfigError
         ("transfer: {lease_s: .inf}", "transfer.lease_s"),
         ("transfer: {lease_s: .nan}", "transfer.lease_s"),
         ("prefill: {drain_s: .inf}", "prefill.drain_s"),
+        ("engine: {max_step_s: 0}", "engine.max_step_s"),
+        ("engine: {max_step_s: .nan}", "engine.max_step_s"),
         ("router: {request_timeout_s: 1.0e+300}", "router.request_timeout_s"),
     ],
 )
@@ -57,3 +59,14 @@ def test_a_switch_may_be_written_bare_in_the_file_and_in_a_variable(
     assert load(path).engine.pipelined == wanted
     monkeypatch.setenv("TANDEM_ENGINE__PIPELINED", wanted)
     assert load(None).engine.pipelined == wanted
+
+
+def test_a_bound_may_be_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load(None).engine.max_step_s == 0.35
+    path = tmp_path / "cluster.yaml"
+    path.write_text("engine: {max_step_s: null}", encoding="utf-8")
+    assert load(path).engine.max_step_s is None
+    path.write_text(dump(load(path)), encoding="utf-8")
+    assert load(path).engine.max_step_s is None
+    monkeypatch.setenv("TANDEM_ENGINE__MAX_STEP_S", "0.2")
+    assert load(path).engine.max_step_s == 0.2

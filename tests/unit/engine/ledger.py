@@ -30,6 +30,7 @@ CONFIG = EngineConfig(
     max_model_len=200,
     max_batched_tokens=48,
     prefill_chunk_tokens=20,
+    max_step_s=None,
     max_running_requests=6,
     max_waiting_requests=100,
     kv_event_capacity=10_000,
@@ -74,6 +75,16 @@ def continuation(prompt: Sequence[int], params: SamplingParams, limit: int = CON
             return output
         if len(output) >= params.max_tokens or len(tokens) >= limit:
             return output
+
+
+class Crawl:
+    """A pace slower than any machine's: beside decodes so few prompt tokens a step. Stands in for `ChunkPace`."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+
+    def chunk_tokens(self) -> int:
+        return self._num_tokens
 
 
 class Done:

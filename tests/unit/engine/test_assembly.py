@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine import assembly
-from engine.assembly import EngineSpec, _is_pipelined, assemble
+from engine.assembly import EngineSpec, _engine_config, _is_pipelined, assemble
 from engine.models.decoder import Decoder
 from tandem.errors import ConfigError
 from tandem.model_path import BUILTIN, model_directory
@@ -33,6 +33,11 @@ SPEC = EngineSpec(
     num_workers_here=1,
     secret=b"0123456789abcdef",
 )
+
+
+def test_the_scheduler_hears_how_long_a_step_may_take() -> None:
+    assert _engine_config(SPEC, 64, 8, frozenset()).max_step_s is None
+    assert _engine_config(replace(SPEC, max_step_s=0.2), 64, 8, frozenset()).max_step_s == 0.2
 
 
 def test_a_pool_that_was_sized_by_hand_has_that_size() -> None:

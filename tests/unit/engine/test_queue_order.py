@@ -50,7 +50,9 @@ def test_levels_age() -> None:
     assert rank(ledger.request([1], arrival_s=19.0)) < rank(low) < rank(ledger.request([1], arrival_s=21.0))
 
 
-@pytest.mark.parametrize("change", [{"max_overtakes": -1}, {"priority_aging_s": 0.0}, {"eviction": "fifo"}])
+@pytest.mark.parametrize(
+    "change", [{"max_overtakes": -1}, {"priority_aging_s": 0.0}, {"max_step_s": 0.0}, {"eviction": "fifo"}]
+)
 def test_impossible_policies_are_refused(change: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=f"engine.{next(iter(change))}"):
         ledger.config(**change)

@@ -87,11 +87,20 @@ def bound(num_before: int) -> int:
     after=st.lists(arrivals, min_size=1, max_size=6),
     num_blocks=st.integers(7, 16),
     chunk=st.integers(1, 40),
+    beside_decodes=st.none() | st.integers(1, 3),
 )
 def test_nobody_starves_behind_those_that_come_later(
-    before: list[Arrival], watched: Arrival, after: list[Arrival], num_blocks: int, chunk: int
+    before: list[Arrival],
+    watched: Arrival,
+    after: list[Arrival],
+    num_blocks: int,
+    chunk: int,
+    beside_decodes: int | None,
 ) -> None:
+    """Nor when steps beside decodes are bounded by time, on a machine that has next to none."""
     sched, runner = scheduler(num_blocks, chunk), LedgerRunner()
+    if beside_decodes is not None:
+        sched._planner._pace = ledger.Crawl(beside_decodes)
     for arrival in before:
         sched.add(arrival.request(0.0))
     target = watched.request(1.0)
