@@ -73,7 +73,7 @@ class Scheduler:
         self._notices = Notices(kv_events)
         self._ahead = Lookahead()
         self._rates = RateMeter()
-        self._pace = ChunkPace(self._rates, max_step_s=config.max_step_s, max_tokens=config.prefill_chunk_tokens)
+        self._pace = ChunkPace(max_step_s=config.max_step_s, max_tokens=config.prefill_chunk_tokens)
         self._had_decodes = False
         """Whether the batch committed last computed the newest token of some sequence."""
         self._planner = Planner(
@@ -259,10 +259,9 @@ class Scheduler:
 
     def observe(self, timings: StepTimings) -> None:
         """What the batch committed last took: chunks beside decodes are bounded by it, and copying compared with it."""
-        # First, so that a step is judged by what was usual before it.
         self._pace.observe(timings, beside_decodes=self._had_decodes)
-        self._rates.observe(timings)
         if self.offloading is not None:
+            self._rates.observe(timings)
             self.offloading.computes_at(self._rates.prefill_tokens_per_s)
 
     # Telling

@@ -66,7 +66,10 @@ class Norm(Protocol):
         ...
 
     def __call__(self, residual: Tensor, delta: Tensor | None = None) -> Tensor:
-        """Add `delta` to `residual` in place; the normalised sum, `[num_rows, size]`, valid until the next norm."""
+        """Add `delta` to `residual` in place; the normalised sum, `[num_rows, size]`, valid until the next norm.
+
+        For projections of the same backend alone: they agree upon how its rows lie.
+        """
         ...
 
 
@@ -122,7 +125,10 @@ class Backend(Protocol):
         ...
 
     def gated(self, weight: Tensor, bias: Tensor | None) -> Projection:
-        """`silu(x @ gate.T) * (x @ up.T)`; `weight`: gate's rows, then up's. The result has half as many columns."""
+        """`silu(x @ gate.T) * (x @ up.T)`; `weight`: gate's rows, then up's. The result has half as many columns.
+
+        It is for the projection in the role DOWN alone: the two agree upon how its rows lie.
+        """
         ...
 
     def head(self, weight: Tensor) -> Projection:

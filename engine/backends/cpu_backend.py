@@ -189,7 +189,7 @@ class CpuBackend:
 
     def projection(self, weight: Tensor, bias: Tensor | None, role: Role) -> Projection:
         """See Backend."""
-        taken = self._tiles(weight.shape[1], Tiles.NOTHING if role is Role.OUTPUT else Tiles.INPUT)
+        taken = self._taken(weight, role)
         linear = self._pack(weight, bias, Epilogue.STORE, quantize=self._quantize, tiles=taken)
         # What is added to the residual stream is added in one piece, or sent to other ranks.
         padding = _row_padding(linear.out_dtype) if role is Role.QKV else 0
@@ -199,7 +199,7 @@ class CpuBackend:
         """See Backend."""
         if not self._has_packing:
             return LaterAdded(self.projection(weight, bias, role))
-        taken = self._tiles(weight.shape[1], Tiles.NOTHING if role is Role.OUTPUT else Tiles.INPUT)
+        taken = self._taken(weight, role)
         linear = PackedLinear(
             self._library,
             weight,
@@ -281,6 +281,10 @@ class CpuBackend:
         return PackedLinear(
             self._library, weight, bias, epilogue=epilogue, quantize=quantize, tiles=tiles, num_threads=self._threads
         )
+
+    def _taken(self, weight: Tensor, role: Role) -> Tiles:
+        """Norms and gates give tiles, attention does not."""
+        return Tiles.NOTHING if role is Role.OUTPUT else self._tiles(weight.shape[1], Tiles.INPUT)
 
     def _tiles(self, row_size: int, handed: Tiles) -> Tiles:
         """What is handed over in tiles: bf16 in rows of whole tiles, unless it is to be quantized first."""

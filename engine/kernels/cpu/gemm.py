@@ -21,7 +21,8 @@ HUGE_PAGE_BYTES = 2**21
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory has huge pages only by another switch
 CACHE_LINE_BYTES = 64
 
-FEW_ROWS = 32  # csrc/tile_rows.h: kFewRows
+# csrc/tile_rows.h: kFewRows, kTileRows, and kTileRowBytes in bf16
+FEW_ROWS = 32
 TILE_ROWS = 16
 TILE_COLUMNS = 32
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.cpu.build import KernelsUnavailable
 from engine.kernels.cpu.gemm import Arithmetic, supports
 from engine.kernels.cpu.library import load_kernels
 from engine.kv_cache import PagedKVCache
@@ -28,7 +29,11 @@ ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "
 
 def needs(arithmetic: Arithmetic) -> None:
     """Skip a test where the processor has no tiles for what is tested: it is refused there."""
-    if not supports(load_kernels().features, arithmetic):
+    try:
+        features = load_kernels().features
+    except KernelsUnavailable as missing:
+        pytest.skip(str(missing))
+    if not supports(features, arithmetic):
         pytest.skip(f"no {arithmetic.value} instructions here")
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import pytest
 
 from engine.pace import MIN_CHUNK_TOKENS, ChunkPace, has_decodes
-from engine.rates import RateMeter
 from engine.request import Batch, BatchItem, SampledToken
 from engine.scheduler import Scheduler
 from engine.step import StepTimings
@@ -30,12 +29,11 @@ class Machine:
 
 
 class Paced:
-    """A pace and its meter, told of steps as a scheduler tells them."""
+    """A pace, told of steps as a scheduler tells it."""
 
     def __init__(self, machine: Machine, max_step_s: float | None = BOUND_S, max_tokens: int = FULL) -> None:
         self.machine = machine
-        self.meter = RateMeter()
-        self.pace = ChunkPace(self.meter, max_step_s=max_step_s, max_tokens=max_tokens)
+        self.pace = ChunkPace(max_step_s=max_step_s, max_tokens=max_tokens)
 
     def observe(self, chunk: int, *, num_readers: int = NUM_READERS) -> float:
         took = self.machine.step_s(chunk, is_read=num_readers > 0)
@@ -44,11 +42,10 @@ class Paced:
             schedule_s=0.0, execute_s=took, commit_s=0.0, num_tokens=num_readers + chunk, num_requests=rows
         )
         self.pace.observe(timings, beside_decodes=num_readers > 0)
-        self.meter.observe(timings)
         return took
 
     def warm(self) -> "Paced":
-        for _ in range(4):
+        for _ in range(8):
             self.observe(0)
             self.observe(FULL)
         return self
@@ -101,6 +98,47 @@ def test_one_slow_step_counts_and_is_forgotten_after_as_many_fast_ones_as_are_re
     assert chunks[4] == FULL
 
 
+@pytest.mark.parametrize("stall_s", [0.5, 1.0, 2.0, 10.0])
+def test_one_stalled_decode_is_no_reason_for_short_chunks(stall_s: float) -> None:
+    """A machine that stood still for once; no pure decode follows, since prompts keep coming."""
+    served = Served(Machine()).with_readers()
+    served.step()
+    usual, served.machine.decode_s = served.machine.decode_s, stall_s
+    batch, _ = served.step()
+    assert chunk_of(batch) == 0
+    served.machine.decode_s = usual
+    for _ in range(20):
+        served.add(4000, 10)
+    assert [chunk_of(served.step()[0]) for _ in range(10)] == [FULL] * 10
+
+
+def test_a_cold_start_is_overcome() -> None:
+    """Every kind of step took seconds when it was made first; again, prompts keep coming."""
+    paced = Paced(Machine(slowness=50.0))
+    paced.observe(0)
+    paced.observe(FULL)
+    paced.machine.slowness = 1.0
+    chunks = []
+    for _ in range(12):
+        chunks.append(paced.pace.chunk_tokens())
+        paced.observe(chunks[-1])
+    assert min(chunks[8:]) > 0.8 * FULL
+
+
+@pytest.mark.parametrize("decode_s", [0.02, 0.1, 0.15, 0.2, 0.25])
+@pytest.mark.parametrize("token_s", [0.0005, 0.001])
+@pytest.mark.parametrize("alone_every", [2, 4, 0])
+def test_chunks_settle_where_they_fill_the_time(decode_s: float, token_s: float, alone_every: int) -> None:
+    """However much of it decodes take, and however seldom they are alone."""
+    paced = Paced(Machine(decode_s=decode_s, token_s=token_s)).warm()
+    for i in range(60):
+        paced.observe(0 if alone_every and i % alone_every == 0 else paced.pace.chunk_tokens())
+    chunk = paced.pace.chunk_tokens()
+    ideal = (0.95 * BOUND_S - decode_s) / token_s
+    assert chunk <= max(ideal + 1, MIN_CHUNK_TOKENS)
+    assert chunk > 0.9 * ideal - 32 or chunk == FULL
+
+
 def test_what_says_nothing_about_a_prompt_is_passed_over() -> None:
     """Beside decodes a short chunk pays little of the step's fixed cost, alone it pays all of it."""
     paced = Paced(Machine()).warm()
@@ -128,6 +166,7 @@ def test_what_counts_as_a_decode() -> None:
     assert has_decodes([BatchItem(fresh, 0, 40, False), BatchItem(resumed, 54, 1, True)])
     assert not has_decodes([BatchItem(fresh, 49, 1, True)])
     assert not has_decodes([BatchItem(resumed, 40, 15, True)])
+    assert not has_decodes([BatchItem(resumed, 53, 1, False)])  # the last bit of a chunk
     assert not has_decodes([BatchItem(handed_off, 54, 1, True)])
     assert not has_decodes([])
 

@@ -347,7 +347,8 @@ void rows_together(const Linear& w, const Call& call, const float* row_scales, i
   const int64_t chunks = ceil_div(call.rows, kMostChunkRows);
   const int64_t chunk_rows = round_up(ceil_div(call.rows, chunks), kBlockRows);
   char* packed = w.takes_tiles ? nullptr : scratches().rows.array<char>(chunk_rows * steps * kRowBytes);
-  const int64_t width = std::min(kBandPanels, ceil_div(panels, kBandsEach * std::max<int64_t>(1, threads)));
+  // Even: the two panels of a tile that is given on have each other's half of its lines.
+  const int64_t width = std::min(kBandPanels, round_up(ceil_div(panels, kBandsEach * std::max<int64_t>(1, threads)), 2));
   const int64_t bands = ceil_div(panels, width);
   std::atomic<int64_t> taken{0};
   parallel(threads, [&](int thread, int team) {

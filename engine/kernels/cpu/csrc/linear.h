@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "simd.h"
 #include "tile_rows.h"
@@ -173,7 +174,10 @@ inline void with_writer(const Linear& linear, const Call& call, const float* row
   switch (linear.epilogue) {
     case kStoreF32: return body(Writer<kStoreF32, Sums>(linear, call, row_scales));
     case kGated:
-      if (linear.gives_tiles && call.rows > kFewRows) return body(Writer<kGatedTiles, Sums>(linear, call, row_scales));
+      if constexpr (std::is_same_v<Sums, FloatSums>) {
+        if (linear.gives_tiles && call.rows > kFewRows)
+          return body(Writer<kGatedTiles, Sums>(linear, call, row_scales));
+      }
       return body(Writer<kGated, Sums>(linear, call, row_scales));
     case kAdd: return body(Writer<kAdd, Sums>(linear, call, row_scales));
     default: return body(Writer<kStore, Sums>(linear, call, row_scales));

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.kernels.cpu.elementwise import CpuElementwise
-from engine.kernels.cpu.gemm import Arithmetic, Epilogue, PackedLinear, Tiles, whole_tiles
+from engine.kernels.cpu.gemm import FEW_ROWS, Arithmetic, Epilogue, PackedLinear, Tiles, whole_tiles
 from engine.kernels.cpu.library import load_kernels
 from tandem.errors import InvariantError
 from tests.unit.engine.paged_harness import needs
@@ -54,7 +54,7 @@ def test_from_a_norm_through_gates_to_the_residual(library, rows, hidden, inner,
         closing = PackedLinear(library, down, epilogue=Epilogue.ADD, tiles=taken, num_threads=threads)
         residual = stream.clone()[:, :hidden]
         normed, activated = tiled(rows, hidden), tiled(rows, inner)
-        norm = kernels.norm_to_tiles if taken and rows > 32 else kernels.add_rms_norm
+        norm = kernels.norm_to_tiles if taken and rows > FEW_ROWS else kernels.add_rms_norm
         norm(residual, delta, scale, EPS, normed)
         gates(normed, activated)
         closing(activated, residual)
