@@ -18,7 +18,11 @@ from tandem.errors import ConfigError
 
 def main() -> int:
     """Parse the command line, measure, report; 1 when a goal was missed, 2 when something could not be measured."""
-    parser = argparse.ArgumentParser(prog="python -m bench", description="Measure Tandem and print the figures.")
+    parser = argparse.ArgumentParser(
+        prog="tandem bench",
+        description="Measure Tandem and print the figures.",
+        epilog="Exit code: 1 when a goal was not met (on a busy machine, perhaps), 2 when something was not measured.",
+    )
     subjects = parser.add_subparsers(dest="subject", required=True)
     spine = subjects.add_parser("spine", help="parity with transformers, start-up, latency, the model's own gates")
     scales = spine.add_mutually_exclusive_group()
@@ -26,9 +30,12 @@ def main() -> int:
     scales.add_argument("--full", action="store_true", help="parity in every combination; about twice the time")
     spine.add_argument("--only", nargs="+", metavar="PART", choices=PARTS, help=f"some of: {', '.join(PARTS)}")
     spine.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
-    engine = subjects.add_parser("engine", help="speed against this machine's limits, peers and baselines; under 55 s")
+    engine = subjects.add_parser("engine", help="speed against this machine's limits, peers, baselines; 55 s at most")
     engine_options.add_options(engine)
     options = parser.parse_args()
+    for file in (options.json, getattr(options, "plot", None)):
+        if file is not None and not file.absolute().parent.is_dir():
+            parser.error(f"{file}: there is no such folder")
 
     err = Console(stderr=True, highlight=False)
     rows: list[Row] = []
@@ -41,7 +48,7 @@ def main() -> int:
         return EXIT_INTERRUPTED
     finally:
         if options.json is not None:
-            report.write_json(options.json, rows)
+            report.write_json(options.json, rows, about=report.circumstances(["tandem", "bench", *sys.argv[1:]]))
     return 1 if report.num_missed(rows) else 0
 
 

@@ -2,8 +2,13 @@
 
 import json
 import operator
+import os
+import platform
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,18 +70,44 @@ def show(console: "Console", rows: Sequence[Row]) -> None:
         verdict = {True: Text("met", style="green"), False: Text("NOT MET", style="bold red"), None: Text("")}[row.met]
         table.add_row(Text(row.name), shown(row.value), Text(row.unit), row.goal or "", verdict)
     console.print(table)
-    if missed := num_missed(rows):
-        console.print(f"{missed} goals not met", style="bold red")
+    missed = [f"{row.name} {shown(row.value)}, wanted {row.goal}" for row in rows if row.met is False]
+    if missed:
+        count = f"{len(missed)} goal{'s' * (len(missed) > 1)} not met"
+        console.print(Text(f"{count}: {'; '.join(missed)}", style="bold red"), soft_wrap=True)
 
 
 def shown(value: float) -> str:
-    """Four significant digits; whole numbers in full."""
-    return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 1e15 else f"{value:.4g}"
+    """Four significant digits; whole numbers, and what lies before the point, in full."""
+    is_whole = float(value).is_integer() or abs(value) >= 1e4
+    return f"{value:,.0f}" if is_whole and abs(value) < 1e15 else f"{value:.4g}"
 
 
-def write_json(path: Path, rows: Sequence[Row]) -> None:
-    """`{"rows": [{"name", "value", "unit", "goal", "met"}]}`."""
-    path.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=2) + "\n", encoding="utf-8")
+def write_json(path: Path, rows: Sequence[Row], *, about: Mapping[str, object] | None = None) -> None:
+    """`{"about": {...}, "rows": [{"name", "value", "unit", "goal", "met"}]}`; `about`: when, where, of what."""
+    told = {"about": dict(about or {}), "rows": [asdict(row) for row in rows]}
+    path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+
+
+def circumstances(command: Sequence[str]) -> dict[str, object]:
+    """When and where a benchmark runs: what its figures must not be separated from."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(command),
+        "version": version("tandem-serve"),
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
 
 
 def read_json(path: Path) -> list[Row]:

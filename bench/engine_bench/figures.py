@@ -122,8 +122,10 @@ def limit_rows(cost: ModelCost, ceilings: Ceilings, cells: Iterable[Cell]) -> li
         limit = cost.decode_limit(cell.concurrency, context, ceilings.read_bytes_per_s)
         rows.append(figure(f"limit.{cell.label}.decode", limit, f"tokens/s at {context:g} tokens of context"))
     for length in sorted({cell.prompt_tokens for cell in cells if not cell.with_newcomers}):
-        unit = f"tokens/s, {cost.prompt_flops_per_token(length) / 1e6:.0f} MFLOP each"
-        rows.append(figure(f"limit.p{length}.prefill", cost.prefill_limit(length, ceilings.gemm_flops_per_s), unit))
+        unit = f"tokens/s at torch's GEMM rate, {cost.prompt_flops_per_token(length) / 1e6:.3g} MFLOP each"
+        rows.append(
+            figure(f"limit.p{length}.prefill_gemm", cost.prefill_limit(length, ceilings.gemm_flops_per_s), unit)
+        )
         if ceilings.peak_flops_per_s is not None:
             peak = cost.prefill_limit(length, ceilings.peak_flops_per_s)
             rows.append(figure(f"limit.p{length}.prefill_peak", peak, "tokens/s at the arithmetic peak"))

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from bench.report import Row
 from bench.report import show as show_rows
 from bench.shapes import REFERENCE, SHAPES
 from engine.model_config import ModelConfig, load_model_config
+from tandem.config import load
 
 CONCURRENCIES = (1, 4, 16)
 QUICK_TOKENS = 32
@@ -153,6 +155,10 @@ _OTHERS: Mapping[str, Callable[[argparse.Namespace, Console, Callable[[str], Non
 
 def make_subject(given: argparse.Namespace, scale: Scale, note: Callable[[str], None]) -> Subject:
     """Find or make the model and say how much memory the jobs need. Raises ConfigError, CannotMeasure."""
+    settings = dict(map(_setting, given.set))
+    load(None, settings)  # what is wrong there is said before anything is measured
+    if given.device == "cuda" and not torch.cuda.is_available():
+        raise CannotMeasure("--device cuda: torch sees no CUDA device here")
     model = given.model or cached_model(SHAPES[given.shape], dtype=given.dtype, note=note)
     config = load_model_config(model)
     cells = scale.cells + scale.prefill_cells
@@ -168,7 +174,7 @@ def make_subject(given: argparse.Namespace, scale: Scale, note: Callable[[str], 
         max_model_len=longest,
         max_num_seqs=max(cell.concurrency for cell in cells) + 1,
         num_blocks=pool_blocks(cells),
-        settings=dict(map(_setting, given.set)),
+        settings=settings,
     )
     return Subject(
         stage=stage,
@@ -182,8 +188,10 @@ def make_subject(given: argparse.Namespace, scale: Scale, note: Callable[[str], 
 def _title(given: argparse.Namespace, subject: Subject, summaries: Sequence[Summary]) -> str:
     name = given.model.name if given.model else f"{given.shape} random model"
     where = f"{subject.stage.num_threads} threads" if subject.device.type == "cpu" else subject.device.type
-    rates = [seen.machine_bytes_per_s / 1e9 for seen in summaries]
-    return f"{name}, {given.dtype}, {where}; the memory read {min(rates):.0f} to {max(rates):.0f} GB/s meanwhile"
+    rates = sorted({round(seen.machine_bytes_per_s / 1e9) for seen in summaries})
+    spread = f"{rates[0]}" if len(rates) == 1 else f"{rates[0]} to {rates[-1]}"
+    today = datetime.now(UTC).date()
+    return f"{name}, {given.dtype}, {where}, {today}; the memory read {spread} GB/s meanwhile"
 
 
 def pool_blocks(cells: tuple[Cell, ...]) -> int:
@@ -229,7 +237,8 @@ async def _engines(
             entries = {**entries, **worker_entries}
         else:
             worker_done = []
-            note("worker: left out, no time is left; --full or --only worker has it")
+            left = f"starting it takes {start_s:.0f} s and {max(0.0, box.left_s):.0f} s are left"
+            note(f"worker: left out, {left}; --full or --only worker has the time")
     else:
         worker_done = []
     summaries = figures.summarize([*done, *worker_done], subject.cost)
@@ -265,10 +274,12 @@ async def _compete(
         for contestant in contestants:
             stack.push_async_callback(contestant.stop)
             started[contestant.name] = await contestant.start()
-            plan.note(
-                f"{contestant.name}: ready after {started[contestant.name].ready_s:.1f} s "
-                f"{dict(started[contestant.name].about) or ''}"
-            )
+            about = started[contestant.name].about.items()
+            told = [
+                f"ready after {started[contestant.name].ready_s:.1f} s",
+                *(f"{key} {value}" for key, value in about),
+            ]
+            plan.note(f"{contestant.name}: {', '.join(told)}")
             await warm_up(contestant, plan.vocab_size, concurrency=max(cell.concurrency for cell in plan.cells))
         done = await run_rounds(plan, contestants, box, known=known)
         entries = {

@@ -18,6 +18,8 @@ _COLORS: Mapping[str, str] = {
 _OTHER = "#9b5de5"
 _LIMIT = "#c1121f"
 _GROUP_WIDTH = 0.8
+_LEAST_GROUPS = 3
+"""Kinds of job that a panel has room for: a single one does not fill it."""
 _CROWD = 20
 """Bars in one panel from which on each panel gets the whole width: their figures would overlap."""
 
@@ -43,19 +45,14 @@ def draw(path: Path, summaries: Sequence[Summary], *, title: str) -> None:
         figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.08))
         figure.suptitle(title, fontsize=11, fontweight="bold")
         decode, prefill, gaps, share = figure.subplots(*panels).flat
-        _bars(decode, speeds, lambda seen: seen.decode_tokens_per_s, "{:,.0f}")
+        _bars(decode, speeds, lambda seen: seen.decode_tokens_per_s)
         _limits(decode, speeds, lambda seen: seen.decode_tokens_per_s / seen.limit_share)
-        # From 1 to 16 sequences rates grow tenfold; a factor between engines is the same length everywhere.
-        decode.set(title="Decoding (logarithmic)", ylabel="tokens/s")
-        if speeds:
-            least = min(seen.decode_tokens_per_s for seen in speeds)
-            decode.set(yscale="log", ylim=(least / 2, 1.3 * decode.get_ylim()[1]))
-            decode.yaxis.set_major_formatter("{x:,.0f}")
-        _bars(prefill, speeds, lambda seen: seen.prefill_tokens_per_s, "{:,.0f}")
+        decode.set(title="Decoding", ylabel="tokens/s")
+        _bars(prefill, speeds, lambda seen: seen.prefill_tokens_per_s)
         prefill.set(title="Reading prompts", ylabel="tokens/s")
-        _bars(gaps, summaries, lambda seen: 1000 * seen.gap_p99_s, "{:,.0f}")
+        _bars(gaps, summaries, lambda seen: 1000 * seen.gap_p99_s)
         gaps.set(title="Wait between two tokens, 99th percentile (lower is better)", ylabel="ms")
-        _bars(share, speeds, lambda seen: 100 * seen.limit_share, "{:.0f}")
+        _bars(share, speeds, lambda seen: 100 * seen.limit_share)
         share.axhline(100, color=_LIMIT, linewidth=1)
         share.set_ylim(top=max(110, share.get_ylim()[1]))
         share.set(title="Decoding, share of what the memory's bandwidth allows", ylabel="%")
@@ -67,7 +64,7 @@ def draw(path: Path, summaries: Sequence[Summary], *, title: str) -> None:
         figure.savefig(path, dpi=140)
 
 
-def _bars(axes: Any, summaries: Sequence[Summary], value: Callable[[Summary], float], shown: str) -> None:
+def _bars(axes: Any, summaries: Sequence[Summary], value: Callable[[Summary], float]) -> None:
     """One group per kind of job, one bar per engine; only engines that ran a job take room in its group."""
     jobs = _unique(job_name(seen) for seen in in_order(summaries))
     labelled: set[str] = set()
@@ -80,9 +77,11 @@ def _bars(axes: Any, summaries: Sequence[Summary], value: Callable[[Summary], fl
             bar = axes.bar(
                 x, height, width * 0.92, color=_COLORS.get(seen.contestant, _OTHER), label=label, zorder=2 + i
             )
-            axes.bar_label(bar, [shown.format(height)], padding=2, fontsize=7)
+            axes.bar_label(bar, [_shown(height)], padding=2, fontsize=7)
     axes.set_xticks(range(len(jobs)), [job.replace(" x ", " × ").replace(" + ", "\n+ ") for job in jobs])
     axes.tick_params(axis="x", length=0)
+    axes.set_xlabel("requests × prompt + answer tokens", fontsize=8, color="#666666")
+    axes.set_xlim(-0.6, max(len(jobs), _LEAST_GROUPS) - 0.4)
     axes.grid(axis="y", color="#e5e5e5", zorder=0)
     axes.margins(y=0.15)
 
@@ -101,6 +100,11 @@ def _places(place: int, count: int) -> tuple[list[float], list[float]]:
     """Centres and widths of a group's bars; a lone bar does not fill its group."""
     width = min(_GROUP_WIDTH / count, 0.3)
     return [place + (i - (count - 1) / 2) * width for i in range(count)], [width] * count
+
+
+def _shown(value: float) -> str:
+    """Three digits, or all of a whole number's."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _unique(names: Iterable[str]) -> list[str]:

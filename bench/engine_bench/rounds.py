@@ -114,7 +114,11 @@ async def run_rounds(
         order = [*contestants[turn:], *contestants[:turn]]
         for cell in plan.cells:
             if not box.fits(cell, [*known, *done]):
-                plan.note(f"{cell.label}: left out, {box.left_s:.0f} s are not enough; --full has the time")
+                needs_s = guess(cell, [*known, *done]) or 0.0
+                left_s = max(0.0, box.left_s)
+                plan.note(
+                    f"{cell.label}: left out, may take {needs_s:.0f} s and {left_s:.0f} s are left; --full has the time"
+                )
                 continue
             job = cell.job(round_index, plan.vocab_size)
             for contestant in order:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tandem.config import MAX_REPLICAS, dump, load
 from tandem.errors import ConfigError
@@ -70,3 +71,13 @@ def test_a_bound_may_be_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert load(path).engine.max_step_s is None
     monkeypatch.setenv("TANDEM_ENGINE__MAX_STEP_S", "0.2")
     assert load(path).engine.max_step_s == 0.2
+
+
+def test_the_readmes_settings_are_the_defaults(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    shown = text.partition("```yaml\n")[2].partition("```")[0]
+    path = tmp_path / "cluster.yaml"
+    path.write_text(shown, encoding="utf-8")
+    assert set(yaml.safe_load(shown)) == {"model", "prefill", "decode", "router", "engine"}
+    given, default = load(path, {"secret": "s" * 16}), load(None, {"secret": "s" * 16})
+    assert given == default

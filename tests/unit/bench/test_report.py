@@ -45,12 +45,13 @@ def test_two_goals_are_a_mistake() -> None:
 
 def test_json_holds_every_row_and_comes_back(tmp_path: Path) -> None:
     rows = [figure("parity", 0, "prompts", at_most=0), figure("ttft", 12.5, "ms")]
-    report.write_json(tmp_path / "rows.json", rows)
+    report.write_json(tmp_path / "rows.json", rows, about={"command": "tandem bench"})
     assert json.loads((tmp_path / "rows.json").read_text()) == {
+        "about": {"command": "tandem bench"},
         "rows": [
             {"name": "parity", "value": 0, "unit": "prompts", "goal": "<= 0", "met": True},
             {"name": "ttft", "value": 12.5, "unit": "ms", "goal": None, "met": None},
-        ]
+        ],
     }
     assert report.read_json(tmp_path / "rows.json") == rows
 
@@ -63,12 +64,19 @@ def test_the_table_names_what_was_missed() -> None:
     assert "20.25" in text
     assert "NOT MET" in text
     assert "[prompts]" in text
-    assert "1 goals not met" in text
+    assert "1 goal not met: startup 20.25, wanted < 15" in text
     assert report.num_missed(rows) == 1
 
 
 def test_values_keep_four_digits_and_whole_numbers_whole() -> None:
-    assert [report.shown(v) for v in (0.0, 1234567.0, 0.00001234, 99.5)] == ["0", "1,234,567", "1.234e-05", "99.5"]
+    values = (0.0, 1234567.0, 0.00001234, 99.5, 45112.34, float("nan"))
+    assert [report.shown(v) for v in values] == ["0", "1,234,567", "1.234e-05", "99.5", "45,112", "nan"]
+
+
+def test_figures_come_with_when_and_where() -> None:
+    told = report.circumstances(["tandem", "bench", "engine", "--set", "engine.kv_dtype=int8 or so"])
+    assert told["command"] == "tandem bench engine --set 'engine.kv_dtype=int8 or so'"
+    assert all(told[name] for name in ("date", "version", "machine", "cpus", "python"))
 
 
 def test_percentile_is_a_value_that_was_measured() -> None:
