@@ -14,7 +14,7 @@ from rich.text import Text
 
 from cluster.local import ProcessView
 from cluster.supervisor import Role
-from tandem.config import ClusterConfig
+from tandem.config import ClusterConfig, PoolConfig
 from tandem.hosts import join, reachable
 
 STOP_HINT = "Ctrl-C drains and stops; a second Ctrl-C kills"
@@ -81,7 +81,11 @@ def changed_settings(config: BaseModel, defaults: BaseModel, prefix: str = "") -
 def _shown(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return ", ".join(_shown(item) for item in value)
-    return "(hidden)" if isinstance(value, SecretStr) else str(value)
+    if isinstance(value, SecretStr):
+        return "(hidden)"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def format_bytes(size_bytes: float) -> str:
@@ -100,17 +104,27 @@ def _summary(config: ClusterConfig, processes: Sequence[ProcessView], model: str
     table.add_row("", Text(f"{config.model.path} · {config.model.dtype}", style="dim"))
     if context is not None:
         table.add_row("context", Text(f"{context} tokens"))
-    counts = [f"{config.prefill.replicas} prefill", f"{config.decode.replicas} decode"]
+    pools = {"prefill": config.prefill, "decode": config.decode}
+    counts = [f"{pool.replicas} {name}{_ranks(pool)}" for name, pool in pools.items()]
     table.add_row("pools", Text(f"{' + '.join(counts)}, KV by {config.transfer.transport}"))
+    if config.prefill.replicas and config.prefill.tensor_parallel_size != config.decode.tensor_parallel_size:
+        sizes = " and ".join(f"{name}.tensor_parallel_size {pool.tensor_parallel_size}" for name, pool in pools.items())
+        idle = f"{sizes}: hand-offs need equal sizes, so the prefill pool will stay idle"
+        table.add_row("", Text(idle, style="bold yellow"))
     return table
+
+
+def _ranks(pool: PoolConfig) -> str:
+    return f" of {pool.tensor_parallel_size} ranks each" if pool.tensor_parallel_size > 1 else ""
 
 
 def _pools(processes: Sequence[ProcessView]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     # Fits a terminal of 80 columns: whatever is cut here cannot be read anywhere else.
-    for column in ("process", "pid", "address"):
-        table.add_column(column, no_wrap=True)
-    for column in ("blocks × tokens", "KV", "weights"):
+    table.add_column("process", overflow="fold")
+    table.add_column("pid", no_wrap=True, min_width=7)
+    table.add_column("address", no_wrap=True)
+    for column in ("blocks", "KV", "weights"):
         table.add_column(column, justify="right", no_wrap=True)
     for view in processes:
         name = view.name if view.worker_id == view.name else f"{view.name} ({view.worker_id})"

@@ -4,6 +4,7 @@ import io
 import json
 import shlex
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,8 +109,8 @@ def test_models(tmp_path, monkeypatch):
         resolve_model(ClusterConfig(model=ModelConfig(path="./nothing-here")))
 
 
-def show(asked, effective, views):
-    console = Console(width=120, record=True, file=io.StringIO())
+def show(asked, effective, views, width=120):
+    console = Console(width=width, record=True, file=io.StringIO())
     banner.show(console, asked, effective, views)
     return console.export_text()
 
@@ -155,6 +156,27 @@ def test_the_banner_shows_what_runs_and_hides_secrets():
     assert "key-of-a-user" not in text
     assert "0123456789abcdef" not in text
     assert text.count("(hidden)") == 2
+
+
+def test_in_a_narrow_terminal_nothing_is_cut_off():
+    effective = make_effective(ClusterConfig())
+    views = [replace(view, pid=4194303) for view in make_views(effective)]
+    text = show(ClusterConfig(), effective, views, width=80)
+    for expected in ("4194303", effective.decode.addresses[0], "512 × 16", "3.0 MiB", "9.0 MiB"):
+        assert expected in text
+    assert "…" not in text
+
+
+def test_a_pool_that_will_stay_idle_is_named():
+    asked = load(None, {"decode.tensor_parallel_size": 2, "engine.deterministic": True})
+    effective = make_effective(asked)
+    text = show(asked, effective, make_views(effective), width=160)
+    assert "1 prefill + 1 decode of 2 ranks each" in text
+    assert "prefill.tensor_parallel_size 1 and decode.tensor_parallel_size 2" in text
+    assert "the prefill pool will stay idle" in text
+    assert "true" in text
+    alone = load(None, {"decode.tensor_parallel_size": 2, "prefill.replicas": 0})
+    assert "idle" not in show(alone, make_effective(alone), make_views(make_effective(alone)))
 
 
 def test_the_curl_line_survives_a_shell():
