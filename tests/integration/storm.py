@@ -6,6 +6,7 @@ request must say what it says alone in an engine that has room and waits for eve
 """
 
 import random
+import threading
 import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -127,6 +128,7 @@ class Rig:
         )
         if self.scheduler.offloading is not None:
             self.scheduler.offloading.rates = CHEAP_COPY
+        self._maker = threading.current_thread()
         self.now = 0.0
         self.told: dict[RequestId, Told] = {}
         self.ends: SimpleQueue[RequestId] = SimpleQueue()
@@ -171,7 +173,8 @@ class Rig:
 
     def _on_step(self, output: StepOutput) -> None:
         self.num_preemptions += len(output.preemptions)
-        self.scheduler.check_invariants()
+        if threading.current_thread() is not self._maker:  # turns by hand check after each
+            self.scheduler.check_invariants()
         for event in output.events:
             told = self.told[event.request_id]
             assert told.reason is None, "told after its end"
