@@ -56,7 +56,7 @@ def engine_config(num_blocks: int) -> EngineConfig:
         max_model_len=1 << 20,
         max_batched_tokens=1 << 20,
         prefill_chunk_tokens=1 << 20,
-        max_step_s=0.35,
+        max_step_s=0.4,
         max_running_requests=max(BATCHES),
         max_waiting_requests=max(BATCHES),
         kv_event_capacity=1 << 16,

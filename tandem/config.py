@@ -72,7 +72,7 @@ class EngineConfig(Section):
     """Most tokens computed in one step."""
     prefill_chunk_tokens: PositiveInt = 1024
     """Most prompt tokens computed in one step, given to prompts in order: bounds the gap between a stream's tokens."""
-    max_step_s: Seconds | None = 0.35
+    max_step_s: Seconds | None = 0.4
     """A step that continues streams gets fewer prompt tokens, though at least 64, where it would take longer than this
     at the speed that the worker measures; null: never."""
     max_running_requests: PositiveInt = 256

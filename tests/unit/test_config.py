@@ -63,7 +63,7 @@ def test_a_switch_may_be_written_bare_in_the_file_and_in_a_variable(
 
 
 def test_a_bound_may_be_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load(None).engine.max_step_s == 0.35
+    assert load(None).engine.max_step_s == 0.4
     path = tmp_path / "cluster.yaml"
     path.write_text("engine: {max_step_s: null}", encoding="utf-8")
     assert load(path).engine.max_step_s is None
