@@ -28,13 +28,18 @@ ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "
 
 
 def needs(arithmetic: Arithmetic) -> None:
-    """Skip a test where the processor has no tiles for what is tested: it is refused there."""
+    """Skip a test of kernels that cannot be had here: for want of a compiler, or of instructions in the processor.
+
+    Nothing goes untested that could run: the engine then falls back to plain torch, or refuses, which other tests hold.
+    """
     try:
         features = load_kernels().features
     except KernelsUnavailable as missing:
-        pytest.skip(str(missing))
+        pytest.skip(f"no compiled kernels, plain torch runs instead: {missing}")
     if not supports(features, arithmetic):
-        pytest.skip(f"no {arithmetic.value} instructions here")
+        pytest.skip(
+            f"this processor has no {arithmetic.value} instructions: the backend refuses or replaces that kernel"
+        )
 
 
 def reference_model(architecture: str, seed: int = 0, **overrides: Any) -> Any:
