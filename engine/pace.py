@@ -1,15 +1,15 @@
 """How many prompt tokens a step may compute while somebody reads along, so that its next token comes in time.
 
 A step beside decodes is predicted to take the time of its chunk and of as many tokens more as its decodes are worth.
-How many those are follows from steps with and without a chunk, by their medians, so that one stalled step says nothing.
-What a token takes is read off each of the last steps with a chunk, and the slowest one decides: a machine that slows
-down is taken to do everything more slowly. So one slow step shortens the next chunk, and chunks grow again only when
-as many steps as are remembered have been faster.
+How many those are follows from steps with and without a chunk, and what a token takes from the last steps with a chunk:
+both by medians, so that one stalled step says nothing. A machine that slows down is taken to do everything more slowly.
+Of an even number of steps the slower middle one counts: chunks shorten after two slow steps and grow again after three
+that were faster.
 """
 
 from collections import deque
 from collections.abc import Iterable
-from statistics import median
+from statistics import median, median_high
 
 from engine.rates import MIN_PREFILL_TOKENS
 from engine.request import BatchItem
@@ -83,7 +83,7 @@ class ChunkPace:
         """Most prompt tokens of the next step, if it has decodes: `max_tokens` while no rate is known. O(1)."""
         if self._max_step_s is None or not self._token_s:
             return self._max_tokens
-        fitting = _AIM * self._max_step_s / max(self._token_s) - self._decodes_in_tokens
+        fitting = _AIM * self._max_step_s / median_high(self._token_s) - self._decodes_in_tokens
         return min(self._max_tokens, max(MIN_CHUNK_TOKENS, int(fitting) // _CHUNK_STEP * _CHUNK_STEP))
 
     def _weigh_decodes(self) -> None:
