@@ -26,7 +26,9 @@ def token_codes(values: Tensor) -> tuple[Tensor, Tensor]:
     largest = LARGEST_CODE[torch.int8]
     values = values.float()
     peak = values.abs().amax(-1)
-    factor = torch.where(peak > SMALLEST_PEAK, largest / peak.clamp_min(SMALLEST_PEAK), torch.zeros_like(peak))
+    # A tensor divided by a tensor: torch turns `largest / peak` into a product with the reciprocal, rounded twice.
+    quotient = torch.full_like(peak, largest) / peak.clamp_min(SMALLEST_PEAK)
+    factor = torch.where(peak > SMALLEST_PEAK, quotient, torch.zeros_like(peak))
     codes = (values * factor[..., None]).round_().clamp_(-largest, largest)
     return codes.to(torch.int8), peak / largest
 
