@@ -133,6 +133,7 @@ class CellMapping:
         cut = self._cut_of(box)
         return Runs(
             lanes=self._layers_of(box, cut.reads),
+            num_layers=box.num_layers,
             patterns=self._patterns(cut, box, lambda shape, cuts: self._source.runs(cuts, shape.source, at)),
             plane_bytes=self._source.plane_bytes(at),
         )
@@ -142,6 +143,7 @@ class CellMapping:
         cut = self._cut_of(box)
         return Runs(
             lanes=self._layers_of(box, cut.writes),
+            num_layers=box.num_layers,
             patterns=self._patterns(cut, box, lambda shape, cuts: self._destination.runs(cuts, shape.destination, at)),
             plane_bytes=self._destination.plane_bytes(at),
         )
@@ -160,6 +162,7 @@ class CellMapping:
 
         return Copies(
             lanes=self._layers_of(box, cut.copies),
+            num_layers=box.num_layers,
             patterns=self._patterns(cut, box, pattern),
             source_plane_bytes=self._source.plane_bytes(source),
             destination_plane_bytes=self._destination.plane_bytes(destination),
@@ -169,11 +172,12 @@ class CellMapping:
         """Copies within the destination, once `box` has landed and is verified, to all other ranks that hold it."""
         cut = self._cut_of(box)
         if not cut.fan_out:
-            return Copies(lanes=(), patterns=(), source_plane_bytes=0, destination_plane_bytes=0)
+            return Copies(lanes=(), num_layers=0, patterns=(), source_plane_bytes=0, destination_plane_bytes=0)
         patterns = self._patterns(cut, box, lambda shape, cuts: self._destination.runs(cuts, shape.destination, at))
         plane_bytes = self._destination.plane_bytes(at)
         return Copies(
             lanes=self._layers_of(box, cut.fan_out),
+            num_layers=box.num_layers,
             patterns=tuple(tuple((begin, begin, size) for begin, size in runs) for runs in patterns),
             source_plane_bytes=plane_bytes,
             destination_plane_bytes=plane_bytes,

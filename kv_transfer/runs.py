@@ -18,7 +18,8 @@ class Runs:
     """Runs of one region. Iterated over they are (offset, length), in the order of the wire."""
 
     lanes: tuple[tuple[int, int], ...]
-    """(plane, index into `patterns`)."""
+    """(plane, index into `patterns`), equally many for each layer, and a layer's like the others' but for planes."""
+    num_layers: int
     patterns: tuple[tuple[Run, ...], ...]
     """Offsets from the beginning of a plane; no run continues the one before it."""
     plane_bytes: int
@@ -44,7 +45,8 @@ class Copies:
     """Copies between two regions, or within one. Iterated over they are (source offset, destination offset, length)."""
 
     lanes: tuple[tuple[int, int, int], ...]
-    """(source plane, destination plane, index into `patterns`)."""
+    """(source plane, destination plane, index into `patterns`), as in `Runs`."""
+    num_layers: int
     patterns: tuple[tuple[Copy, ...], ...]
     """Offsets from the beginnings of the planes; no copy continues the one before it on both sides."""
     source_plane_bytes: int

@@ -9,7 +9,7 @@ import torch
 from engine.kv_cache import CACHE_DTYPES, TORCH_DTYPES, PagedKVCache
 from engine.kv_codes import head_codes, restored, token_codes
 from engine.layers.kv_pages import CodePages, PlainPages
-from kv_transfer import convert
+from kv_transfer import convert, placing
 from kv_transfer.cells import TokenBlocks
 from kv_transfer.convert import Converter
 from kv_transfer.mapping import CellMapping
@@ -72,7 +72,6 @@ def test_e4m3_is_the_engines(dtype, scale):
         head_scales=None if scale is None else np.full((1, 2, 1), scale, np.float32),
     )
     expected = head_codes(values, torch.tensor(1.0 if scale is None else scale, dtype=torch.float32))
-    # A quotient beyond float32 is infinite, which torch's bound makes 448.
     assert np.array_equal(made, as_bytes(expected))
 
 
@@ -138,14 +137,13 @@ def moved(kv, tables, pools, boxes, head_scales, wire):
     for cut in boxes:
         box = mapping.box(*cut)
         payload = mapping.payload(box)
-        data = np.concatenate([pools[0][o : o + n] for o, n in mapping.reads(box, tables[0])])
+        data = np.empty(payload.num_bytes(kv[0].dtype), np.uint8)
+        placing.gather(mapping.reads(box, tables[0]), pools[0], data)
         sent, here = np.empty(payload.num_bytes(wire), np.uint8), np.empty(payload.num_bytes(kv[1].dtype), np.uint8)
         before.convert(payload, data, sent)
         after.convert(payload, sent, here)
-        for offset, length in mapping.writes(box, tables[1]):
-            pools[1][offset : offset + length], here = here[:length], here[length:]
-        for begin, end, length in mapping.fan_out(box, tables[1]):
-            pools[1][end : end + length] = pools[1][begin : begin + length]
+        placing.scatter(mapping.writes(box, tables[1]), here, pools[1])
+        placing.copy(mapping.fan_out(box, tables[1]), pools[1], pools[1])
     return pools[1]
 
 

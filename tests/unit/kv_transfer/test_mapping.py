@@ -8,6 +8,7 @@ import pytest
 
 from engine.model_config import parse_model_config
 from engine.parallel.shard import Shard
+from kv_transfer import placing
 from kv_transfer.cells import TokenBlocks, TokenBox
 from kv_transfer.mapping import CellMapping
 from tandem.errors import TransferError
@@ -18,9 +19,9 @@ HEADS = (1, 2, 3, 4, 8, 16)
 BLOCK_SIZES = (16, 32, 64)
 
 
-def boxes(mapping, first, end, heads, rng):
+def boxes(mapping, first, end, kv, rng):
     """The tokens `[first, end)` of all layers and heads as boxes, cut at random."""
-    cuts = [range(2), range(heads), range(first, end)]
+    cuts = [range(kv.num_layers), range(kv.num_kv_heads), range(first, end)]
     cut = [sorted({r.start, r.stop, *rng.choices(r[1:] or [r.stop], k=rng.choice((0, 0, 1)))}) for r in cuts]
     parts = [list(pairwise(edges)) for edges in cut]
     made = [
@@ -68,15 +69,20 @@ def check(source, target, mapping, cut, prompt, first, end):
     assert marked(source.region, [(here, length) for here, _, length in copies]).max() == 1
 
     # What one side sends and the other receives without knowing each other's blocks.
-    landed = bytearray(target.region.tobytes())
+    landed, direct = target.region.reshape(-1).copy(), target.region.reshape(-1).copy()
     wire = source.region.tobytes()
     for box in cut:
         reads, writes = mapping.reads(box, source.at(box.first_token)), mapping.writes(box, lacking)
-        payload = b"".join(wire[offset : offset + length] for offset, length in reads)
-        assert len(payload) == reads.num_bytes == writes.num_bytes == mapping.payload(box).num_bytes(source.kv.dtype)
-        for offset, length in writes:
-            landed[offset : offset + length], payload = payload[:length], payload[length:]
-    assert np.array_equal(copied(np.frombuffer(landed, np.uint8).reshape(expected.shape), fan_out), expected)
+        payload = np.empty(mapping.payload(box).num_bytes(source.kv.dtype), np.uint8)
+        placing.gather(reads, source.region.reshape(-1), payload)
+        assert payload.tobytes() == b"".join(wire[offset : offset + length] for offset, length in reads)
+        assert payload.nbytes == reads.num_bytes == writes.num_bytes
+        placing.scatter(writes, payload, landed)
+        placing.copy(mapping.copies(box, held, lacking), source.region.reshape(-1), direct)
+        for region in (landed, direct):
+            placing.copy(mapping.fan_out(box, lacking), region, region)
+    assert np.array_equal(landed, expected.reshape(-1))
+    assert np.array_equal(direct, expected.reshape(-1))
     cells = prompt.cells[..., first:end, :].size + (source.kv.dtype == "int8") * prompt.scales[..., first:end, :].size
     assert sum(length for _, _, length in copies) == cells
 
@@ -96,8 +102,9 @@ def test_every_pair_of_workers(tp_source, tp_target):
     for heads in (h for h in HEADS if splits(tp_source, h) and splits(tp_target, h)):
         for sizes in product(BLOCK_SIZES, BLOCK_SIZES):
             dtype, head_dim = rng.choice(("float32", "bfloat16", "int8", "fp8_e4m3")), rng.choice((1, 2, 3))
+            layers = 9 if heads == 1 and sizes[0] == sizes[1] else rng.choice((1, 2, 3))
             kv = [
-                layout(dtype, tp=tp, block_size=size, heads=heads, head_dim=head_dim)
+                layout(dtype, tp=tp, block_size=size, heads=heads, head_dim=head_dim, layers=layers)
                 for tp, size in zip((tp_source, tp_target), sizes, strict=True)
             ]
             mapping = CellMapping(*kv)
@@ -107,7 +114,7 @@ def test_every_pair_of_workers(tp_source, tp_target):
                 source, target = (
                     PlainWorker(one, pool_blocks=-(-end // one.block_size) + 2, num_tokens=end, rng=noise) for one in kv
                 )
-                check(source, target, mapping, boxes(mapping, held, end, heads, rng), prompt, held, end)
+                check(source, target, mapping, boxes(mapping, held, end, kv[0], rng), prompt, held, end)
 
 
 @pytest.mark.parametrize(("tp", "heads"), [p for p in product((1, 2, 3, 4, 6, 8), HEADS) if splits(*p)])
@@ -221,3 +228,15 @@ def test_layouts_that_cannot_be_mapped_are_refused():
     assert mapping.payload(box).num_vectors == vectors
     assert mapping.reads(box, at).num_bytes == mapping.payload(box).num_bytes("bfloat16") == vectors * 4 * 2
     assert mapping.writes(box, at).num_bytes == mapping.payload(box).num_bytes("int8") == vectors * (4 + 4)
+
+
+def test_arrays_of_another_size_are_refused():
+    mapping = CellMapping(layout(), layout())
+    at = TokenBlocks(blocks=(1,), pool_blocks=2)
+    runs, region = mapping.reads(mapping.box(0, 16), at), np.zeros(2 * layout().worker_block_bytes, np.uint8)
+    with pytest.raises(TransferError, match="payload of 1023 bytes for cells of 1024"):
+        placing.gather(runs, region, np.zeros(1023, np.uint8))
+    with pytest.raises(TransferError, match="payload of 1025 bytes for cells of 1024"):
+        placing.scatter(runs, np.zeros(1025, np.uint8), region)
+    with pytest.raises(TransferError, match="region of 2047 bytes is not whole planes of 1024"):
+        placing.gather(runs, region[1:], np.zeros(1024, np.uint8))
