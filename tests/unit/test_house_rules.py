@@ -34,6 +34,7 @@ PURE = (
     "engine.reservations",
     "engine.scheduler",
     "kv_transfer.ladder",
+    "kv_transfer.mapping",
     "kv_transfer.receiver",
     "kv_transfer.sender",
     "router.admission",
@@ -41,6 +42,7 @@ PURE = (
     "router.placement",
     "router.prefix_map",
     "router.workers",
+    "tandem.kv_agreement",
     "cluster.supervisor",
     "decode_worker.destinations",
 )

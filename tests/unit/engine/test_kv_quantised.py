@@ -139,6 +139,14 @@ def test_codes_are_within_the_bounds_of_their_formats():
         assert ((found - limited).abs() <= bound * 1.00001).all()
 
 
+def test_codes_are_rounded_from_one_quotient():
+    peaks = torch.arange(128, 256).bfloat16().float()
+    codes, _ = token_codes(torch.stack([peaks, peaks / 3], 1))
+    quotients = (torch.full_like(peaks, 127.0).numpy() / peaks.numpy()) * (peaks / 3).numpy()
+    assert codes[:, 1].tolist() == quotients.round().tolist()
+    assert token_codes(torch.tensor([[2.546875, 1.2734375]]))[0].tolist() == [[127, 64]]  # 63.500004
+
+
 @pytest.mark.parametrize(("kv_dtype", "bound"), [("int8", 0.03), ("fp8_e4m3", 0.2)])
 @pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "MistralForCausalLM"])
 def test_logits_stay_close_to_plain_ones(paths, name, kv_dtype, bound):
