@@ -95,6 +95,8 @@ class DecodeSide:
     def expire(self, life: Life, attempt: int, beyond: float) -> None:
         """The reaper's visit after all leases have ended."""
         self._step(life, attempt, "expire", lambda receiver: receiver.on_timer(beyond))
+        if attempt in life.receivers and live(self._machines.states[life.receivers[attempt][0]]):
+            raise properties.Violation(f"attempt {attempt} goes on after its lease has ended")
 
     def _step(self, life: Life, attempt: int, key: Any, do: Any) -> None:
         queue: deque[tuple[str, Any]] = deque(self._advance(life, attempt, key, do))
@@ -124,10 +126,12 @@ class DecodeSide:
                 life.owed.add(("bind", attempt, action.num_blocks))
             case "OpenGrant":
                 life.grants[attempt] = action.blocks
-                shm = self._names.scope.shared_memory
-                return ev.GrantOpened(transport="x", grant=b"g", drain_proves_quiet=shm)
+                scope = self._names.scope
+                proof = scope.shared_memory and not scope.remote
+                return ev.GrantOpened(transport="x", grant=b"g", drain_proves_quiet=proof)
             case "Verify":
-                life.owed.add(("verify", attempt, action.chunk.seq, action.chunk.rewrite, action.blocks[0], action.chunk.checksum))
+                chunk = action.chunk
+                life.owed.add(("verify", attempt, chunk.seq, chunk.rewrite, action.blocks, chunk.checksum))
             case "ForwardFirstToken":
                 properties.sampled_once(life)
                 life.tokens += 1
@@ -191,9 +195,9 @@ class DecodeSide:
         """The pool gives none."""
         self.tell(life, attempt, ev.BindRefused(failure=BUSY))
 
-    def verify(self, life: Life, attempt: int, seq: int, rewrite: int, block: int, checksum: int) -> None:
+    def verify(self, life: Life, attempt: int, seq: int, rewrite: int, blocks: tuple[int, ...], checksum: int) -> None:
         """Compare what is in memory now with what the chunk said."""
-        intact = life.blocks.get(block, (0, TORN))[1] == checksum
+        intact = [life.blocks.get(block, (0, TORN))[1] for block in blocks] == [checksum]
         self.tell(life, attempt, ev.Verified(seq=seq, rewrite=rewrite, intact=intact))
 
     def commit(self, life: Life, attempt: int, blocks: tuple[int, ...]) -> None:

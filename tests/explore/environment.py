@@ -6,6 +6,7 @@ from typing import Any
 from kv_transfer import events as ev
 from kv_transfer.states import HandoffState
 from tests.explore import properties
+from tests.explore.bends import bends
 from tests.explore.decode_side import DecodeSide, live
 from tests.explore.freeze import BEYOND_DEADLINE, BEYOND_LEASES
 from tests.explore.life import CRASHED, DECODE, LANDED, LOOSE, MOVING, OPEN, Life, Packed
@@ -62,11 +63,18 @@ class Environment:
                 moves.append(("cut", attempt))
         for at, worker in enumerate(life.workers):
             moves += self._worker_faults(life, at, worker.sender)
+        moves += [("bind too few", *item[1:]) for item in life.owed if item[0] == "bind"]
+        if self.scope.bent:
+            moves += [("bend", to, number) for to, bent in life.messages for number in self._bent(bent)]
         if life.request == OPEN:
             moves += [("cancel",), ("decode worker crashes",)]
         if self.scope.only is not None:
             moves = [move for move in moves if move[0] in self.scope.only]
         return moves
+
+    def _bent(self, number: int) -> list[int]:
+        envelopes = self.names.envelopes
+        return [envelopes.number(e) for e in bends(envelopes.values[number], self.scope.num_chunks)]
 
     def _worker_faults(self, life: Packed, at: int, sender: Any) -> Iterator[Move]:
         epoch = life.workers[at].epoch
@@ -120,7 +128,7 @@ class Environment:
 
     def _apply(self, life: Life, move: Move) -> None:
         match move:
-            case ("deliver", to, number) | ("repeat", to, number):
+            case ("deliver" | "repeat" | "bend", to, number):
                 if move[0] == "deliver":
                     life.messages.discard((to, number))
                 self._deliver(life, to, number)
@@ -129,6 +137,9 @@ class Environment:
             case ("bind", attempt, blocks):
                 life.owed = {item for item in life.owed if item[:2] != ("bind", attempt)}
                 self.decode.bind(life, attempt, blocks)
+            case ("bind too few", attempt, count):
+                life.owed.discard(("bind", attempt, count))
+                self.decode.bind(life, attempt, ())
             case ("refuse to bind", attempt):
                 life.owed = {item for item in life.owed if item[:2] != ("bind", attempt)}
                 self.decode.refuse(life, attempt)

@@ -7,7 +7,7 @@ from kv_transfer import events as ev
 from kv_transfer import guards
 from kv_transfer.messages import Abort, Drained, Envelope, Failure, FirstToken, Prefill, Reject
 from kv_transfer.sender import Sender, SenderPlan
-from kv_transfer.states import HandoffState
+from kv_transfer.states import LIVE, HandoffState
 from tandem.errors import TransferError, Unavailable
 from tandem.ids import BlockHash, BlockId
 from tandem.outputs import PhaseTimes, SampledToken
@@ -88,6 +88,9 @@ class PrefillSide:
     def expire(self, life: Life, at: int, beyond: float) -> None:
         """The reaper's visit after its leases have ended."""
         self._step(life, at, ("expire", beyond), lambda machine: machine.on_timer(beyond))
+        sender = life.workers[at].sender
+        if sender is not None and self._machines.states[sender.machine] in LIVE:
+            raise properties.Violation(f"the sender of attempt {sender.attempt} goes on after its time has ended")
 
     def _step(self, life: Life, at: int, key: Any, do: Any) -> None:
         queue: deque[tuple[str, Any]] = deque(self._advance(life, at, key, do))
@@ -142,7 +145,9 @@ class PrefillSide:
     def _start_write(self, life: Life, at: int, action: Any) -> None:
         worker = life.workers[at]
         sender = properties.holds_sources(worker.sender, "reads")
-        plan = self._machines.get_cached(sender.machine).plan
+        machine = self._machines.get_cached(sender.machine)
+        plan = machine.plan
+        properties.may_write(machine.reserve, action.rewrite, plan.max_rewrites)
         granted = life.grants.get(sender.attempt)
         failed = ("write failed", at, sender.attempt, action.seq, action.rewrite)
         if granted is None or plan.peer != self._names.decode(life.decode_epoch):
@@ -176,7 +181,7 @@ class PrefillSide:
         if write.phase == LOOSE:
             life.writes.add(write)
             return
-        if write.phase == MOVING and not self._names.scope.shared_memory:
+        if write.phase == MOVING and (self._names.scope.remote or not self._names.scope.shared_memory):
             life.writes.add(write._replace(phase=LOOSE))
         life.owed.add(("write failed", write.at, write.attempt, write.seq, write.rewrite))
 

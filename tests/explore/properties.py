@@ -1,6 +1,7 @@
 """What must hold in every state, checked where it would break."""
 
 from kv_transfer.actions import CommitInfo
+from kv_transfer.messages import Reserve
 from tests.explore.life import DONE, LANDED, LOOSE, MOVING, OPEN, OWNED, Life, Packed, SenderSlot
 
 
@@ -8,10 +9,10 @@ class Violation(AssertionError):
     """A property does not hold."""
 
 
-def no_writer_into(life: Life, blocks: tuple[int, ...], why: str) -> None:
-    """No destination changes hands while a write that may still land names it."""
+def no_writer_into(life: Life, blocks: tuple[int, ...], why: str, *, told: bool = False) -> None:
+    """No destination changes hands while a write that may still land names it; `told`: nor one not reported written."""
     for write in life.writes:
-        if write.phase in (MOVING, LOOSE) and not set(blocks).isdisjoint(write.slots):
+        if (told or write.phase in (MOVING, LOOSE)) and not set(blocks).isdisjoint(write.slots):
             raise Violation(f"block {min(set(blocks) & set(write.slots))} {why} while its writer may be alive")
 
 
@@ -47,7 +48,7 @@ def committable(life: Life, info: CommitInfo, num_needed: int) -> None:
     if not life.tokens:
         raise Violation("commits without a first token")
     right_content(life, tuple(life.kept) + info.blocks, 0, "commits wrong KV")
-    no_writer_into(life, info.blocks, "commits")
+    no_writer_into(life, info.blocks, "is committed", told=True)
 
 
 def sampled_once(life: Life) -> None:
@@ -61,6 +62,14 @@ def holds_sources(sender: SenderSlot | None, doing: str) -> SenderSlot:
     if sender is None or not sender.holds:
         raise Violation(f"{doing} sources that the engine does not hold")
     return sender
+
+
+def may_write(reserve: Reserve | None, rewrite: int, max_rewrites: int) -> None:
+    """Writing waits to be let in, and ends."""
+    if reserve is None:
+        raise Violation("writes before it is let in")
+    if rewrite > max_rewrites:
+        raise Violation(f"writes a chunk for the {rewrite + 1}th time")
 
 
 def sources_unread(life: Life, at: int, epoch: int, attempt: int) -> None:

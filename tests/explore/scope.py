@@ -39,6 +39,8 @@ class Scope:
     write_window: int = 2
     shared_memory: bool = True
     """Revocation needs the writer's word and DRAINED is a proof (`shm`); else the reverse (`tcp`)."""
+    remote: bool = False
+    """With `shared_memory`: DRAINED is no proof either, for bytes may still be in the network (RDMA)."""
     other_tokens: bool = False
     """Whether a prefill worker may compute another prompt than it was asked for."""
     bent: bool = False

@@ -5,6 +5,13 @@ from tests.explore.life import DECODE, Write
 
 WORKERS = ("prefill worker p", "prefill worker q", "the decode worker")
 
+_VERBS = {
+    "deliver": "gets",
+    "lose": "never gets",
+    "repeat": "gets, and will get again,",
+    "bend": "gets, forged,",
+}
+
 
 class Broken(AssertionError):
     """A property does not hold; the shortest way there is told."""
@@ -19,9 +26,8 @@ class Broken(AssertionError):
 def words(environment: Environment, move: Move) -> str:
     """One move, as a person would say it."""
     match move:
-        case ("deliver" | "lose" | "repeat", to, number):
+        case ("deliver" | "lose" | "repeat" | "bend", to, number):
             envelope = environment.names.envelopes.values[number]
-            verb = {"deliver": "gets", "lose": "never gets", "repeat": "gets, and will get again,"}[move[0]]
             sender = "the decode worker" if to != DECODE else WORKERS[environment.names.at(envelope.incarnation)]
             detail = "".join(
                 f" {name} {getattr(envelope.body, name)}"
@@ -29,7 +35,7 @@ def words(environment: Environment, move: Move) -> str:
                 if hasattr(envelope.body, name)
             )
             body = type(envelope.body).__name__.upper()
-            return f"{WORKERS[to]} {verb} {body}{detail} of attempt {envelope.key.attempt} from {sender}"
+            return f"{WORKERS[to]} {_VERBS[move[0]]} {body}{detail} of attempt {envelope.key.attempt} from {sender}"
         case ("land" | "damage" | "written", Write() as write):
             done = {"land": "land", "damage": "land damaged", "written": "are reported written"}[move[0]]
             chunk = f"chunk {write.seq} (rewrite {write.rewrite}) of attempt {write.attempt}"
