@@ -321,7 +321,7 @@ class Receiver:
         return (Send(body=Abort(reason=reason)), *self._fail(failure, now, keep=keep))
 
     def _fail(self, failure: Failure, now: float, *, expired: bool = False, keep: bool = True) -> Actions:
-        """Give the attempt up; `keep`: its landed blocks hold what was asked for, and the next attempt goes on there."""
+        """Give the attempt up. `keep`: what has landed is what was asked for; the next attempt goes on from there."""
         keepable = self.plan.job.num_keepable_blocks(self.plan.layout.block_size) if keep else 0
         num_landed = min(self._coverage.num_landed_leading_blocks(), keepable, len(self._blocks))
         landed, self._blocks = self._blocks[:num_landed], self._blocks[num_landed:]

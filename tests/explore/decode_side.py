@@ -5,7 +5,7 @@ from typing import Any
 
 from kv_transfer import actions as act
 from kv_transfer import events as ev
-from kv_transfer.messages import Abort, Chunk, Offer, Seal
+from kv_transfer.messages import Abort, Chunk, Failure, Offer, Seal
 from kv_transfer.states import LIVE, HandoffState
 from tandem.errors import Unavailable
 from tests.explore import properties
@@ -23,7 +23,6 @@ from tests.explore.life import (
     Write,
 )
 from tests.explore.scope import Names
-from kv_transfer.messages import Failure
 
 BUSY = Failure(kind=Unavailable, message="no blocks")
 
@@ -112,7 +111,9 @@ class DecodeSide:
         mine = life.decode_epoch
 
         def run(receiver: Any) -> list[tuple[str, Any]]:
-            return self._names.compiled(do(receiver), lambda body: self._names.from_decode(mine, receiver.plan.key, body))
+            return self._names.compiled(
+                do(receiver), lambda body: self._names.from_decode(mine, receiver.plan.key, body)
+            )
 
         machine, actions = self._machines.step(machine, (mine, key), run)
         life.receivers[attempt] = (machine, at, epoch)
@@ -224,7 +225,9 @@ class DecodeSide:
             elif write.phase == MOVING:
                 self.stop(life, write)
         life.messages = {(to, number) for to, number in life.messages if to != DECODE}
-        life.owed = {item for item in life.owed if item[0] in ("write failed", "sender link lost", "writes quiet", "submit")}
+        life.owed = {
+            item for item in life.owed if item[0] in ("write failed", "sender link lost", "writes quiet", "submit")
+        }
         life.receivers, life.grants, life.blocks, life.kept = {}, {}, {}, []
         if life.request == OPEN:
             life.request, life.ladder, life.tokens = CRASHED, -1, 0

@@ -128,28 +128,18 @@ class Environment:
 
     def _apply(self, life: Life, move: Move) -> None:
         match move:
-            case ("deliver" | "repeat" | "bend", to, number):
-                if move[0] == "deliver":
+            case ("deliver" | "repeat" | "bend" | "lose", to, number):
+                if move[0] in ("deliver", "lose"):
                     life.messages.discard((to, number))
-                self._deliver(life, to, number)
-            case ("lose", to, number):
-                life.messages.discard((to, number))
-            case ("bind", attempt, blocks):
-                life.owed = {item for item in life.owed if item[:2] != ("bind", attempt)}
-                self.decode.bind(life, attempt, blocks)
-            case ("bind too few", attempt, count):
-                life.owed.discard(("bind", attempt, count))
-                self.decode.bind(life, attempt, ())
-            case ("refuse to bind", attempt):
-                life.owed = {item for item in life.owed if item[:2] != ("bind", attempt)}
-                self.decode.refuse(life, attempt)
-            case ("land", write) | ("damage", write):
+                if move[0] != "lose":
+                    self._deliver(life, to, number)
+            case ("land" | "damage", write):
                 self.prefill.land(life, write, damaged=move[0] == "damage")
             case ("written", write):
                 self.prefill.written(life, write)
             case ("begin", at):
                 self.decode.begin(life, at)
-            case ("give up",) | ("cancel",):
+            case ("give up" | "cancel",):
                 self.decode.cancel(life, event=move[0] == "cancel")
             case ("expire", "receiver", attempt):
                 self.decode.expire(life, attempt, BEYOND_LEASES)
@@ -157,12 +147,27 @@ class Environment:
                 self.decode.crash(life)
             case ("cut", attempt):
                 self._cut(life, attempt)
+            case ("bind" | "bind too few" | "refuse to bind", *_):
+                self._bind(life, move)
             case _:
-                if move in life.owed:
-                    life.owed.discard(move)
-                    self._answer(life, move)
-                else:
-                    self._apply_to_worker(life, move)
+                self._answer_or_apply_to_worker(life, move)
+
+    def _bind(self, life: Life, move: Move) -> None:
+        life.owed = {item for item in life.owed if item[:2] != ("bind", move[1])}
+        match move:
+            case ("bind", attempt, blocks):
+                self.decode.bind(life, attempt, blocks)
+            case ("bind too few", attempt, _count):
+                self.decode.bind(life, attempt, ())
+            case ("refuse to bind", attempt):
+                self.decode.refuse(life, attempt)
+
+    def _answer_or_apply_to_worker(self, life: Life, move: Move) -> None:
+        if move in life.owed:
+            life.owed.discard(move)
+            self._answer(life, move)
+        else:
+            self._apply_to_worker(life, move)
 
     def _apply_to_worker(self, life: Life, move: Move) -> None:
         match move:
@@ -218,13 +223,9 @@ class Environment:
         """The link ends: what is on it is lost, and each side notices in its own time."""
         at, _epoch = life.routed_to(attempt)
         life.messages = {
-            (to, number)
-            for to, number in life.messages
-            if self.names.envelopes.values[number].key.attempt != attempt
+            (to, number) for to, number in life.messages if self.names.envelopes.values[number].key.attempt != attempt
         }
         life.owed.add(("receiver link lost", attempt))
         sender = life.workers[at].sender
         if sender is not None and sender.attempt == attempt:
             life.owed.add(("sender link lost", at, attempt))
-
-

@@ -124,5 +124,3 @@ class Machines:
             result = do(machine)
             found = self._steps[number, key] = (self.add(machine), result)
         return found
-
-

@@ -120,5 +120,3 @@ class Lives:
         if len(reached) < len(self.nodes):
             lost = next(node for node in range(len(self.nodes)) if node not in reached)
             raise Broken("nothing leads to an end from here", self.trace(lost))
-
-

@@ -156,8 +156,13 @@ class Pairs:
         sources = np.repeat(np.arange(len(self._levels)), np.diff(self._first))
         into = [sources[self._targets == target] for target in (first, second)]
         pairs = [(int(a), second) for a in into[0]] + [(first, int(b)) for b in into[1]]
-        pairs += [(int(a), int(b)) for struck in self._struck.values() for a in into[0] for b in into[1]
-                  if (struck[a], struck[b]) == (first, second)]
+        pairs += [
+            (int(a), int(b))
+            for struck in self._struck.values()
+            for a in into[0]
+            for b in into[1]
+            if (struck[a], struck[b]) == (first, second)
+        ]
         for a, b in pairs:
             if self._levels[a] + self._levels[b] <= self._faults and self.distance[self._row[a] + b] == distance:
                 moves = self._moves(np.array([a]), np.array([b]))

@@ -33,7 +33,7 @@ class PrefillSide:
     # Messages
 
     def deliver(self, life: Life, at: int, number: int) -> None:
-        """As SenderHub routes messages; but a sender sees even those of other attempts, for refusing is its business."""
+        """As SenderHub routes messages; but a sender sees those of other attempts too: refusing is its business."""
         envelope = self._names.envelopes.values[number]
         sender = life.workers[at].sender
         if isinstance(envelope.body, Prefill):
@@ -159,19 +159,16 @@ class PrefillSide:
         for slot in slots:
             life.blocks[slot] = (life.blocks[slot][0], TORN)
         content = plan.job.held_tokens // LAYOUT.block_size + first + (OTHER if sender.other else 0)
-        life.writes.add(
-            Write(sender.attempt, at, worker.epoch, action.seq, action.rewrite, slots, MOVING, content)
-        )
+        life.writes.add(Write(sender.attempt, at, worker.epoch, action.seq, action.rewrite, slots, MOVING, content))
 
     def _cancel_writes(self, life: Life, at: int) -> ev.SenderEvent | None:
         """`shm` copies piece by piece and stops when it notices; `tcp` leaves bytes in the network."""
         worker = life.workers[at]
         attempt = worker.sender.attempt
         mine = [w for w in life.writes if (w.at, w.epoch, w.attempt) == (at, worker.epoch, attempt)]
-        if self._names.scope.shared_memory:
-            if any(w.phase == MOVING for w in mine):
-                life.owed.add(("writes quiet", at, attempt))
-                return None
+        if self._names.scope.shared_memory and any(w.phase == MOVING for w in mine):
+            life.owed.add(("writes quiet", at, attempt))
+            return None
         for write in mine:
             self._stop(life, write)
         return ev.WritesQuiet()
@@ -237,7 +234,7 @@ class PrefillSide:
         blocks = tuple(BlockId(b) for b in range(total))
         if step == 0:
             self.tell(life, at, sender.attempt, ev.Scheduled(queue_s=0.0))
-            self._change(life, at, step=first + 1) if life.workers[at].sender is not None else None
+            self._change(life, at, step=first + 1)
         elif step <= total:
             done = min(step * LAYOUT.block_size, len(job.token_ids))
             self.tell(life, at, sender.attempt, ev.Progress(num_computed_tokens=done, blocks=blocks))
@@ -270,7 +267,8 @@ class PrefillSide:
                 if write.phase == MOVING and not self._names.scope.shared_memory:
                     life.writes.add(write._replace(phase=LOOSE))
         life.owed = {
-            item for item in life.owed
+            item
+            for item in life.owed
             if not (item[0] in ("submit", "write failed", "writes quiet", "sender link lost") and item[1] == at)
         }
         for attempt, (_machine, to, epoch) in life.receivers.items():
