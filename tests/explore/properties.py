@@ -10,9 +10,13 @@ class Violation(AssertionError):
 
 
 def no_writer_into(life: Life, blocks: tuple[int, ...], why: str, *, told: bool = False) -> None:
-    """No destination changes hands while a write that may still land names it; `told`: nor one not reported written."""
+    """No destination changes hands while a write that may still land names it.
+
+    `told`: nor while its own writer has not reported, whose bytes may be complete before it has stopped.
+    """
     for write in life.writes:
-        if (told or write.phase in (MOVING, LOOSE)) and not set(blocks).isdisjoint(write.slots):
+        awaited = told and any(life.blocks[block][0] == write.attempt for block in blocks)
+        if (awaited or write.phase in (MOVING, LOOSE)) and not set(blocks).isdisjoint(write.slots):
             raise Violation(f"block {min(set(blocks) & set(write.slots))} {why} while its writer may be alive")
 
 
