@@ -122,7 +122,7 @@ class DecodeSide:
     def _execute(self, life: Life, attempt: int, kind: str, action: Any) -> ev.ReceiverEvent | None:
         match kind:
             case "Send":
-                life.messages.add((life.receivers[attempt][1], action))
+                self._send(life, attempt, action)
             case "BindBlocks":
                 life.owed.add(("bind", attempt, action.num_blocks))
             case "OpenGrant":
@@ -149,6 +149,12 @@ class DecodeSide:
             case "ReleaseBlocks":
                 self._release(life, attempt, action.blocks)
         return None
+
+    def _send(self, life: Life, attempt: int, number: int) -> None:
+        at, epoch = life.routed_to(attempt)
+        # The link is dialled again, and a question then reaches the successor of whom it was meant for.
+        if life.workers[at].epoch == epoch or isinstance(self._names.envelopes.values[number].body, Abort):
+            life.messages.add((at, number))
 
     def _failed(self, life: Life, attempt: int, action: act.ReportFailed) -> None:
         if life.request != OPEN or attempt != life.attempt:

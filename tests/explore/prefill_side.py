@@ -261,6 +261,8 @@ class PrefillSide:
         """The process ends and another starts at its address. `lingers`: the old one only hangs, its writes with it."""
         worker = life.workers[at]
         life.workers[at] = Worker(worker.epoch + 1, 0, None)
+        # A link's messages die with the process that it led to.
+        life.messages = {message for message in life.messages if message[0] != at}
         for write in list(life.writes):
             if (write.at, write.epoch) == (at, worker.epoch) and not (lingers and write.phase == MOVING):
                 life.writes.discard(write)
