@@ -281,7 +281,7 @@ class Receiver:
         if not 0 < seal.num_chunks <= self._coverage.num_cells or max(self._landings, default=-1) >= seal.num_chunks:
             return self._violation(f"seal of {seal.num_chunks} chunks contradicts those announced", now)
         if guards.wrong_identity(seal.tail_hash, self.plan.job.tail_hash):
-            return self._violation("computed other tokens than were asked for", now)
+            return self._violation("computed other tokens than were asked for", now, keep=False)
         self._seal = seal
         self._sealed_at = now
         self._move(HandoffState.SEALED)
@@ -316,11 +316,13 @@ class Receiver:
             return (abort, *self._enter_aborting((), now))
         return (abort, *self._fail(_transfer_failure(event.reason), now))
 
-    def _violation(self, reason: str, now: float) -> Actions:
-        return (Send(body=Abort(reason=reason)), *self._fail(_transfer_failure(f"protocol: {reason}"), now))
+    def _violation(self, reason: str, now: float, *, keep: bool = True) -> Actions:
+        failure = _transfer_failure(f"protocol: {reason}")
+        return (Send(body=Abort(reason=reason)), *self._fail(failure, now, keep=keep))
 
-    def _fail(self, failure: Failure, now: float, *, expired: bool = False) -> Actions:
-        keepable = self.plan.job.num_keepable_blocks(self.plan.layout.block_size)
+    def _fail(self, failure: Failure, now: float, *, expired: bool = False, keep: bool = True) -> Actions:
+        """Give the attempt up. `keep`: what has landed is what was asked for; the next attempt goes on from there."""
+        keepable = self.plan.job.num_keepable_blocks(self.plan.layout.block_size) if keep else 0
         num_landed = min(self._coverage.num_landed_leading_blocks(), keepable, len(self._blocks))
         landed, self._blocks = self._blocks[:num_landed], self._blocks[num_landed:]
         report: list[Action] = [ReportFailed(landed=landed, failure=failure, expired=expired)]

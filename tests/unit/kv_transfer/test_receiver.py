@@ -139,12 +139,11 @@ def test_repeated_messages_do_nothing() -> None:
         CommitAck(),
         seal(1000),
         seal(1),
-        seal(3, b"x" * 16),
         Abort(reason="no"),
     ],
 )
 def test_what_breaks_the_protocol_ends_the_attempt_and_keeps_what_landed(bad: Body) -> None:
-    half = reserved(replace(JOB, tail_hash=BlockHash(b"y" * 16)))
+    half = reserved()
     half.hear(chunk(2, box(0, 1)))
     verify(half, 2)
     half.hear(chunk(1))
@@ -157,6 +156,16 @@ def test_what_breaks_the_protocol_ends_the_attempt_and_keeps_what_landed(bad: Bo
         assert report.landed == BLOCKS[:1]
         assert half.see(ev.Quiet()) == (act.ReleaseBlocks(blocks=BLOCKS[1:]),)
     assert half.state is HandoffState.CLOSED
+
+
+def test_blocks_of_other_tokens_are_not_kept() -> None:
+    half = reserved(replace(JOB, tail_hash=BlockHash(b"y" * 16)))
+    half.hear(chunk(2, box(0, 1)))
+    verify(half, 2)
+    actions = half.hear(seal(3, b"x" * 16))
+    [report] = [a for a in actions if isinstance(a, act.ReportFailed)]
+    assert report.landed == ()
+    assert half.see(ev.Quiet()) == (act.ReleaseBlocks(blocks=BLOCKS),)
 
 
 def test_a_contradicting_seal_is_refused() -> None:
