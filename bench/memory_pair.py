@@ -18,7 +18,7 @@ from kv_transfer.peer import LocalWorker
 from kv_transfer.receiver_hub import ReceiverHub
 from kv_transfer.receiver_link import Dialer
 from kv_transfer.sender_hub import SenderHub
-from kv_transfer.transport import KVRegion
+from kv_transfer.region import KVRegion
 from kv_transfer.transports.catalogue import open_receivers, open_senders
 from kv_transfer.transports.memory import NAME, MemoryFabric
 from prefill_worker.worker import PrefillWorker
@@ -109,7 +109,6 @@ def _local(identity: WorkerIdentity, parts: EngineParts) -> LocalWorker:
     return LocalWorker(
         worker_id=identity.worker_id,
         incarnation=identity.incarnation,
-        layout=parts.layout,
         region=KVRegion.of(memory, parts.layout),
     )
 

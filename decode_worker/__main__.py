@@ -13,7 +13,7 @@ from engine.host import EngineHost
 from kv_transfer.peer import LocalWorker
 from kv_transfer.receiver_hub import ReceiverHub
 from kv_transfer.receiver_link import Dialer
-from kv_transfer.transport import KVRegion
+from kv_transfer.region import KVRegion
 from kv_transfer.transports.catalogue import open_receivers
 from kv_transfer.transports.shared_pool import SharedPool
 from tandem.config import ClusterConfig
@@ -84,7 +84,6 @@ async def _with_handoffs(
         LocalWorker(
             worker_id=worker.identity.worker_id,
             incarnation=worker.identity.incarnation,
-            layout=parts.layout,
             region=region,
         ),
         owner=worker.handoffs,

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 from engine.request import Batch
 from engine.runner import LaunchedStep, Runner
 from engine.scheduler import Scheduler
-from engine.step import StepOutput, StepTimings
+from engine.step import ComingPrompt, LayersDone, StepOutput, StepTimings
 from tandem.errors import InternalError, ServingError, Unavailable
 
 _log = logging.getLogger(__name__)
@@ -79,12 +79,14 @@ class Engine:
         on_fatal: Callable[[BaseException], None],
         clock: Callable[[], float] = time.monotonic,
         pipelined: bool = False,
+        on_layers: Callable[[LayersDone], None] | None = None,
     ) -> None:
         """Both callbacks run on the engine thread and must only pass their value on.
 
         `on_step` gets one output per step, preceded by one without tokens when requests leave the queue, so that a
         hand-off can be offered while its prefill runs. `clock` is the one that requests' `arrival_s` is read from.
-        `pipelined`: launch a step before the one before has ended.
+        `pipelined`: launch a step before the one before has ended. `on_layers`, another such callback, hears within a
+        step of the layers that are done, if it computes `prefill_only` prompts and the runner can tell.
         """
         self._scheduler = scheduler
         self._runner = runner
@@ -92,6 +94,7 @@ class Engine:
         self._on_fatal = on_fatal
         self._clock = clock
         self._pipelined = pipelined
+        self._on_layers = on_layers
         self._launched: _Launched | None = None
         self._ended_s = 0.0
         """When the last settled step was over."""
@@ -186,9 +189,22 @@ class Engine:
 
     def _launch(self, batch: Batch, schedule_s: float) -> _Launched:
         launched_s = self._clock()
-        step = self._runner.launch(batch)
+        step = self._runner.launch(batch, self._layers_listener(batch))
         ended_s = self._clock() if self._pipelined and step.is_over() else None
         return _Launched(batch=batch, step=step, schedule_s=schedule_s, launched_s=launched_s, ended_s=ended_s)
+
+    def _layers_listener(self, batch: Batch) -> Callable[[int], None] | None:
+        listener = self._on_layers
+        if listener is None:
+            return None
+        prompts = tuple(
+            ComingPrompt(request.request_id, start, start + num_tokens, tuple(request.block_table))
+            for request, start, num_tokens, _ in batch.items
+            if request.prefill_only
+        )
+        if not prompts:
+            return None
+        return lambda num_layers: listener(LayersDone(num_layers=num_layers, prompts=prompts))
 
     def _settle(self) -> None:
         """Wait for the launched step, if there is one, and tell what came of it."""

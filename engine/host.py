@@ -17,7 +17,7 @@ from engine.engine import Engine
 from engine.kv_events import KVEventBatch
 from engine.rates import RateMeter
 from engine.scheduler import Scheduler
-from engine.step import Load, StepOutput
+from engine.step import LayersDone, Load, StepOutput
 from engine.wire import events_to_pb, load_to_pb, stored_to_pb
 from tandem.errors import ServingError
 from tandem.session_port import SessionPort
@@ -39,6 +39,7 @@ class EngineHost:
         self.rates = RateMeter()
         self.kv_bytes_per_s = 0.0
         self._on_output: Callable[[StepOutput], None] = _ignore
+        self._on_layers: Callable[[LayersDone], None] | None = None
         self._on_fatal = on_fatal
         self._ports: Callable[[], Iterable[SessionPort]] = tuple
         self._load: Load = parts.scheduler.load()
@@ -50,11 +51,22 @@ class EngineHost:
             on_fatal=lambda error: self._tell(self._on_fatal, error),
             clock=time.monotonic,
             pipelined=parts.is_pipelined,
+            on_layers=self._tell_layers,
         )
 
-    def start(self, *, on_output: Callable[[StepOutput], None], ports: Callable[[], Iterable[SessionPort]]) -> None:
-        """Start the engine's thread. `on_output` runs on the event loop; `ports` hear of the prefix cache."""
+    def start(
+        self,
+        *,
+        on_output: Callable[[StepOutput], None],
+        ports: Callable[[], Iterable[SessionPort]],
+        on_layers: Callable[[LayersDone], None] | None = None,
+    ) -> None:
+        """Start the engine's thread. Both callbacks run on the event loop; `ports` hear of the prefix cache.
+
+        `on_layers` hears within steps of prompts that are computed for others.
+        """
         self._on_output = on_output
+        self._on_layers = on_layers
         self._ports = ports
         self.parts.ranks.watch(lambda lost: self._tell(self._on_fatal, lost))
         self._engine.start()
@@ -96,6 +108,10 @@ class EngineHost:
             self._tell(lambda _: port.send_snapshot(next_seq, stored_to_pb(stored)), None)
 
         self.post(snapshot)
+
+    def _tell_layers(self, done: LayersDone) -> None:
+        if self._on_layers is not None:
+            self._tell(self._on_layers, done)
 
     def _tell(self, fn: Callable[[T], None], value: T) -> None:
         try:

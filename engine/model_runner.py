@@ -53,6 +53,7 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.blocks = BlockMover(kv_cache, num_host_slots=num_host_slots)
         self._announce = announce
+        self._is_on_host = model.device.type == "cpu"
         self.graphs: StepGraphs | None = None
         self._queue = device_queue(model.device)
         self._staging = Staging(self._queue)
@@ -66,13 +67,13 @@ class ModelRunner:
             put=self._staging.put,
         )
 
-    def launch(self, batch: Batch) -> LaunchedStep:
+    def launch(self, batch: Batch, on_layers: Callable[[int], None] | None = None) -> LaunchedStep:
         """See Runner."""
         with torch.inference_mode(), self._staging.step():
             inputs = self._inputs.build(batch)
             if self._announce is not None:
                 self._announce(inputs)
-            logits = self._compute(inputs)
+            logits = self._compute(inputs, on_layers if self._is_on_host else None)
             if logits is None:
                 self._sampled = None
                 return ComingKeys(self._queue)
@@ -119,7 +120,7 @@ class ModelRunner:
             rows = None if wanted is None else self._staging.put(wanted)
             return self.model.forward(self._token_ids(inputs), self._attention.plan(inputs), rows)
 
-    def _compute(self, inputs: StepInputs) -> Tensor | None:
+    def _compute(self, inputs: StepInputs, on_layers: Callable[[int], None] | None = None) -> Tensor | None:
         self.blocks.move(inputs)
         wanted = inputs.sample_rows
         everyone = len(wanted) == len(inputs.token_ids) and bool((wanted[1:] > wanted[:-1]).all())
@@ -129,7 +130,7 @@ class ModelRunner:
             logits = self.graphs.logits(inputs, token_ids, rows)
             if logits is not None:
                 return logits
-        hidden = self.model.forward(token_ids, self._attention.plan(inputs), rows)
+        hidden = self.model.forward(token_ids, self._attention.plan(inputs), rows, on_layers)
         return self.model.logits(hidden) if len(wanted) else None
 
     def _token_ids(self, inputs: StepInputs) -> Tensor:

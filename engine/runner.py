@@ -1,6 +1,6 @@
 """What the engine asks of a model: to launch a step, and later what came of it; on the engine's own thread."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from engine.request import Batch, SampledToken
@@ -29,11 +29,14 @@ class Runner(Protocol):
         """Called once, by the engine's thread, before the first step."""
         ...
 
-    def launch(self, batch: Batch) -> LaunchedStep:
+    def launch(self, batch: Batch, on_layers: Callable[[int], None] | None = None) -> LaunchedStep:
         """Begin to write the KV of every item's tokens and to sample; nothing of the batch is read after the return.
 
         Steps are executed in the order of their launches. A batch may be launched before the tokens of the one before
         are known: an item that starts after its request's last known token computes the one sampled there. An
         exception ends the engine, as in `tokens`.
+
+        `on_layers`: called where the host itself computes, with a number of first layers in which the KV of all items'
+        tokens is in the pool, on every rank; not for every layer, and never for the last.
         """
         ...

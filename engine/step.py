@@ -1,6 +1,7 @@
 """What one engine step tells the worker's shell: values only, safe to hand to another thread."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.kv_events import KVEventBatch
 from engine.request import TokenEvent
@@ -33,6 +34,26 @@ class PrefillProgress:
     block_ids: tuple[BlockId, ...]
     is_complete: bool
     """The prompt is computed; the last block may be partly filled."""
+
+
+class ComingPrompt(NamedTuple):
+    """A `prefill_only` request in a step under way."""
+
+    request_id: RequestId
+    num_computed_tokens: int
+    """Before the step, in all layers."""
+    num_coming_tokens: int
+    """After it."""
+    block_ids: tuple[BlockId, ...]
+    """The whole table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayersDone:
+    """Within a step: keys and values of its tokens are in the pool, on all ranks, in the first layers."""
+
+    num_layers: int
+    prompts: tuple[ComingPrompt, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

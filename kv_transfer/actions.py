@@ -33,8 +33,6 @@ class Verify:
     """Receiver: compare the landed bytes with the checksum; answer with Verified."""
 
     chunk: Chunk
-    blocks: tuple[BlockId, ...]
-    """Destinations of the chunk, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +106,10 @@ class StartWrite:
     seq: int
     rewrite: int
     cells: CellRange
+    first_block: int
+    """Which block of the prompt `sources` begins with, counted in blocks of this worker."""
     sources: tuple[BlockId, ...]
+    """All blocks here that hold some of these cells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

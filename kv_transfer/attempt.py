@@ -17,9 +17,6 @@ class Machine(Protocol):
     def state(self) -> HandoffState:
         """Where it stands."""
 
-    def start(self) -> Actions:
-        """Begin."""
-
     def on_message(self, envelope: Envelope, now: float) -> Actions:
         """Digest a message from the peer."""
 
@@ -47,7 +44,7 @@ class Attempt(ABC, Generic[MachineT, EventT]):
         """Let the machine begin, once."""
         if not self._started:
             self._started = True
-            self._run(self.machine.start())
+            self._run(self._begin())
 
     def on_message(self, envelope: Envelope) -> None:
         """A message for this hand-off."""
@@ -71,6 +68,10 @@ class Attempt(ABC, Generic[MachineT, EventT]):
         if self.machine.state is HandoffState.CLOSED and not self._closed:
             self._closed = True
             self._on_closed()
+
+    @abstractmethod
+    def _begin(self) -> Actions:
+        """Start the machine."""
 
     @abstractmethod
     def _execute(self, action: Action) -> EventT | None:

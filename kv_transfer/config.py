@@ -19,6 +19,8 @@ class TransferSettings:
     """How long landed blocks of a failed hand-off wait for another route."""
     chunk_bytes: int = 8 << 20
     """Most payload bytes under one checksum (at least one block)."""
+    wire_dtype: str = ""
+    """What KV should travel in; "" for what costs least."""
     write_window: int = 4
     """Writes of one hand-off under way at once."""
     max_rewrites: int = 3

@@ -88,14 +88,22 @@ class Scheduled:
     """The prompt left the engine's queue."""
 
     queue_s: float
+    tail_hash: BlockHash | None
+    """Name of the prompt's last full hash block, as the engine has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """KV of the first `num_computed_tokens` tokens is in `blocks` (the whole table, held prefix included)."""
+    """KV of the first `num_computed_tokens` tokens is in `blocks` (the whole table, held prefix included).
+
+    While a step is under way that will have computed `coming_tokens` tokens, what it has done of them is in the blocks
+    too, in the first `num_layers` layers.
+    """
 
     num_computed_tokens: int
     blocks: tuple[BlockId, ...]
+    coming_tokens: int = 0
+    num_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,14 +21,19 @@ def stale_incarnation(envelope: Envelope, peer: Incarnation) -> bool:
     return envelope.incarnation != peer
 
 
+def misdirected(envelope: Envelope, own: Incarnation) -> bool:
+    """The message was meant for another process: perhaps for the one that was here before this one."""
+    return envelope.addressee != own
+
+
 def superseded(attempt: int, newest: int | None) -> bool:
     """An attempt at least as new is known: this one is a replay, or too late."""
     return newest is not None and attempt <= newest
 
 
 def unexpected_size(announced: Offer | Reserve, expected: int) -> bool:
-    """The two sides disagree about how many blocks travel."""
-    return announced.num_blocks != expected
+    """The two sides disagree about how many units travel."""
+    return announced.num_units != expected
 
 
 def wrong_binding(num_bound: int, expected: int) -> bool:
@@ -83,7 +88,7 @@ def repeated_first_token(known: FirstToken | None, resume: bool) -> bool:
 
 def wrong_identity(sent: BlockHash | None, expected: BlockHash | None) -> bool:
     """The sender computed other tokens than were asked for: a stale reference on its side."""
-    return sent is not None and expected is not None and sent != expected
+    return expected is not None and sent != expected
 
 
 def complete(seal: Seal | None, num_verified: int, coverage: Coverage) -> bool:

@@ -20,11 +20,15 @@ from tandem.kv_layout import KVLayout
 class Ladder:
     """What survives an attempt of one hand-off."""
 
-    def __init__(self, job: PrefillJob, *, layout: KVLayout, settings: TransferSettings) -> None:
+    def __init__(
+        self, job: PrefillJob, *, own: Incarnation, layout: KVLayout, settings: TransferSettings
+    ) -> None:
+        """`own`: of this process."""
         self.job = job
         """What is still missing: `held_tokens` and `resume` grow with the attempts."""
         self.ended = False
         """Committed, cancelled or expired: no attempt will follow."""
+        self._own = own
         self._layout = layout
         self._settings = settings
         self._newest: int | None = None
@@ -53,6 +57,7 @@ class Ladder:
         self._waiting = None
         plan = ReceiverPlan(
             key=TransferKey(transfer_id=self.job.transfer_id, attempt=attempt),
+            own=self._own,
             peer=peer,
             job=self._job_at(now - self._started_s),
             layout=self._layout,

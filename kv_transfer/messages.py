@@ -14,7 +14,7 @@ from tandem.kv_layout import KVLayout
 from tandem.outputs import PhaseTimes, SampledToken
 from tandem.sampling import SamplingParams
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +27,16 @@ class TransferKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellRange:
-    """A box of KV cells in a reservation: layers x blocks x global KV heads. Blocks are indices, never addresses."""
+    """A box of KV cells of a hand-off: the model's layers x units of tokens x the model's KV heads.
+
+    A unit is as many tokens as the smaller block of the two workers has. Units are counted from the end of the held
+    prefix: indices in the reservation, never addresses.
+    """
 
     first_layer: int
     num_layers: int
-    first_block: int
-    num_blocks: int
+    first_unit: int
+    num_units: int
     first_head: int
     num_heads: int
 
@@ -74,10 +78,10 @@ class PrefillJob:
     resume: bool = False
     """What follows `token_ids` is already sampled: compute KV, sample nothing."""
     tail_hash: BlockHash | None = None
-    """Name of the last full hash block of `token_ids`, checked at commit; stays on the decode worker."""
+    """Name of the last full hash block of `token_ids`, checked at the offer; stays on the decode worker."""
 
     def num_blocks(self, block_size: int) -> int:
-        """Blocks that travel: all that hold tokens, less the held ones."""
+        """Blocks, or units, of so many tokens that travel: all that hold tokens, less those that are held whole."""
         return -(-len(self.token_ids) // block_size) - self.held_tokens // block_size
 
     def num_keepable_blocks(self, block_size: int) -> int:
@@ -103,6 +107,8 @@ class Hello:
     worker_id: WorkerId
     layout: KVLayout
     transports: tuple[TransportOffer, ...]
+    wire_dtype: str = ""
+    """What KV travels in: wished by the receiving side, "" for what costs least; chosen by the sending side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,15 +123,17 @@ class Prefill:
 class Offer:
     """P -> D: the prompt leaves the queue; bind destinations."""
 
-    num_blocks: int
+    num_units: int
     queue_s: float
+    tail_hash: BlockHash | None
+    """As computed by the prefill worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
     """D -> P: destinations are bound; `grant` opens them to the named transport."""
 
-    num_blocks: int
+    num_units: int
     transport: str
     grant: bytes
 
@@ -146,7 +154,7 @@ class Chunk:
     """How often they were written before."""
     cells: CellRange
     checksum: int
-    """CRC-32 over the cells' bytes as sent, in order of layer, then block."""
+    """CRC-32 over the cells' bytes as sent, in the order of the wire (see kv_transfer/mapping.py)."""
     write_s: float
     """What this write took, by the sender's clock."""
 
@@ -175,6 +183,7 @@ class Seal:
     cached_tokens: int
     times: PhaseTimes
     tail_hash: BlockHash | None
+    """The offer's, once more, of what was computed in the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +221,8 @@ class Envelope:
 
     incarnation: Incarnation
     """Of the sender."""
+    addressee: Incarnation
+    """Of the process that is meant; 0 in the first HELLO, which asks who is there."""
     key: TransferKey | None
     """None for HELLO, RENEW and a REJECT of the link itself."""
     body: Body

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from kv_transfer.transport import KVRegion
+from kv_transfer.convert import Floats
+from kv_transfer.region import KVRegion
 from tandem.ids import Incarnation, WorkerId
 from tandem.kv_layout import KVLayout
 
@@ -13,8 +14,14 @@ class LocalWorker:
 
     worker_id: WorkerId
     incarnation: Incarnation
-    layout: KVLayout
     region: KVRegion
+    head_scales: Floats | None = None
+    """The model's, for fp8_e4m3: `[num_layers, 2, num_kv_heads]` of all ranks; 1 when absent."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """Of its pool."""
+        return self.region.layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,8 @@ class ReceiverPlan:
     """What is fixed when an attempt starts. Times are seconds; see TransferSettings."""
 
     key: TransferKey
+    own: Incarnation
+    """Of this process."""
     peer: Incarnation
     job: PrefillJob
     layout: KVLayout
@@ -91,12 +93,8 @@ class Receiver:
         self.plan = plan
         self.state = HandoffState.NEW
         self._num_blocks = plan.job.num_blocks(plan.layout.block_size)
-        self._coverage = Coverage(
-            num_blocks=self._num_blocks,
-            num_layers=plan.layout.num_planes,
-            first_head=plan.layout.tp_rank * plan.layout.num_local_kv_heads,
-            num_heads=plan.layout.num_local_kv_heads,
-        )
+        self._units_per_block = 1
+        self._coverage = self._nothing_covered()
         self._lease = Lease(plan.lease_s, now)
         self._progress = Lease(plan.queue_s, now)
         self._drain = Lease(plan.drain_s, now)
@@ -109,8 +107,15 @@ class Receiver:
         self._seal: Seal | None = None
         self._sealed_at = now
 
-    def start(self) -> Actions:
-        """Ask for the prefill."""
+    def _nothing_covered(self) -> Coverage:
+        layout = self.plan.layout
+        num_units = self.plan.job.num_blocks(layout.block_size // self._units_per_block)
+        return Coverage(num_units=num_units, num_layers=layout.num_layers, num_heads=layout.num_kv_heads)
+
+    def start(self, unit_tokens: int) -> Actions:
+        """Ask for the prefill. `unit_tokens`: what cells are counted in with this peer; divides the block size."""
+        self._units_per_block = self.plan.layout.block_size // unit_tokens
+        self._coverage = self._nothing_covered()
         return (Send(body=Prefill(job=self.plan.job, lease_s=self.plan.lease_s)),)
 
     def renew(self, now: float) -> None:
@@ -119,7 +124,9 @@ class Receiver:
 
     def on_message(self, envelope: Envelope, now: float) -> Actions:
         """Digest a message from the peer; stale, repeated and late ones do nothing."""
-        if guards.stale_incarnation(envelope, self.plan.peer) or guards.stale_attempt(envelope, self.plan.key):
+        if guards.stale_incarnation(envelope, self.plan.peer) or guards.misdirected(envelope, self.plan.own):
+            return ()
+        if guards.stale_attempt(envelope, self.plan.key):
             return ()
         body = envelope.body
         if isinstance(body, Drained):
@@ -190,8 +197,11 @@ class Receiver:
     def _on_offer(self, offer: Offer, now: float) -> Actions:
         if self.state is not HandoffState.NEW:
             return ()
-        if guards.unexpected_size(offer, self._num_blocks):
-            return self._violation(f"offers {offer.num_blocks} blocks, {self._num_blocks} travel", now)
+        if guards.unexpected_size(offer, self._coverage.num_units):
+            return self._violation(f"offers {offer.num_units} units, {self._coverage.num_units} travel", now)
+        # Before anything is bound: what lands in an attempt that fails later is kept under these tokens' names.
+        if guards.wrong_identity(offer.tail_hash, self.plan.job.tail_hash):
+            return self._violation("computes other tokens than were asked for", now)
         self._move(HandoffState.OFFERED)
         self._progress = Lease(self.plan.stall_s, now)
         self._binding = True
@@ -220,7 +230,7 @@ class Receiver:
         self._drain_proves_quiet = event.drain_proves_quiet
         if not guards.still_live(self.state):
             return ()
-        reserve = Reserve(num_blocks=len(self._blocks), transport=event.transport, grant=event.grant)
+        reserve = Reserve(num_units=self._coverage.num_units, transport=event.transport, grant=event.grant)
         return (Send(body=reserve),)
 
     def _on_chunk(self, chunk: Chunk, now: float) -> Actions:
@@ -246,8 +256,7 @@ class Receiver:
             landing.chunk, landing.nacked = chunk, False
         if self.state is HandoffState.RESERVED:
             self._move(HandoffState.STREAMING)
-        first = chunk.cells.first_block
-        return (Verify(chunk=chunk, blocks=self._blocks[first : first + chunk.cells.num_blocks]),)
+        return (Verify(chunk=chunk),)
 
     def _on_verified(self, event: Verified, now: float) -> Actions:
         landing = self._landings[event.seq]
@@ -323,7 +332,8 @@ class Receiver:
     def _fail(self, failure: Failure, now: float, *, expired: bool = False, keep: bool = True) -> Actions:
         """Give the attempt up. `keep`: what has landed is what was asked for; the next attempt goes on from there."""
         keepable = self.plan.job.num_keepable_blocks(self.plan.layout.block_size) if keep else 0
-        num_landed = min(self._coverage.num_landed_leading_blocks(), keepable, len(self._blocks))
+        complete = self._coverage.num_landed_leading_units() // self._units_per_block
+        num_landed = min(complete, keepable, len(self._blocks))
         landed, self._blocks = self._blocks[:num_landed], self._blocks[num_landed:]
         report: list[Action] = [ReportFailed(landed=landed, failure=failure, expired=expired)]
         if expired:

@@ -4,10 +4,12 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from kv_transfer.actions import (
     Action,
+    Actions,
     BindBlocks,
     Commit,
     CommitInfo,
@@ -21,14 +23,15 @@ from kv_transfer.actions import (
     Verify,
 )
 from kv_transfer.attempt import Attempt
-from kv_transfer.checksum import checksum_of
 from kv_transfer.events import BindRefused, Bound, Committed, GrantOpened, Quiet, ReceiverEvent, Verified
+from kv_transfer.landing import Landing
 from kv_transfer.messages import Failure, FirstToken, TransferKey
 from kv_transfer.receiver import Receiver
 from kv_transfer.receiver_link import ReceiverLink
 from kv_transfer.stats import TransferStats
-from kv_transfer.transport import KVReceiver, KVRegion
-from tandem.errors import ServingError
+from kv_transfer.region import KVRegion
+from kv_transfer.transport import KVReceiver
+from tandem.errors import InvariantError, ServingError
 from tandem.ids import BlockId, TransferId
 
 
@@ -100,12 +103,16 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
         self._context = context
         self._user = user
         self._transport = ""
+        self._landing: Landing | None = None
         self._num_quarantined = 0
 
     @property
     def key(self) -> TransferKey:
         """Its name."""
         return self.machine.plan.key
+
+    def _begin(self) -> Actions:
+        return self.machine.start(self.link.pairing.mapping.unit)
 
     def _on_closed(self) -> None:
         self._user.closed(self)
@@ -141,8 +148,10 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
 
     def _open_grant(self, blocks: tuple[BlockId, ...]) -> GrantOpened:
         self._transport = self.link.transport
-        receiver = self._context.receivers[self._transport]
-        grant = receiver.open_grant(self.key, blocks)
+        receiver, region, pairing = self._context.receivers[self._transport], self._context.region, self.link.pairing
+        cells = pairing.at_destination(self.machine.plan.job.held_tokens, blocks, region.num_blocks)
+        self._landing = Landing(region, cells, pairing)
+        grant = receiver.open_grant(self.key, self._landing)
         return GrantOpened(transport=receiver.name, grant=grant, drain_proves_quiet=receiver.drain_proves_quiet)
 
     def _count_quarantined(self, num_blocks: int) -> None:
@@ -158,12 +167,13 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
             self.on_event(Bound(blocks=tuple(blocks)))
 
     async def _verify(self, action: Verify) -> None:
-        chunk = action.chunk
-        views = self._context.region.views(chunk.cells, action.blocks)
-        checksum = await asyncio.get_running_loop().run_in_executor(self._context.executor, checksum_of, views)
-        intact = checksum == chunk.checksum
+        chunk, landing = action.chunk, self._landing
+        if landing is None:
+            raise InvariantError(f"{self.key}: a chunk is verified that nothing was granted for")
+        verify = partial(self._context.receivers[self._transport].verify, self.key, chunk.cells, chunk.checksum)
+        intact = await asyncio.get_running_loop().run_in_executor(self._context.executor, verify)
         if intact:
-            self._context.stats.count_chunk(sum(view.nbytes for view in views), chunk.write_s)
+            self._context.stats.count_chunk(landing.num_bytes(chunk.cells), chunk.write_s)
         else:
             self._context.stats.nacks += 1
         self.on_event(Verified(seq=chunk.seq, rewrite=chunk.rewrite, intact=intact))

@@ -24,6 +24,7 @@ from kv_transfer.messages import (
     Envelope,
     Failure,
     FirstToken,
+    Hello,
     Offer,
     PrefillJob,
     Renew,
@@ -124,7 +125,8 @@ class ReceiverHub:
             raise Overloaded(f"{len(self._ladders)} hand-offs are under way", retry_after_s=1.0)
         if job.transfer_id in self._ladders or job.held_tokens % self._local.layout.block_size:
             raise TransferError("hand-off exists already, or holds part of a block")
-        ladder = Ladder(job, layout=self._local.layout, settings=self._settings)
+        own, layout = self._local.incarnation, self._local.layout
+        ladder = Ladder(job, own=own, layout=layout, settings=self._settings)
         self._begin(ladder, route)
         self._ladders[job.transfer_id] = ladder
         self.stats.started += 1
@@ -181,7 +183,7 @@ class ReceiverHub:
             link = self._links[address] = ReceiverLink(
                 address,
                 local=self._local,
-                hello=make_hello(self._local, [receiver.offer() for receiver in self._receivers.values()]),
+                hello=self._hello(),
                 dialer=self._dialer,
                 user=self,
                 settings=self._settings,
@@ -190,6 +192,10 @@ class ReceiverHub:
             self._link_tasks.add(task)
             task.add_done_callback(self._link_tasks.discard)
         return link
+
+    def _hello(self) -> Hello:
+        offers = [receiver.offer() for receiver in self._receivers.values()]
+        return make_hello(self._local, offers, wire_dtype=self._settings.wire_dtype)
 
     async def _run_link(self, link: ReceiverLink) -> None:
         await link.run()
@@ -228,7 +234,7 @@ class ReceiverHub:
     def deliver(self, link: ReceiverLink, envelope: Envelope) -> None:
         """Route a message to its attempt; tell the peer when there is none."""
         body = envelope.body
-        if envelope.incarnation != link.peer:
+        if envelope.incarnation != link.peer or envelope.addressee != self._local.incarnation:
             self.stats.bad_messages += 1
         elif isinstance(body, Renew):
             for attempt in self._on(link):

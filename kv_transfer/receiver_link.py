@@ -9,9 +9,12 @@ from kv_transfer import wire
 from kv_transfer.config import TransferSettings
 from kv_transfer.link import LinkBroken, Outbox, carry, read_message, write_message
 from kv_transfer.messages import PROTOCOL_VERSION, Body, Envelope, Hello, Reject, TransferKey, TransportOffer
+from kv_transfer.pairing import Pairing
 from kv_transfer.peer import LocalWorker
 from kv_transfer.wire import WireError
+from tandem.errors import InvariantError, TransferError
 from tandem.ids import Incarnation
+from tandem.kv_agreement import agree
 from tandem.v1.handoff_pb2_grpc import HandoffStub
 
 _MIN_BACKOFF_S = 0.02
@@ -63,6 +66,7 @@ class ReceiverLink:
         """None while the link is down."""
         self.transport = ""
         """What the peer writes through."""
+        self._pairing: Pairing | None = None
         self._local = local
         self._hello = hello
         self._dialer = dialer
@@ -72,10 +76,19 @@ class ReceiverLink:
         self._poked = asyncio.Event()
         self._closing = False
 
+    @property
+    def pairing(self) -> Pairing:
+        """What was agreed on when the link came up last."""
+        if self._pairing is None:
+            raise InvariantError("the link was never up")
+        return self._pairing
+
     def send(self, key: TransferKey | None, body: Body) -> None:
         """Send, or drop while the link is down: the hand-offs on it have failed then."""
         if self.peer is not None:
-            self._outbox.put(Envelope(incarnation=self._local.incarnation, key=key, body=body))
+            self._outbox.put(
+                Envelope(incarnation=self._local.incarnation, addressee=self.peer, key=key, body=body)
+            )
 
     def poke(self) -> None:
         """Somebody wants the link now: dial without waiting for the backoff to pass."""
@@ -141,7 +154,9 @@ class ReceiverLink:
     async def _greet(self, stream: Any) -> None:
         try:
             async with asyncio.timeout(self._settings.connect_s):
-                hello = Envelope(incarnation=self._local.incarnation, key=None, body=self._hello)
+                hello = Envelope(
+                    incarnation=self._local.incarnation, addressee=Incarnation(0), key=None, body=self._hello
+                )
                 await write_message(stream, hello)
                 answer = wire.decode(await read_message(stream))
         except TimeoutError:
@@ -153,8 +168,16 @@ class ReceiverLink:
             raise LinkBroken(f"refused: {body.failure.message}")
         if not isinstance(body, Hello):
             raise LinkBroken("no HELLO")
-        if refusal := refuses(self._hello, body):
+        if answer.addressee != self._local.incarnation:
+            raise LinkBroken("the answer to HELLO is meant for another process")
+        if refusal := refuses(source=body, destination=self._hello):
             raise LinkBroken(f"refused here: {refusal}")
+        try:
+            self._pairing = Pairing.of(
+                body.layout, self._local.layout, wire_dtype=body.wire_dtype, head_scales=self._local.head_scales
+            )
+        except TransferError as error:
+            raise LinkBroken(f"refused here: {error.message}") from None
         offered = {offer.name for offer in self._hello.transports}
         chosen = [offer.name for offer in body.transports if offer.name in offered]
         if len(chosen) != 1:
@@ -162,18 +185,20 @@ class ReceiverLink:
         self.peer, self.transport = answer.incarnation, chosen[0]
 
 
-def refuses(mine: Hello, theirs: Hello) -> str | None:
+def refuses(*, source: Hello, destination: Hello) -> str | None:
     """Why the two workers must not be paired, naming the field; None when they may."""
-    if mine.protocol_version != theirs.protocol_version:
-        return f"protocol_version: {mine.protocol_version} here, {theirs.protocol_version} there"
-    return mine.layout.mismatch(theirs.layout)
+    if source.protocol_version != destination.protocol_version:
+        versions = f"{source.protocol_version} at the source, {destination.protocol_version} at the destination"
+        return f"protocol_version: {versions}"
+    return agree(source.layout, destination.layout)
 
 
-def make_hello(local: LocalWorker, offers: Sequence[TransportOffer]) -> Hello:
+def make_hello(local: LocalWorker, offers: Sequence[TransportOffer], *, wire_dtype: str = "") -> Hello:
     """This worker's HELLO."""
     return Hello(
         protocol_version=PROTOCOL_VERSION,
         worker_id=local.worker_id,
         layout=local.layout,
         transports=tuple(offers),
+        wire_dtype=wire_dtype,
     )

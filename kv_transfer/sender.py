@@ -4,6 +4,7 @@ A plain synchronous object like `receiver.py`. Once SubmitPrefill has been answe
 stay until ReleaseSources, which comes exactly once and never while a write reads them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_transfer import guards
@@ -17,7 +18,7 @@ from kv_transfer.actions import (
     StartWrite,
     SubmitPrefill,
 )
-from kv_transfer.chunks import ChunkPlanner
+from kv_transfer.chunks import CellShape, ChunkPlanner
 from kv_transfer.events import (
     Cancelled,
     Finished,
@@ -54,7 +55,6 @@ from kv_transfer.messages import (
 from kv_transfer.states import NEXT, HandoffState
 from tandem.errors import DeadlineExceeded, InvariantError
 from tandem.ids import BlockId, Incarnation
-from tandem.kv_layout import KVLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +62,20 @@ class SenderPlan:
     """What is fixed when an attempt starts. Times are seconds; see TransferSettings."""
 
     key: TransferKey
+    own: Incarnation
+    """Of this process."""
     peer: Incarnation
     job: PrefillJob
-    layout: KVLayout
+    block_size: int
+    """Tokens in a block here."""
+    unit_tokens: int
+    """What cells are counted in with this peer."""
+    cells: CellShape
     lease_s: float
     stall_s: float
     queue_s: float
-    chunk_blocks: int
-    """Most blocks in one chunk."""
+    chunk_bytes: int
+    """Most payload in one chunk."""
     write_window: int
     max_rewrites: int
 
@@ -91,15 +97,19 @@ class Sender:
     def __init__(self, plan: SenderPlan, now: float) -> None:
         self.plan = plan
         self.state = HandoffState.NEW
-        self._num_blocks = plan.job.num_blocks(plan.layout.block_size)
-        self._held_blocks = plan.job.held_tokens // plan.layout.block_size
-        self._planner = ChunkPlanner(layout=plan.layout, chunk_blocks=plan.chunk_blocks)
+        self._num_units = plan.job.num_blocks(plan.unit_tokens)
+        self._num_blocks = plan.job.num_blocks(plan.block_size)
+        self._held_blocks = plan.job.held_tokens // plan.block_size
+        self._planner = ChunkPlanner(plan.cells, chunk_bytes=plan.chunk_bytes)
         self._lease = Lease(plan.lease_s, now)
         self._progress = Lease(plan.queue_s, now)
         self._deadline = Lease(plan.job.timeout_s, now) if plan.job.timeout_s is not None else None
         self._submitting = True
         self._submitted = False
         self._sources: list[BlockId] = []
+        """Blocks that hold the tokens behind the held prefix, as far as they were told."""
+        self._num_ready = 0
+        """Units whose content is final in all layers."""
         self._finished: Finished | None = None
         self._reserve: Reserve | None = None
         self._chunks: list[_Outgoing] = []
@@ -122,7 +132,9 @@ class Sender:
 
     def on_message(self, envelope: Envelope, now: float) -> Actions:
         """Digest a message from the peer; stale, repeated and late ones do nothing."""
-        if guards.stale_incarnation(envelope, self.plan.peer) or guards.stale_attempt(envelope, self.plan.key):
+        if guards.stale_incarnation(envelope, self.plan.peer) or guards.misdirected(envelope, self.plan.own):
+            return ()
+        if guards.stale_attempt(envelope, self.plan.key):
             return ()
         if not guards.still_live(self.state):
             return ()
@@ -228,24 +240,35 @@ class Sender:
             return ()
         self._move(HandoffState.OFFERED)
         self._progress = Lease(self.plan.stall_s, now)
-        return (Send(body=Offer(num_blocks=self._num_blocks, queue_s=event.queue_s)),)
+        return (Send(body=Offer(num_units=self._num_units, queue_s=event.queue_s, tail_hash=event.tail_hash)),)
 
     def _on_reserve(self, reserve: Reserve) -> Actions:
         if self.state is not HandoffState.OFFERED:
             return ()
-        if guards.unexpected_size(reserve, self._num_blocks):
-            return self._fail(f"{reserve.num_blocks} blocks reserved, {self._num_blocks} travel")
+        if guards.unexpected_size(reserve, self._num_units):
+            return self._fail(f"{reserve.num_units} units reserved, {self._num_units} travel")
         self._reserve = reserve
         self._move(HandoffState.RESERVED)
         return self._advance()
 
     def _on_progress(self, event: Progress) -> Actions:
         # A preempted prompt is computed again into other blocks: those told first are pinned, whole and equal.
-        complete = min(event.num_computed_tokens // self.plan.layout.block_size, len(event.blocks))
-        if event.num_computed_tokens >= len(self.plan.job.token_ids):
-            complete = self._held_blocks + self._num_blocks
-        self._sources.extend(event.blocks[self._held_blocks + len(self._sources) : complete])
-        return self._advance()
+        ready = self._told_blocks(event.num_computed_tokens, event.blocks)
+        coming = max(ready, self._told_blocks(event.coming_tokens, event.blocks))
+        self._sources.extend(event.blocks[self._held_blocks + len(self._sources) : coming])
+        self._num_ready = max(self._num_ready, self._units_in(ready))
+        return self._advance(coming=self._units_in(coming), num_layers=event.num_layers)
+
+    def _told_blocks(self, num_tokens: int, blocks: Sequence[BlockId]) -> int:
+        """Of the table's blocks those that these tokens fill, and with the last token all."""
+        if num_tokens >= len(self.plan.job.token_ids):
+            return min(self._held_blocks + self._num_blocks, len(blocks))
+        return min(num_tokens // self.plan.block_size, len(blocks))
+
+    def _units_in(self, num_blocks: int) -> int:
+        """Units behind the held prefix in the table's first blocks."""
+        held_units = self.plan.job.held_tokens // self.plan.unit_tokens
+        return min(self._num_units, max(0, num_blocks * self.plan.block_size // self.plan.unit_tokens - held_units))
 
     def _on_finished(self, event: Finished) -> Actions:
         if len(self._sources) != self._num_blocks:
@@ -253,11 +276,11 @@ class Sender:
         self._finished = event
         return self._advance()
 
-    def _advance(self) -> Actions:
+    def _advance(self, *, coming: int = 0, num_layers: int = 0) -> Actions:
         """Write what is computed as far as the grant and the window allow; seal once all is planned."""
         if guards.not_granted(self._reserve.grant if self._reserve else None) or self.state is HandoffState.SEALED:
             return self._fill_window()
-        for cells in self._planner.plan(len(self._sources)):
+        for cells in self._planner.plan(self._num_ready, coming=coming, num_layers=num_layers):
             self._chunks.append(_Outgoing(seq=len(self._chunks), cells=cells))
         actions = self._fill_window()
         if self._finished is None:
@@ -283,9 +306,13 @@ class Sender:
     def _write(self, chunk: _Outgoing) -> StartWrite:
         chunk.announced = False
         self._writes_under_way.add((chunk.seq, chunk.rewrite))
-        first = chunk.cells.first_block
-        sources = tuple(self._sources[first : first + chunk.cells.num_blocks])
-        return StartWrite(seq=chunk.seq, rewrite=chunk.rewrite, cells=chunk.cells, sources=sources)
+        first_token = self.plan.job.held_tokens + chunk.cells.first_unit * self.plan.unit_tokens
+        end_token = first_token + chunk.cells.num_units * self.plan.unit_tokens
+        first, end = first_token // self.plan.block_size, -(-end_token // self.plan.block_size)
+        sources = tuple(self._sources[first - self._held_blocks : end - self._held_blocks])
+        return StartWrite(
+            seq=chunk.seq, rewrite=chunk.rewrite, cells=chunk.cells, first_block=first, sources=sources
+        )
 
     def _on_written(self, event: Written) -> Actions:
         self._writes_under_way.discard((event.seq, event.rewrite))

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from kv_transfer.actions import (
     AbortPrefill,
     Action,
+    Actions,
     CancelWrites,
     ReleaseSources,
     Send,
@@ -18,6 +19,7 @@ from kv_transfer.actions import (
 from kv_transfer.attempt import Attempt
 from kv_transfer.events import SenderEvent, SubmitRefused, Submitted, WriteFailed, WritesQuiet, Written
 from kv_transfer.messages import Body, Failure, PrefillJob, TransferKey
+from kv_transfer.pairing import Pairing
 from kv_transfer.sender import Sender
 from kv_transfer.stats import TransferStats
 from kv_transfer.transport import PeerWriter, WriteOrder, WriteResult
@@ -53,6 +55,10 @@ class SenderPeer(Protocol):
     def transport(self) -> str:
         """Its name."""
 
+    @property
+    def pairing(self) -> Pairing:
+        """What was agreed on with the peer."""
+
     def send(self, key: TransferKey | None, body: Body) -> None:
         """Send, or drop when the link is down."""
 
@@ -65,6 +71,8 @@ class SenderContext:
     """What all attempts of one hub share."""
 
     owner: SenderOwner
+    pool_blocks: int
+    """Of this worker's whole pool."""
     stats: TransferStats
     now: Callable[[], float]
     spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
@@ -90,6 +98,9 @@ class SenderAttempt(Attempt[Sender, SenderEvent]):
         """Wait for the engine's answer no longer: the process ends."""
         if self._submission is not None:
             self._submission.cancel()
+
+    def _begin(self) -> Actions:
+        return self.machine.start()
 
     def _on_closed(self) -> None:
         self._context.closed(self)
@@ -130,7 +141,11 @@ class SenderAttempt(Attempt[Sender, SenderEvent]):
         if reserve is None or reserve.transport != self.peer.transport:
             reason = f"granted through another transport than {self.peer.transport}"
             return WriteFailed(seq=action.seq, rewrite=action.rewrite, reason=reason)
-        order = WriteOrder(key=self.key, grant=reserve.grant, cells=action.cells, sources=action.sources)
+        held_tokens = self.machine.plan.job.held_tokens
+        source = self.peer.pairing.at_source(
+            held_tokens, action.first_block, action.sources, self._context.pool_blocks
+        )
+        order = WriteOrder(key=self.key, grant=reserve.grant, cells=action.cells, source=source)
         self._context.stats.nacks += action.rewrite > 0
         future = self.peer.writer.write(order)
         future.add_done_callback(

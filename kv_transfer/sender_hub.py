@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kv_transfer import guards
-from kv_transfer.chunks import blocks_per_chunk
+from kv_transfer.chunks import CellShape
 from kv_transfer.config import TransferSettings
 from kv_transfer.events import (
     Cancelled,
@@ -85,7 +85,7 @@ class SenderHub:
         self._draining = False
         self._renewed_s = 0.0
         self._context = SenderContext(
-            owner=owner, stats=self.stats, now=self._reaper.now, spawn=self._spawn, closed=self._closed
+            owner=owner, pool_blocks=local.region.num_blocks, stats=self.stats, now=self._reaper.now, spawn=self._spawn, closed=self._closed
         )
 
     def register(self, server: Any) -> None:
@@ -148,13 +148,30 @@ class SenderHub:
 
     # News from the engine
 
-    def scheduled(self, transfer_id: TransferId, queue_s: float) -> None:
-        """The prompt has left the queue."""
-        self._tell(transfer_id, Scheduled(queue_s=queue_s))
+    def scheduled(self, transfer_id: TransferId, queue_s: float, tail_hash: BlockHash | None = None) -> None:
+        """The prompt has left the queue; `tail_hash` names its last full hash block."""
+        self._tell(transfer_id, Scheduled(queue_s=queue_s, tail_hash=tail_hash))
 
-    def progress(self, transfer_id: TransferId, num_computed_tokens: int, block_ids: Sequence[BlockId]) -> None:
-        """KV of that many tokens is in the request's blocks (the whole table); they stay until `owner.release`."""
-        self._tell(transfer_id, Progress(num_computed_tokens=num_computed_tokens, blocks=tuple(block_ids)))
+    def progress(
+        self,
+        transfer_id: TransferId,
+        num_computed_tokens: int,
+        block_ids: Sequence[BlockId],
+        *,
+        coming_tokens: int = 0,
+        num_layers: int = 0,
+    ) -> None:
+        """KV of that many tokens is in the request's blocks (the whole table); they stay until `owner.release`.
+
+        While a step is under way that will have computed `coming_tokens`, those are there in the first `num_layers`.
+        """
+        progress = Progress(
+            num_computed_tokens=num_computed_tokens,
+            blocks=tuple(block_ids),
+            coming_tokens=coming_tokens,
+            num_layers=num_layers,
+        )
+        self._tell(transfer_id, progress)
 
     def first_token(self, transfer_id: TransferId, token: SampledToken, cached_tokens: int) -> None:
         """Sampled: it goes out at once."""
@@ -215,7 +232,7 @@ class SenderHub:
 
     def _deliver(self, link: SenderLink, envelope: Envelope) -> None:
         body, key = envelope.body, envelope.key
-        if envelope.incarnation != link.peer:
+        if guards.stale_incarnation(envelope, link.peer) or guards.misdirected(envelope, self._local.incarnation):
             self.stats.bad_messages += 1
         elif isinstance(body, Renew):
             for transfer_id in body.transfer_ids:
@@ -247,7 +264,7 @@ class SenderHub:
         older = self._attempts.get(key.transfer_id)
         if older is not None:
             older.on_event(Cancelled(reason="superseded by a newer attempt"))
-        if refusal := self._refusal(key, body):
+        if refusal := self._refusal(link, key, body):
             link.send(key, Reject(failure=Failure.of(refusal)))
             return
         self._remember(key)
@@ -258,27 +275,35 @@ class SenderHub:
         self._empty.clear()
         attempt.start()
 
-    def _refusal(self, key: TransferKey, body: Prefill) -> ServingError | None:
+    def _refusal(self, link: SenderLink, key: TransferKey, body: Prefill) -> ServingError | None:
         if self._draining:
             return Unavailable("prefill worker is draining")
         if key.transfer_id in self._attempts:
             return Unavailable("an earlier attempt is still draining", retry_after_s=0.1)
         if len(self._attempts) >= self._settings.max_transfers:
             return Overloaded(f"{len(self._attempts)} hand-offs are under way", retry_after_s=1.0)
-        if body.job.held_tokens % self._local.layout.block_size:
+        if body.job.held_tokens % link.pairing.destination.block_size:
             return InvalidRequest("held_tokens is not a number of whole blocks", param="held_tokens")
         return None
 
     def _plan(self, link: SenderLink, key: TransferKey, body: Prefill) -> SenderPlan:
+        pairing, layout = link.pairing, self._local.layout
         return SenderPlan(
             key=key,
+            own=self._local.incarnation,
             peer=link.peer,
             job=body.job,
-            layout=self._local.layout,
+            block_size=layout.block_size,
+            unit_tokens=pairing.mapping.unit,
+            cells=CellShape(
+                num_layers=layout.num_layers,
+                num_heads=layout.num_kv_heads,
+                unit_layer_bytes=pairing.unit_layer_bytes,
+            ),
             lease_s=min(body.lease_s, self._settings.lease_s),
             stall_s=self._settings.stall_s,
             queue_s=self._settings.queue_s,
-            chunk_blocks=blocks_per_chunk(self._local.layout, self._settings.chunk_bytes),
+            chunk_bytes=self._settings.chunk_bytes,
             write_window=self._settings.write_window,
             max_rewrites=self._settings.max_rewrites,
         )

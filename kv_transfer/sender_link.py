@@ -10,6 +10,7 @@ from kv_transfer import wire
 from kv_transfer.config import TransferSettings
 from kv_transfer.link import LinkBroken, Outbox, carry, read_message, write_message
 from kv_transfer.messages import Body, Envelope, Failure, Hello, Reject, TransferKey, TransportOffer
+from kv_transfer.pairing import Pairing, choose_wire_dtype
 from kv_transfer.peer import LocalWorker
 from kv_transfer.receiver_link import make_hello, refuses
 from kv_transfer.transport import KVSender, PeerWriter
@@ -36,6 +37,7 @@ class SenderLink:
         self._settings = settings
         self._outbox = Outbox()
         self._writer: PeerWriter | None = None
+        self._pairing: Pairing | None = None
         self._ended = False
 
     @property
@@ -50,9 +52,16 @@ class SenderLink:
             raise InvariantError("link has no byte connection yet")
         return self._writer
 
+    @property
+    def pairing(self) -> Pairing:
+        """What was agreed on with the peer."""
+        if self._pairing is None:
+            raise InvariantError("link has agreed on nothing yet")
+        return self._pairing
+
     def send(self, key: TransferKey | None, body: Body) -> None:
         """Queue a message; dropped once the link ends."""
-        self._outbox.put(Envelope(incarnation=self._local.incarnation, key=key, body=body))
+        self._outbox.put(self._envelope(key, body))
 
     def close(self) -> None:
         """Send what is queued, then end the link."""
@@ -82,31 +91,39 @@ class SenderLink:
         async with asyncio.timeout(self._settings.connect_s):
             envelope = wire.decode(await read_message(self._stream))
         theirs = envelope.body
+        self.peer = envelope.incarnation
         if not isinstance(theirs, Hello):
             return self._refuse("no HELLO")
         mine = make_hello(self._local, ())
-        if refusal := refuses(mine, theirs):
+        if refusal := refuses(source=mine, destination=theirs):
             return self._refuse(refusal)
         reasons = []
         for sender, offer in candidates(theirs.transports, self._senders):
             try:
-                await asyncio.to_thread(self._connect, sender, offer)
+                pairing = self._pair(sender, theirs)
+                await asyncio.to_thread(self._connect, sender, offer, pairing)
             except TransferError as error:
                 reasons.append(error.message)
                 continue
-            self.peer, self.transport = envelope.incarnation, sender.name
+            self.transport, self._pairing = sender.name, pairing
             chosen = replace(offer, advert=b"")
-            return self._envelope(replace(mine, transports=(chosen,)))
+            return self._envelope(None, replace(mine, transports=(chosen,), wire_dtype=pairing.wire_dtype))
         return self._refuse("; ".join(["no KV transport in common", *reasons]))
 
-    def _connect(self, sender: KVSender, offer: TransportOffer) -> None:
+    def _pair(self, sender: KVSender, theirs: Hello) -> Pairing:
+        """Raises TransferError when what the peer wishes cannot be made here."""
+        here, there = self._local.layout, theirs.layout
+        wire_dtype = choose_wire_dtype(here, there, wish=theirs.wire_dtype, one_sided=sender.one_sided)
+        return Pairing.of(here, there, wire_dtype=wire_dtype, head_scales=self._local.head_scales)
+
+    def _connect(self, sender: KVSender, offer: TransportOffer, pairing: Pairing) -> None:
         """On a thread of its own, which outlives a cancelled link: then nobody else would close the connection."""
-        self._writer = sender.connect(offer)
+        self._writer = sender.connect(offer, pairing)
         if self._ended:
             self._writer.close()
 
     def _refuse(self, reason: str) -> Envelope:
-        return self._envelope(Reject(failure=Failure(kind=TransferError, message=reason)))
+        return self._envelope(None, Reject(failure=Failure(kind=TransferError, message=reason)))
 
-    def _envelope(self, body: Body) -> Envelope:
-        return Envelope(incarnation=self._local.incarnation, key=None, body=body)
+    def _envelope(self, key: TransferKey | None, body: Body) -> Envelope:
+        return Envelope(incarnation=self._local.incarnation, addressee=self.peer, key=key, body=body)

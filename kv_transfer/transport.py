@@ -8,76 +8,18 @@ Ends are used from an event loop but move bytes on their own threads. No call he
 copy, `connect` and `close` excepted.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+from kv_transfer.landing import Landing
 from kv_transfer.messages import CellRange, TransferKey, TransportOffer
-from tandem.errors import TransferError
-from tandem.ids import BlockId
-from tandem.kv_layout import KVLayout
+from kv_transfer.pairing import Pairing
+from kv_transfer.placed import PlacedCells
 
 QuietListener = Callable[[TransferKey], None]
 """Called on any thread when an attempt whose revocation was not proven at once is quiet after all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVRegion:
-    """A worker's whole KV pool: contiguous bytes `[layer, block, layer_block_bytes]`, the layers of all its ranks."""
-
-    buffer: memoryview
-    num_layers: int
-    num_blocks: int
-    layer_block_bytes: int
-    fd: int | None = None
-    """Of the memory itself when it can be mapped by another process (see transports/shared_pool.py)."""
-
-    @classmethod
-    def of(cls, buffer: memoryview, layout: KVLayout, *, fd: int | None = None) -> "KVRegion":
-        """The region that `buffer` (writable, contiguous) is under `layout`; ValueError when the sizes disagree."""
-        flat = buffer.cast("B")
-        num_blocks, rest = divmod(flat.nbytes, layout.worker_block_bytes)
-        if flat.readonly or rest or not num_blocks:
-            raise ValueError(f"{flat.nbytes} bytes are not a writable pool of {layout.worker_block_bytes}-byte blocks")
-        return cls(
-            buffer=flat,
-            num_layers=layout.num_planes,
-            num_blocks=num_blocks,
-            layer_block_bytes=layout.layer_block_bytes,
-            fd=fd,
-        )
-
-    def spans(self, cells: CellRange, blocks: Sequence[BlockId]) -> Iterator[tuple[int, int]]:
-        """(offset, length) in bytes of each run of adjacent blocks, by layer, then in the order of `blocks`.
-
-        `blocks` are the physical blocks of `cells`, in order. Raises TransferError when something lies outside the
-        region.
-        """
-        runs = list(_runs(blocks))
-        last_layer = cells.first_layer + cells.num_layers
-        if cells.first_layer < 0 or last_layer > self.num_layers or len(blocks) != cells.num_blocks:
-            raise TransferError("cells outside the KV region")
-        if any(first < 0 or first + count > self.num_blocks for first, count in runs):
-            raise TransferError("blocks outside the KV region")
-        size = self.layer_block_bytes
-        for layer in range(cells.first_layer, last_layer):
-            base = layer * self.num_blocks
-            for first, count in runs:
-                yield (base + first) * size, count * size
-
-    def views(self, cells: CellRange, blocks: Sequence[BlockId]) -> list[memoryview]:
-        """The bytes of `spans`, without copying."""
-        return [self.buffer[offset : offset + length] for offset, length in self.spans(cells, blocks)]
-
-
-def _runs(blocks: Sequence[BlockId]) -> Iterator[tuple[int, int]]:
-    """(first block, count) of each run of adjacent ascending blocks."""
-    start = 0
-    for i in range(1, len(blocks) + 1):
-        if i == len(blocks) or blocks[i] != blocks[i - 1] + 1:
-            yield blocks[start], i - start
-            start = i
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +29,8 @@ class WriteOrder:
     key: TransferKey
     grant: bytes
     cells: CellRange
-    """Indices in the receiver's reservation."""
-    sources: tuple[BlockId, ...]
-    """Physical blocks here, one per block of `cells`."""
+    source: PlacedCells
+    """Where those cells lie here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +38,7 @@ class WriteResult:
     """A chunk that is in the remote memory."""
 
     checksum: int
-    """Over the bytes as sent, in order of layer, then block."""
+    """Over the bytes as sent, in the order of the wire."""
     num_bytes: int
     seconds: float
 
@@ -116,8 +57,14 @@ class KVReceiver(Protocol):
     def offer(self) -> TransportOffer:
         """How a sender finds this end."""
 
-    def open_grant(self, key: TransferKey, slots: Sequence[BlockId]) -> bytes:
-        """Let the holder of the returned token write into these blocks, by index."""
+    def open_grant(self, key: TransferKey, landing: Landing) -> bytes:
+        """Let the holder of the returned token write into these cells, by index."""
+
+    def verify(self, key: TransferKey, cells: CellRange, checksum: int) -> bool:
+        """Whether these cells arrived as they were sent; if so, they are in place afterwards: converted and fanned out.
+
+        On any thread, but never twice for one write. False after the grant has ended.
+        """
 
     def revoke(self, key: TransferKey) -> bool:
         """End a grant, known or not. True: no byte of it can land any more; else the quiet listener will tell."""
@@ -156,5 +103,9 @@ class KVSender(Protocol):
     def reaches(self, offer: TransportOffer) -> bool:
         """Whether that receiver can be reached in principle: same transport, and same host where that matters."""
 
-    def connect(self, offer: TransportOffer) -> PeerWriter:
+    @property
+    def one_sided(self) -> bool:
+        """Whether bytes land without the receiver's doing: then they travel as they are to rest."""
+
+    def connect(self, offer: TransportOffer, pairing: Pairing) -> PeerWriter:
         """Connect; blocks up to some seconds. Raises TransferError."""

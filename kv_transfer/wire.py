@@ -35,7 +35,7 @@ from tandem.v1 import handoff_pb2 as pb
 
 MAX_ID_CHARS = 128
 MAX_TOKENS = 1 << 22
-MAX_BLOCKS = 1 << 20
+MAX_UNITS = 1 << 22
 MAX_CHUNKS = 1 << 24
 MAX_GRANT_BYTES = 8 << 20
 MAX_TRANSPORTS = 8
@@ -58,7 +58,7 @@ class WireError(Exception):
 
 def encode(envelope: Envelope) -> pb.HandoffMessage:
     """A message for the wire."""
-    message = pb.HandoffMessage(incarnation=envelope.incarnation)
+    message = pb.HandoffMessage(incarnation=envelope.incarnation, addressee=envelope.addressee)
     if envelope.key is not None:
         message.transfer_id, message.attempt = envelope.key.transfer_id, envelope.key.attempt
     field, encoder = _ENCODERS[type(envelope.body)]
@@ -81,7 +81,9 @@ def decode(message: pb.HandoffMessage) -> Envelope:
         body = _DECODERS[kind](getattr(message, kind), key)
     except WireError as error:
         raise WireError(f"{kind}: {error}", key) from None
-    return Envelope(incarnation=Incarnation(message.incarnation), key=key, body=body)
+    return Envelope(
+        incarnation=Incarnation(message.incarnation), addressee=Incarnation(message.addressee), key=key, body=body
+    )
 
 
 def _key(message: pb.HandoffMessage) -> TransferKey:
@@ -95,6 +97,7 @@ def _encode_hello(body: Hello) -> pb.HandoffHello:
         worker_id=body.worker_id,
         layout=wire.layout_to_pb(body.layout),
         transports=[pb.TransportOffer(name=o.name, advert=o.advert, host_id=o.host_id) for o in body.transports],
+        wire_dtype=body.wire_dtype,
     )
 
 
@@ -121,8 +124,8 @@ def _encode_chunk(body: Chunk) -> pb.Chunk:
         seq=body.seq,
         first_layer=cells.first_layer,
         num_layers=cells.num_layers,
-        first_block=cells.first_block,
-        num_blocks=cells.num_blocks,
+        first_unit=cells.first_unit,
+        num_units=cells.num_units,
         first_head=cells.first_head,
         num_heads=cells.num_heads,
         checksum=body.checksum,
@@ -132,7 +135,7 @@ def _encode_chunk(body: Chunk) -> pb.Chunk:
 
 
 def _encode_reserve(body: Reserve) -> pb.Reserve:
-    return pb.Reserve(num_blocks=body.num_blocks, transport=body.transport, grant=body.grant)
+    return pb.Reserve(num_units=body.num_units, transport=body.transport, grant=body.grant)
 
 
 def _encode_first_token(body: FirstToken) -> pb.FirstToken:
@@ -148,6 +151,7 @@ def _encode_seal(body: Seal) -> pb.Seal:
 def _decode_hello(message: pb.HandoffHello, _key: TransferKey | None) -> Hello:
     _check("worker_id length", len(message.worker_id), 1, MAX_ID_CHARS)
     _check("transports", len(message.transports), 0, MAX_TRANSPORTS)
+    _check("wire_dtype length", len(message.wire_dtype), 0, MAX_ID_CHARS)
     _check_layout(message.layout)
     offers = []
     for offer in message.transports:
@@ -160,6 +164,7 @@ def _decode_hello(message: pb.HandoffHello, _key: TransferKey | None) -> Hello:
         worker_id=WorkerId(message.worker_id),
         layout=wire.layout_from_pb(message.layout),
         transports=tuple(offers),
+        wire_dtype=message.wire_dtype,
     )
 
 
@@ -203,16 +208,16 @@ def _decode_prefill(message: pb.Prefill, key: TransferKey | None) -> Prefill:
 
 
 def _decode_offer(message: pb.Offer, _key: TransferKey | None) -> Offer:
-    _check("num_blocks", message.num_blocks, 1, MAX_BLOCKS)
+    _check("num_units", message.num_units, 1, MAX_UNITS)
     _check("queue_s", message.queue_s, 0.0, math.inf)
-    return Offer(num_blocks=message.num_blocks, queue_s=message.queue_s)
+    return Offer(num_units=message.num_units, queue_s=message.queue_s, tail_hash=_tail_hash(message))
 
 
 def _decode_reserve(message: pb.Reserve, _key: TransferKey | None) -> Reserve:
-    _check("num_blocks", message.num_blocks, 1, MAX_BLOCKS)
+    _check("num_units", message.num_units, 1, MAX_UNITS)
     _check("grant bytes", len(message.grant), 0, MAX_GRANT_BYTES)
     _check("transport name length", len(message.transport), 1, MAX_ID_CHARS)
-    return Reserve(num_blocks=message.num_blocks, transport=message.transport, grant=message.grant)
+    return Reserve(num_units=message.num_units, transport=message.transport, grant=message.grant)
 
 
 def _decode_reject(message: pb.Reject, _key: TransferKey | None) -> Reject:
@@ -223,15 +228,15 @@ def _decode_reject(message: pb.Reject, _key: TransferKey | None) -> Reject:
 def _decode_chunk(message: pb.Chunk, _key: TransferKey | None) -> Chunk:
     # Whether the cells fit the reservation is the receiver's to say: only it knows the reservation.
     _check("seq", message.seq, 0, MAX_CHUNKS - 1)
-    _check("num_blocks", message.num_blocks, 1, MAX_BLOCKS)
+    _check("num_units", message.num_units, 1, MAX_UNITS)
     _check("num_layers", message.num_layers, 1, MAX_LAYERS)
     _check("num_heads", message.num_heads, 1, MAX_HEADS)
     _check("write_s", message.write_s, 0.0, MAX_WRITE_S)
     cells = CellRange(
         first_layer=message.first_layer,
         num_layers=message.num_layers,
-        first_block=message.first_block,
-        num_blocks=message.num_blocks,
+        first_unit=message.first_unit,
+        num_units=message.num_units,
         first_head=message.first_head,
         num_heads=message.num_heads,
     )
@@ -260,16 +265,19 @@ def _decode_first_token(message: pb.FirstToken, _key: TransferKey | None) -> Fir
 def _decode_seal(message: pb.Seal, _key: TransferKey | None) -> Seal:
     _check("num_chunks", message.num_chunks, 1, MAX_CHUNKS)
     _check("cached_tokens", message.cached_tokens, 0, MAX_TOKENS)
-    tail_hash = None
-    if message.HasField("tail_hash"):
-        _check("tail_hash bytes", len(message.tail_hash), HASH_BYTES, HASH_BYTES)
-        tail_hash = BlockHash(message.tail_hash)
     return Seal(
         num_chunks=message.num_chunks,
         cached_tokens=message.cached_tokens,
         times=wire.times_from_pb(message.times),
-        tail_hash=tail_hash,
+        tail_hash=_tail_hash(message),
     )
+
+
+def _tail_hash(message: pb.Offer | pb.Seal) -> BlockHash | None:
+    if not message.HasField("tail_hash"):
+        return None
+    _check("tail_hash bytes", len(message.tail_hash), HASH_BYTES, HASH_BYTES)
+    return BlockHash(message.tail_hash)
 
 
 def _decode_abort(message: pb.Abort, _key: TransferKey | None) -> Abort:
@@ -307,7 +315,10 @@ _DECODERS: dict[str, Callable[[Any, TransferKey | None], Body]] = {
 _ENCODERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
     Hello: ("hello", _encode_hello),
     Prefill: ("prefill", _encode_prefill),
-    Offer: ("offer", lambda body: pb.Offer(num_blocks=body.num_blocks, queue_s=body.queue_s)),
+    Offer: (
+        "offer",
+        lambda body: pb.Offer(num_units=body.num_units, queue_s=body.queue_s, tail_hash=body.tail_hash),
+    ),
     Reserve: ("reserve", _encode_reserve),
     Reject: ("reject", lambda body: pb.Reject(failure=wire.failure_to_pb(body.failure.to_error()))),
     Chunk: ("chunk", _encode_chunk),

@@ -25,5 +25,5 @@ class PrefillTask:
         return PhaseTimes(prefill_queue_s=self.queued_s, prefill_s=now_s - self.admitted_s if self.admitted_s else 0.0)
 
     def tail_hash(self) -> BlockHash | None:
-        """Name of the prompt's last full block as computed here; read only once the prompt is complete."""
+        """Name of the prompt's last full hash block; None when it is shorter than one."""
         return self.request.block_hashes[-1] if self.request.block_hashes else None

@@ -11,7 +11,7 @@ from array import array
 from engine.host import EngineHost
 from engine.request import Request, TokenEvent
 from engine.scheduler import Scheduler
-from engine.step import PrefillProgress, StepOutput
+from engine.step import LayersDone, PrefillProgress, StepOutput
 from engine.wire import hello_to_pb
 from kv_transfer.messages import PrefillJob
 from kv_transfer.sender_hub import SenderHub
@@ -83,6 +83,8 @@ class PrefillWorker:
             deadline_s=None if job.timeout_s is None else now_s + job.timeout_s,
             prefill_only=True,
         )
+        # The engine needs these names anyway; here they also say what is going to be sent.
+        self._host.parts.hasher.extend(request.hash_root, request.block_hashes, request.token_ids)
         task = PrefillTask(job=job, request=request)
 
         def add(scheduler: Scheduler) -> None:
@@ -125,7 +127,7 @@ class PrefillWorker:
             if task is not None:
                 task.queued_s, task.admitted_s = admission.queued_s, now_s
                 task.cached_tokens = admission.num_cached_tokens
-                self.hub.scheduled(task.job.transfer_id, admission.queued_s)
+                self.hub.scheduled(task.job.transfer_id, admission.queued_s, task.tail_hash())
         # Tokens first: they wait for no block.
         for event in output.events:
             task = self._tasks.get(TransferId(event.request_id))
@@ -135,6 +137,21 @@ class PrefillWorker:
             task = self._tasks.get(TransferId(progress.request_id))
             if task is not None:
                 self._on_progress(self.hub, task, progress, now_s)
+
+    def on_layers(self, done: LayersDone) -> None:
+        """Within an engine step: what is computed can leave already."""
+        if self.hub is None:
+            return
+        for prompt in done.prompts:
+            task = self._tasks.get(TransferId(prompt.request_id))
+            if task is not None:
+                self.hub.progress(
+                    task.job.transfer_id,
+                    prompt.num_computed_tokens,
+                    prompt.block_ids,
+                    coming_tokens=prompt.num_coming_tokens,
+                    num_layers=done.num_layers,
+                )
 
     def _on_event(self, hub: SenderHub, task: PrefillTask, event: TokenEvent) -> None:
         if event.token is None:

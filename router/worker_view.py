@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tandem.ids import BlockHash, Incarnation, WorkerId
+from tandem.kv_agreement import agree
 from tandem.kv_layout import KVLayout
 from tandem.roles import WorkerRole
 
@@ -45,7 +46,8 @@ class WorkerInfo:
         """Why KV cannot travel between the two, or None."""
         if self.transports and other.transports and not self.transports & other.transports:
             return f"transports: {sorted(self.transports)} here, {sorted(other.transports)} there"
-        return self.layout.mismatch(other.layout)
+        prefill, decode = (other, self) if other.role is WorkerRole.PREFILL else (self, other)
+        return agree(prefill.layout, decode.layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

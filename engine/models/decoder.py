@@ -5,7 +5,7 @@ computed is the backend's business; a layer's output is added to the residual by
 backend can do both in one pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,14 +92,21 @@ class Decoder:
             config=self.config, rope=self.rope, head_norms=norms or None, dtype=self.dtype, kv_scales=self._kv_scales()
         )
 
-    def forward(self, token_ids: Tensor, plan: AttentionPlan, wanted: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        plan: AttentionPlan,
+        wanted: Tensor | None = None,
+        on_layers: Callable[[int], None] | None = None,
+    ) -> Tensor:
         """Hidden states before the final norm, `[num_rows, hidden_size]`, of int64 `[num_rows]` token ids.
 
         `wanted`: the rows whose hidden states are asked for, int64 `[num_wanted]`; all when absent. The others still
         leave their keys and values in every layer, which is all that a prompt's inner tokens are computed for, so
-        behind the last attention they are dropped.
+        behind the last attention they are dropped. `on_layers` is told in how many layers keys and values were asked
+        of the device, once all ranks have.
         """
-        residual, delta = self._blocks(self.embedding(token_ids), plan, wanted)
+        residual, delta = self._blocks(self.embedding(token_ids), plan, wanted, on_layers)
         return residual if delta is None else residual.add_(delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -111,7 +118,13 @@ class Decoder:
         residual, delta = self._blocks(embedded, plan, None)
         return self.head(self.norm(residual, delta))
 
-    def _blocks(self, residual: Tensor, plan: AttentionPlan, wanted: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _blocks(
+        self,
+        residual: Tensor,
+        plan: AttentionPlan,
+        wanted: Tensor | None,
+        on_layers: Callable[[int], None] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """The residual stream, and what the last layer would still add to it."""
         delta: Tensor | None = None
         last = len(self.layers) - 1
@@ -123,6 +136,9 @@ class Decoder:
                     return residual[:0], None
                 residual, attended = residual.index_select(0, wanted), attended.index_select(0, wanted)
             delta = layer.output(attended, residual)
+            # The sum over the ranks is behind: each has come this far.
+            if on_layers is not None and index < last:
+                on_layers(index + 1)
             delta = layer.down(layer.gate_up(layer.mlp_norm(residual, delta)), residual)
         return residual, delta
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from kv_transfer.messages import TransportOffer
-from kv_transfer.transport import KVReceiver, KVRegion, KVSender
+from kv_transfer.region import KVRegion
+from kv_transfer.transport import KVReceiver, KVSender
 from kv_transfer.transports.memory import MemoryFabric, MemoryReceiver, MemorySender
 from kv_transfer.transports.shm_receiver import ShmReceiver
 from kv_transfer.transports.shm_sender import ShmSender

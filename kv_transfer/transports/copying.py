@@ -1,72 +1,72 @@
-"""Copying cells between two mapped regions, in pieces small enough to be stopped."""
+"""Moving cells between two mapped pools, in pieces small enough to be stopped."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from zlib import crc32
 
 import numpy as np
-import numpy.typing as npt
 
-from kv_transfer.transport import KVRegion
+from kv_transfer import placing
+from kv_transfer.departure import Departure
+from kv_transfer.pairing import Pairing
+from kv_transfer.placed import PlacedCells
+from kv_transfer.region import KVRegion
+from kv_transfer.runs import Copy
 from kv_transfer.transports.write_queue import WriteJob
 from tandem.errors import TransferError
-from tandem.ids import BlockId
 
 PIECE_BYTES = 1 << 20
 """Bounds how long a cancel or a revocation waits; large enough to copy at full rate, and cache-hot for its CRC."""
 
-Bytes = npt.NDArray[np.uint8]
+MayMove = Callable[[], AbstractContextManager[None]]
+"""Entered around each piece; raises TransferError to stop."""
 
 
 class RegionCopier:
-    """Copies from one region to another of the same shape per block."""
+    """Copies from a source's region into a destination's."""
 
-    def __init__(self, source: KVRegion, target: KVRegion) -> None:
-        if source.layer_block_bytes != target.layer_block_bytes or source.num_layers != target.num_layers:
-            raise TransferError("the two KV regions have different block shapes")
+    def __init__(self, source: KVRegion, target: KVRegion, pairing: Pairing) -> None:
+        if pairing.wire_dtype != pairing.destination.dtype:
+            raise TransferError("what is written into a peer's memory must be what it holds")
         self._source, self._target = source, target
-        self._from: Bytes = np.frombuffer(source.buffer, dtype=np.uint8)
-        self._to: Bytes = np.frombuffer(target.buffer, dtype=np.uint8)
+        self._from, self._to = source.array(), target.array()
+        self._departure = Departure(source, pairing)
 
-    def copy(
-        self, job: WriteJob, slots: Sequence[BlockId], may_move: Callable[[], AbstractContextManager[None]]
-    ) -> tuple[int, int]:
-        """Copy a job's cells into `slots` (of those cells, in order). Returns (checksum, bytes).
-
-        Each piece is moved inside a fresh `may_move()`, which raises TransferError to stop.
-        """
-        cells = job.order.cells
-        checksum = total = 0
-        reads = _pieces(list(self._source.spans(cells, job.order.sources)))
-        writes = list(self._target.spans(cells, slots))
-        for here, there, size in _pair(reads, writes):
+    def copy(self, job: WriteJob, target: PlacedCells, may_move: MayMove) -> tuple[int, int]:
+        """Copy a job's cells to where they lie in `target`. Returns (checksum, bytes)."""
+        order = job.order
+        if self._departure.converts:
             with may_move():
-                # numpy lets go of the GIL while it copies; slices of memoryviews would not.
-                np.copyto(self._to[there : there + size], self._from[here : here + size])
-                checksum = crc32(self._source.buffer[here : here + size], checksum)
-            total += size
+                payload = self._departure.convert(order.source, order.cells)
+                placing.scatter(target.writes(order.cells), payload, self._to)
+            return crc32(payload), payload.nbytes
+        return self._copy(order.source.copies_to(target, order.cells), may_move)
+
+    def _copy(self, copies: Iterable[Copy], may_move: MayMove) -> tuple[int, int]:
+        checksum = total = 0
+        buffer, here_bytes, there_bytes = self._source.buffer, self._from, self._to
+        for piece in _pieces(copies):
+            with may_move():
+                for here, there, size in piece:
+                    # numpy lets go of the GIL while it copies; slices of memoryviews would not.
+                    np.copyto(there_bytes[there : there + size], here_bytes[here : here + size])
+                    checksum = crc32(buffer[here : here + size], checksum)
+                    total += size
         return checksum, total
 
 
-def _pieces(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    return [
-        (offset + done, min(PIECE_BYTES, length - done))
-        for offset, length in spans
-        for done in range(0, length, PIECE_BYTES)
-    ]
-
-
-def _pair(reads: list[tuple[int, int]], writes: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """(source offset, target offset, size) of pieces that are contiguous on both sides; equal total lengths."""
-    result = []
-    remaining = iter(writes)
-    there, room = 0, 0
-    for start, length in reads:
-        here, left = start, length
+def _pieces(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
+    """The same copies in groups of at most PIECE_BYTES."""
+    piece: list[Copy] = []
+    room = PIECE_BYTES
+    for start, target, length in copies:
+        here, there, left = start, target, length
         while left:
-            if not room:
-                there, room = next(remaining)
             size = min(left, room)
-            result.append((here, there, size))
-            here, left, there, room = here + size, left - size, there + size, room - size
-    return result
+            piece.append((here, there, size))
+            here, there, left, room = here + size, there + size, left - size, room - size
+            if not room:
+                yield piece
+                piece, room = [], PIECE_BYTES
+    if piece:
+        yield piece

@@ -1,24 +1,23 @@
-"""Grants of a receiving end: unguessable tokens, each naming the blocks of one attempt."""
+"""Grants of a receiving end: unguessable tokens, each naming where one attempt's cells land."""
 
 import secrets
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kv_transfer.messages import TransferKey
-from tandem.errors import InvariantError
-from tandem.ids import BlockId
+from kv_transfer.landing import Landing
+from kv_transfer.messages import CellRange, TransferKey
+from tandem.errors import InvariantError, TransferError
 
 TOKEN_BYTES = 16
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Grant:
-    """The right to write into `slots`, by index. `lock` is held while bytes land; `revoked` is final."""
+    """The right to write into `landing`, by index. `lock` is held while bytes land; `revoked` is final."""
 
     key: TransferKey
     token: bytes
-    slots: tuple[BlockId, ...]
+    landing: Landing
     lock: threading.Lock = field(default_factory=threading.Lock)
     revoked: bool = False
 
@@ -34,9 +33,9 @@ class GrantTable:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def open(self, key: TransferKey, slots: Sequence[BlockId]) -> Grant:
+    def open(self, key: TransferKey, landing: Landing) -> Grant:
         """A new grant with a random token."""
-        grant = Grant(key=key, token=secrets.token_bytes(TOKEN_BYTES), slots=tuple(slots))
+        grant = Grant(key=key, token=secrets.token_bytes(TOKEN_BYTES), landing=landing)
         with self._lock:
             if key in self._by_key:
                 raise InvariantError(f"{key} is granted twice")
@@ -48,6 +47,25 @@ class GrantTable:
         """The open grant with this token."""
         with self._lock:
             return self._by_token.get(token)
+
+    def verify(self, key: TransferKey, cells: CellRange, checksum: int) -> bool:
+        """See KVReceiver."""
+        with self._lock:
+            grant = self._by_key.get(key)
+        if grant is None:
+            return False
+        try:
+            found = grant.landing.checksum(cells)
+            with grant.lock:
+                if grant.revoked:
+                    return False
+                if found != checksum:
+                    grant.landing.discard(cells)
+                    return False
+                grant.landing.settle(cells)
+        except TransferError:
+            return False  # cells that the reservation does not have
+        return True
 
     def revoke(self, key: TransferKey) -> Grant | None:
         """End a grant. On return nobody holds its lock, and whoever takes it next finds it revoked."""

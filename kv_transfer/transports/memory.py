@@ -1,16 +1,18 @@
 """`memory`: both workers live in one process, as in tests and single-process clusters. One copy, no syscalls."""
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kv_transfer.messages import TransferKey, TransportOffer
-from kv_transfer.transport import KVRegion, QuietListener
+from kv_transfer.landing import Landing
+from kv_transfer.messages import CellRange, TransferKey, TransportOffer
+from kv_transfer.pairing import Pairing
+from kv_transfer.region import KVRegion
+from kv_transfer.transport import QuietListener
 from kv_transfer.transports.copying import RegionCopier
 from kv_transfer.transports.grants import Grant, GrantTable
 from kv_transfer.transports.write_queue import QueuedWriter, WriteJob
 from tandem.errors import TransferError
-from tandem.ids import BlockId
 
 NAME = "memory"
 
@@ -40,9 +42,13 @@ class MemoryReceiver:
         """See KVReceiver."""
         return TransportOffer(name=NAME, advert=self._advert, host_id=self._fabric.host_id)
 
-    def open_grant(self, key: TransferKey, slots: Sequence[BlockId]) -> bytes:
+    def open_grant(self, key: TransferKey, landing: Landing) -> bytes:
         """See KVReceiver."""
-        return self.grants.open(key, slots).token
+        return self.grants.open(key, landing).token
+
+    def verify(self, key: TransferKey, cells: CellRange, checksum: int) -> bool:
+        """See KVReceiver."""
+        return self.grants.verify(key, cells, checksum)
 
     def revoke(self, key: TransferKey) -> bool:
         """Always proven: pieces land under the grant's lock."""
@@ -61,20 +67,16 @@ class MemoryReceiver:
 class MemoryWriter(QueuedWriter):
     """PeerWriter of the `memory` transport."""
 
-    def __init__(self, source: KVRegion, receiver: MemoryReceiver) -> None:
-        super().__init__("kv-memory-write")
+    def __init__(self, source: KVRegion, receiver: MemoryReceiver, pairing: Pairing) -> None:
         self._receiver = receiver
-        self._copier = RegionCopier(source, receiver.region)
+        self._copier = RegionCopier(source, receiver.region, pairing)
+        super().__init__("kv-memory-write")
 
     def _perform(self, job: WriteJob) -> None:
         grant = self._receiver.grants.find(job.order.grant)
         if grant is None or grant.key != job.order.key:
             raise TransferError("unknown grant")
-        cells = job.order.cells
-        if cells.first_block < 0 or cells.first_block + cells.num_blocks > len(grant.slots):
-            raise TransferError("blocks outside the reservation")
-        slots = grant.slots[cells.first_block : cells.first_block + cells.num_blocks]
-        job.succeed(*self._copier.copy(job, slots, lambda: self._may_move(job, grant)))
+        job.succeed(*self._copier.copy(job, grant.landing.cells, lambda: self._may_move(job, grant)))
 
     @contextmanager
     def _may_move(self, job: WriteJob, grant: Grant) -> Iterator[None]:
@@ -89,6 +91,7 @@ class MemorySender:
     """KVSender of the `memory` transport."""
 
     name = NAME
+    one_sided = True
 
     def __init__(self, region: KVRegion, fabric: MemoryFabric) -> None:
         self._region = region
@@ -98,9 +101,9 @@ class MemorySender:
         """See KVSender."""
         return offer.name == NAME and offer.host_id == self._fabric.host_id
 
-    def connect(self, offer: TransportOffer) -> MemoryWriter:
+    def connect(self, offer: TransportOffer, pairing: Pairing) -> MemoryWriter:
         """See KVSender."""
         receiver = self._fabric.receivers.get(offer.advert)
         if receiver is None:
             raise TransferError("no such receiver in this process")
-        return MemoryWriter(self._region, receiver)
+        return MemoryWriter(self._region, receiver, pairing)

@@ -11,18 +11,18 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from kv_transfer.messages import TransferKey, TransportOffer
-from kv_transfer.transport import KVRegion, QuietListener
+from kv_transfer.landing import Landing
+from kv_transfer.messages import CellRange, TransferKey, TransportOffer
+from kv_transfer.region import KVRegion
+from kv_transfer.transport import QuietListener
 from kv_transfer.transports import shm_wire
 from kv_transfer.transports.grants import TOKEN_BYTES, GrantTable
 from kv_transfer.transports.host import host_id
-from kv_transfer.transports.shm_wire import Kind, Shape
+from kv_transfer.transports.shm_wire import Kind
 from tandem.errors import TransferError
-from tandem.ids import BlockId
 
 NAME = "shm"
 HELLO_S = 5.0
@@ -51,9 +51,7 @@ class ShmReceiver:
         if region.fd is None:
             raise ValueError("the KV region is not shared memory")
         self._fd = region.fd
-        self._shape = Shape(
-            num_layers=region.num_layers, num_blocks=region.num_blocks, layer_block_bytes=region.layer_block_bytes
-        )
+        self._num_blocks = region.num_blocks
         self._grants = GrantTable()
         self._lock = threading.Lock()
         self._writers: set[_Writer] = set()
@@ -71,10 +69,14 @@ class ShmReceiver:
         """See KVReceiver."""
         return TransportOffer(name=NAME, advert=self._secret + self._address.encode(), host_id=host_id())
 
-    def open_grant(self, key: TransferKey, slots: Sequence[BlockId]) -> bytes:
+    def open_grant(self, key: TransferKey, landing: Landing) -> bytes:
         """See KVReceiver."""
-        grant = self._grants.open(key, slots)
-        return shm_wire.pack_grant(grant.token, grant.slots)
+        grant = self._grants.open(key, landing)
+        return shm_wire.pack_grant(grant.token, landing.cells.at.blocks)
+
+    def verify(self, key: TransferKey, cells: CellRange, checksum: int) -> bool:
+        """See KVReceiver."""
+        return self._grants.verify(key, cells, checksum)
 
     def revoke(self, key: TransferKey) -> bool:
         """Proven at once when no writer has claimed the grant; else its answer or its end is the proof."""
@@ -149,7 +151,7 @@ class ShmReceiver:
         kind, secret = hello
         if kind is not Kind.HELLO or not hmac.compare_digest(secret, self._secret):
             raise TransferError("wrong secret")
-        shm_wire.send_region(sock, self._shape, self._fd)
+        shm_wire.send_region(sock, self._num_blocks, self._fd)
         sock.settimeout(None)
 
     def _on_message(self, writer: _Writer, kind: Kind, token: bytes) -> None:

@@ -9,7 +9,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from kv_transfer.messages import TransferKey, TransportOffer
-from kv_transfer.transport import KVRegion
+from kv_transfer.pairing import Pairing
+from kv_transfer.region import KVRegion
 from kv_transfer.transports import shm_wire
 from kv_transfer.transports.copying import RegionCopier
 from kv_transfer.transports.grants import TOKEN_BYTES
@@ -38,12 +39,14 @@ class _Claim:
 class ShmWriter(QueuedWriter):
     """PeerWriter of the `shm` transport."""
 
-    def __init__(self, source: KVRegion, sock: socket.socket, target: KVRegion) -> None:
-        super().__init__("kv-shm-write")
+    def __init__(self, source: KVRegion, sock: socket.socket, target: KVRegion, pairing: Pairing) -> None:
         self._sock = sock
-        self._copier = RegionCopier(source, target)
+        self._pairing = pairing
+        self._pool_blocks = target.num_blocks
+        self._copier = RegionCopier(source, target, pairing)
         self._claims: dict[bytes, _Claim] = {}
         self._tokens: dict[TransferKey, bytes] = {}
+        super().__init__("kv-shm-write")
         self._reader = threading.Thread(target=self._read, name="kv-shm-read", daemon=True)
         self._reader.start()
 
@@ -68,12 +71,10 @@ class ShmWriter(QueuedWriter):
 
     def _perform(self, job: WriteJob) -> None:
         token, slots = shm_wire.unpack_grant(job.order.grant)
-        cells = job.order.cells
-        if cells.first_block < 0 or cells.first_block + cells.num_blocks > len(slots):
-            raise TransferError("blocks outside the reservation")
+        blocks = tuple(BlockId(slot) for slot in slots)
+        target = self._pairing.at_destination(job.order.source.held_tokens, blocks, self._pool_blocks)
         self._claim(job, token)
-        chosen = [BlockId(slot) for slot in slots[cells.first_block : cells.first_block + cells.num_blocks]]
-        job.succeed(*self._copier.copy(job, chosen, lambda: self._may_move(job, token)))
+        job.succeed(*self._copier.copy(job, target, lambda: self._may_move(job, token)))
 
     def _claim(self, job: WriteJob, token: bytes) -> None:
         """Ask once per grant; the receiver refuses what it has revoked."""
@@ -151,6 +152,7 @@ class ShmSender:
     """KVSender of the `shm` transport."""
 
     name = NAME
+    one_sided = True
 
     def __init__(self, region: KVRegion) -> None:
         self._region = region
@@ -159,7 +161,7 @@ class ShmSender:
         """See KVSender."""
         return offer.name == NAME and offer.host_id == host_id()
 
-    def connect(self, offer: TransportOffer) -> ShmWriter:
+    def connect(self, offer: TransportOffer, pairing: Pairing) -> ShmWriter:
         """See KVSender."""
         secret, address = offer.advert[:TOKEN_BYTES], offer.advert[TOKEN_BYTES:].decode(errors="replace")
         if not address.startswith("\0tandem-kv-"):
@@ -169,20 +171,14 @@ class ShmSender:
             sock.settimeout(CONNECT_S)
             sock.connect(address)
             shm_wire.send(sock, Kind.HELLO, secret)
-            shape, fd = shm_wire.receive_region(sock)
+            num_blocks, fd = shm_wire.receive_region(sock)
             try:
-                size = shape.num_layers * shape.num_blocks * shape.layer_block_bytes
-                buffer = map_shared(fd, size)
+                buffer = map_shared(fd, num_blocks * pairing.destination.worker_block_bytes)
             finally:
                 os.close(fd)
-            target = KVRegion(
-                buffer=buffer,
-                num_layers=shape.num_layers,
-                num_blocks=shape.num_blocks,
-                layer_block_bytes=shape.layer_block_bytes,
-            )
+            target = KVRegion.of(buffer, pairing.destination)
             sock.settimeout(None)
-            return ShmWriter(self._region, sock, target)
+            return ShmWriter(self._region, sock, target, pairing)
         except (OSError, ValueError) as error:
             sock.close()
             raise TransferError(f"shm: {error}") from None

@@ -1,7 +1,7 @@
 """The small messages of the `shm` transport, on a Unix socket beside the shared memory.
 
     writer -> receiver   HELLO(secret)   CLAIM(token)   QUIET(token)
-    receiver -> writer   REGION(shape) + memfd   CLAIMED(token)   REFUSED(token)   REVOKE(token)
+    receiver -> writer   REGION(number of blocks) + memfd   CLAIMED(token)   REFUSED(token)   REVOKE(token)
 
 A writer claims a token before its first byte, so the receiver knows at any moment which process may write with it; the
 end of that process's socket proves that it does not.
@@ -10,14 +10,14 @@ end of that process's socket proves that it does not.
 import secrets
 import socket
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import IntEnum
 
 from kv_transfer.transports.grants import TOKEN_BYTES
 from tandem.errors import TransferError
 
 _MESSAGE = struct.Struct("!4sB16s")
-_SHAPE = struct.Struct("!IIQ")
+_NUM_BLOCKS = struct.Struct("!Q")
 _GRANT = struct.Struct("!16sI")
 _MAGIC = b"TKS1"
 
@@ -32,15 +32,6 @@ class Kind(IntEnum):
     REFUSED = 5
     REVOKE = 6
     QUIET = 7
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Of the region behind a passed descriptor."""
-
-    num_layers: int
-    num_blocks: int
-    layer_block_bytes: int
 
 
 def send(sock: socket.socket, kind: Kind, token: bytes) -> bool:
@@ -62,16 +53,16 @@ def receive(sock: socket.socket) -> tuple[Kind, bytes] | None:
     return Kind(kind), token
 
 
-def send_region(sock: socket.socket, shape: Shape, fd: int) -> None:
-    """Pass the memory itself."""
+def send_region(sock: socket.socket, num_blocks: int, fd: int) -> None:
+    """Pass the memory itself; what a block is was said in HELLO."""
     data = _MESSAGE.pack(_MAGIC, Kind.REGION, bytes(TOKEN_BYTES))
-    data += _SHAPE.pack(shape.num_layers, shape.num_blocks, shape.layer_block_bytes)
+    data += _NUM_BLOCKS.pack(num_blocks)
     socket.send_fds(sock, [data], [fd])
 
 
-def receive_region(sock: socket.socket) -> tuple[Shape, int]:
-    """The shape and a descriptor that the caller must close. Raises OSError or TransferError."""
-    size = _MESSAGE.size + _SHAPE.size
+def receive_region(sock: socket.socket) -> tuple[int, int]:
+    """Blocks of the pool and a descriptor that the caller must close. Raises OSError or TransferError."""
+    size = _MESSAGE.size + _NUM_BLOCKS.size
     data, fds, _flags, _address = socket.recv_fds(sock, size, 1)
     if len(fds) != 1:
         raise TransferError("the receiver refused to share its memory")
@@ -81,11 +72,11 @@ def receive_region(sock: socket.socket) -> tuple[Shape, int]:
     if magic != _MAGIC or kind != Kind.REGION or len(data) != size:
         socket.close(fds[0])
         raise TransferError("not a message of the shm transport")
-    num_layers, num_blocks, layer_block_bytes = _SHAPE.unpack_from(data, _MESSAGE.size)
-    return Shape(num_layers=num_layers, num_blocks=num_blocks, layer_block_bytes=layer_block_bytes), fds[0]
+    (num_blocks,) = _NUM_BLOCKS.unpack_from(data, _MESSAGE.size)
+    return num_blocks, fds[0]
 
 
-def pack_grant(token: bytes, slots: tuple[int, ...]) -> bytes:
+def pack_grant(token: bytes, slots: Sequence[int]) -> bytes:
     """Token and slots: the writer copies for itself, so it must know where each index lies."""
     return _GRANT.pack(token, len(slots)) + struct.pack(f"!{len(slots)}I", *slots)
 

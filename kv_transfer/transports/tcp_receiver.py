@@ -6,21 +6,22 @@ connection goes on serving other grants. Hostile bytes end their own connection 
 """
 
 import hmac
+import itertools
 import json
 import logging
 import secrets
 import socket
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 
-from kv_transfer.messages import TransferKey, TransportOffer
-from kv_transfer.transport import KVRegion, QuietListener
+from kv_transfer.landing import Landing
+from kv_transfer.messages import CellRange, TransferKey, TransportOffer
+from kv_transfer.region import KVRegion
+from kv_transfer.transport import QuietListener
 from kv_transfer.transports import tcp_wire
 from kv_transfer.transports.grants import TOKEN_BYTES, Grant, GrantTable
 from kv_transfer.transports.tcp_wire import Cursor, Header, Kind
 from tandem.errors import TransferError
-from tandem.ids import BlockId
 
 NAME = "tcp"
 MAX_CONNECTIONS = 256
@@ -30,6 +31,8 @@ MAX_GREETING = 32
 STALL_S = 5.0
 """Most time for a whole HELLO or header, and most silence in the middle of a payload."""
 _SCRATCH_BYTES = 256 << 10
+MAX_PAYLOAD_BYTES = 1 << 30
+"""Of one frame, whether or not anybody wants it; many times a chunk."""
 ACCEPT_PAUSE_S = 0.1
 """Between two tries to accept when the process has no room for one more connection."""
 
@@ -63,9 +66,13 @@ class TcpReceiver:
         advert = json.dumps({"host": host, "port": port, "secret": self._secret.hex()})
         return TransportOffer(name=NAME, advert=advert.encode(), host_id="")
 
-    def open_grant(self, key: TransferKey, slots: Sequence[BlockId]) -> bytes:
+    def open_grant(self, key: TransferKey, landing: Landing) -> bytes:
         """See KVReceiver."""
-        return self._grants.open(key, slots).token
+        return self._grants.open(key, landing).token
+
+    def verify(self, key: TransferKey, cells: CellRange, checksum: int) -> bool:
+        """See KVReceiver."""
+        return self._grants.verify(key, cells, checksum)
 
     def revoke(self, key: TransferKey) -> bool:
         """Always proven: see the module's docstring."""
@@ -116,11 +123,13 @@ class TcpReceiver:
         try:
             self._greet(sock)
             scratch = memoryview(bytearray(_SCRATCH_BYTES))
-            while True:
+            for number in itertools.count(1):
                 tcp_wire.wait_readable(sock, None)
                 header = self._next_header(sock)
                 if header is None:
                     break
+                if header.kind is not Kind.WRITE or header.write_id != number:
+                    raise TransferError(f"frame {header.write_id} instead of {number}")
                 self._answer(sock, self._take(sock, header, scratch), header.write_id)
         except (OSError, TransferError) as error:
             log.info("tcp sender dropped: %s", error)
@@ -148,11 +157,8 @@ class TcpReceiver:
         if data is None:
             return None
         header = tcp_wire.unpack_header(data)
-        cells = header.cells
-        expected = cells.num_layers * cells.num_blocks * self._region.layer_block_bytes
-        largest = self._region.num_layers * self._region.num_blocks * self._region.layer_block_bytes
-        if header.payload_bytes != expected or expected > largest:
-            raise TransferError(f"{header.payload_bytes} payload bytes do not fit their cells")
+        if header.payload_bytes > MAX_PAYLOAD_BYTES:
+            raise TransferError(f"a payload of {header.payload_bytes} bytes: at most {MAX_PAYLOAD_BYTES} are taken")
         return header
 
     def _answer(self, sock: socket.socket, kind: Kind, write_id: int) -> None:
@@ -183,14 +189,15 @@ class TcpReceiver:
         return Kind.REFUSED if cursor is None else Kind.DONE
 
     def _destinations(self, header: Header, grant: Grant | None) -> Cursor | None:
-        cells = header.cells
-        if grant is None or cells.first_block + cells.num_blocks > len(grant.slots):
+        if grant is None:
             return None
-        slots = grant.slots[cells.first_block : cells.first_block + cells.num_blocks]
         try:
-            return Cursor(self._region.views(cells, slots))
+            cursor = Cursor(grant.landing.room(header.cells))
         except TransferError:
             return None
+        if cursor.remaining != header.payload_bytes:
+            raise TransferError(f"{header.payload_bytes} payload bytes do not fit their cells")
+        return cursor
 
     def _land(self, sock: socket.socket, grant: Grant, cursor: Cursor) -> int | None:
         """Bytes received into the pool; None once the grant is revoked."""

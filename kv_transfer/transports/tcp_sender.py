@@ -11,8 +11,10 @@ import threading
 from contextlib import suppress
 from zlib import crc32
 
+from kv_transfer.departure import Departure
 from kv_transfer.messages import TransportOffer
-from kv_transfer.transport import KVRegion
+from kv_transfer.pairing import Pairing
+from kv_transfer.region import KVRegion
 from kv_transfer.transports import tcp_wire
 from kv_transfer.transports.grants import TOKEN_BYTES
 from kv_transfer.transports.tcp_receiver import NAME, STALL_S
@@ -27,13 +29,15 @@ _ZEROS = bytes(256 << 10)
 class TcpWriter(QueuedWriter):
     """PeerWriter of the `tcp` transport."""
 
-    def __init__(self, source: KVRegion, sock: socket.socket, *, stall_s: float = STALL_S) -> None:
-        super().__init__("kv-tcp-write")
-        self._source = source
+    def __init__(
+        self, source: KVRegion, sock: socket.socket, pairing: Pairing, *, stall_s: float = STALL_S
+    ) -> None:
+        self._departure = Departure(source, pairing)
         self._sock = sock
         self._stall_s = stall_s
         self._ids = itertools.count(1)
         self._unanswered: dict[int, tuple[WriteJob, int, int]] = {}
+        super().__init__("kv-tcp-write")
         self._reader = threading.Thread(target=self._read, name="kv-tcp-read", daemon=True)
         self._reader.start()
 
@@ -47,7 +51,7 @@ class TcpWriter(QueuedWriter):
     def _perform(self, job: WriteJob) -> None:
         if len(job.order.grant) != TOKEN_BYTES:
             raise TransferError("malformed grant")
-        views = self._source.views(job.order.cells, job.order.sources)
+        views = self._views(job)
         checksum = self._checksum(job, views)
         cursor = Cursor(views)
         payload_bytes = cursor.remaining
@@ -66,6 +70,14 @@ class TcpWriter(QueuedWriter):
                 self._send_some(job, cursor)
         except (OSError, TransferError) as error:
             self._break(f"tcp connection lost: {error}")
+
+    def _views(self, job: WriteJob) -> list[memoryview]:
+        order = job.order
+        if not self._departure.converts:
+            return self._departure.views(order.source, order.cells)
+        with self._queue.lock:
+            job.check()
+            return [self._departure.convert(order.source, order.cells).data]
 
     def _checksum(self, job: WriteJob, views: list[memoryview]) -> int:
         value = 0
@@ -118,6 +130,7 @@ class TcpSender:
     """KVSender of the `tcp` transport."""
 
     name = NAME
+    one_sided = False
 
     def __init__(self, region: KVRegion, *, stall_s: float = STALL_S) -> None:
         self._region = region
@@ -127,7 +140,7 @@ class TcpSender:
         """See KVSender."""
         return offer.name == NAME
 
-    def connect(self, offer: TransportOffer) -> TcpWriter:
+    def connect(self, offer: TransportOffer, pairing: Pairing) -> TcpWriter:
         """See KVSender."""
         host, port, secret = _parse(offer.advert)
         try:
@@ -145,7 +158,7 @@ class TcpSender:
         except (OSError, TransferError) as error:
             sock.close()
             raise TransferError(f"tcp {host}:{port}: {error}") from None
-        return TcpWriter(self._region, sock, stall_s=self._stall_s)
+        return TcpWriter(self._region, sock, pairing, stall_s=self._stall_s)
 
 
 def _parse(advert: bytes) -> tuple[str, int, bytes]:

@@ -1,11 +1,12 @@
 """Frames of the `tcp` transport.
 
     sender -> receiver   HELLO            the secret of the receiver's advert, which came over the authenticated link
-                         WRITE + payload  cells by layer, then by block, as KVRegion.spans orders them
+                         WRITE + payload  cells in the order of the wire (see kv_transfer/mapping.py)
     receiver -> sender   DONE | REFUSED   for each frame, in order
 
-A frame has a fixed header whose every length is bounded by the receiver's own region. It names a grant by its random
-token and blocks by index in that grant.
+A frame has a fixed header with a CRC-32 of its own: a flipped bit there would put good bytes in a wrong place, which no
+checksum of the payload could tell. Frames of a connection are numbered, so that none counts twice. A frame names a grant
+by its random token and cells by index in that grant.
 """
 
 import socket
@@ -14,15 +15,17 @@ import time
 from dataclasses import dataclass
 from enum import IntEnum
 from select import POLLIN, POLLOUT, poll
+from zlib import crc32
 
 from kv_transfer.messages import CellRange
 from tandem.errors import TransferError
 
-VERSION = 1
+VERSION = 2
 _MAGIC = b"TKVT"
 _HEADER = struct.Struct("!4sBB2xQ16sIIIIIIQ")
+_CRC = struct.Struct("!I")
 _ANSWER = struct.Struct("!4sBB2xQ")
-HEADER_BYTES = _HEADER.size
+HEADER_BYTES = _HEADER.size + _CRC.size
 ANSWER_BYTES = _ANSWER.size
 MAX_VIEWS = 256
 """Views given to one system call; the kernel takes at most 1024 (IOV_MAX)."""
@@ -48,26 +51,30 @@ class Header:
     payload_bytes: int
 
 
-NO_CELLS = CellRange(first_layer=0, num_layers=0, first_block=0, num_blocks=0, first_head=0, num_heads=0)
+NO_CELLS = CellRange(first_layer=0, num_layers=0, first_unit=0, num_units=0, first_head=0, num_heads=0)
 
 
 def pack_header(header: Header) -> bytes:
     """A header as bytes."""
     c = header.cells
-    box = (c.first_layer, c.num_layers, c.first_block, c.num_blocks, c.first_head, c.num_heads)
-    return _HEADER.pack(_MAGIC, VERSION, header.kind, header.write_id, header.token, *box, header.payload_bytes)
+    box = (c.first_layer, c.num_layers, c.first_unit, c.num_units, c.first_head, c.num_heads)
+    data = _HEADER.pack(_MAGIC, VERSION, header.kind, header.write_id, header.token, *box, header.payload_bytes)
+    return data + _CRC.pack(crc32(data))
 
 
 def unpack_header(data: bytes) -> Header:
     """A header from HEADER_BYTES bytes. Raises TransferError."""
-    magic, version, kind, write_id, token, *box, payload_bytes = _HEADER.unpack(data)
+    fields, checksum = data[: _HEADER.size], data[_HEADER.size :]
+    if _CRC.pack(crc32(fields)) != checksum:
+        raise TransferError("a header of the tcp transport is damaged")
+    magic, version, kind, write_id, token, *box, payload_bytes = _HEADER.unpack(fields)
     if magic != _MAGIC or version != VERSION or kind not in (Kind.HELLO, Kind.WRITE):
         raise TransferError("not a frame of the tcp transport")
     cells = CellRange(
         first_layer=box[0],
         num_layers=box[1],
-        first_block=box[2],
-        num_blocks=box[3],
+        first_unit=box[2],
+        num_units=box[3],
         first_head=box[4],
         num_heads=box[5],
     )

@@ -8,8 +8,9 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class HandoffMessage(_message.Message):
-    __slots__ = ("incarnation", "transfer_id", "attempt", "hello", "prefill", "offer", "reserve", "reject", "chunk", "nack", "first_token", "seal", "commit_ack", "abort", "drained", "renew")
+    __slots__ = ("incarnation", "addressee", "transfer_id", "attempt", "hello", "prefill", "offer", "reserve", "reject", "chunk", "nack", "first_token", "seal", "commit_ack", "abort", "drained", "renew")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSEE_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +27,7 @@ class HandoffMessage(_message.Message):
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     RENEW_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
+    addressee: int
     transfer_id: str
     attempt: int
     hello: HandoffHello
@@ -41,19 +43,21 @@ class HandoffMessage(_message.Message):
     abort: Abort
     drained: Drained
     renew: Renew
-    def __init__(self, incarnation: _Optional[int] = ..., transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., hello: _Optional[_Union[HandoffHello, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., reject: _Optional[_Union[Reject, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., nack: _Optional[_Union[Nack, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., commit_ack: _Optional[_Union[CommitAck, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[int] = ..., addressee: _Optional[int] = ..., transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., hello: _Optional[_Union[HandoffHello, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., reject: _Optional[_Union[Reject, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., nack: _Optional[_Union[Nack, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., commit_ack: _Optional[_Union[CommitAck, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ...) -> None: ...
 
 class HandoffHello(_message.Message):
-    __slots__ = ("protocol_version", "worker_id", "layout", "transports")
+    __slots__ = ("protocol_version", "worker_id", "layout", "transports", "wire_dtype")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     worker_id: str
     layout: _common_pb2.KVLayout
     transports: _containers.RepeatedCompositeFieldContainer[TransportOffer]
-    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ...) -> None: ...
+    wire_dtype: str
+    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ..., wire_dtype: _Optional[str] = ...) -> None: ...
 
 class TransportOffer(_message.Message):
     __slots__ = ("name", "advert", "host_id")
@@ -92,22 +96,24 @@ class Prefill(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., held_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choice_index: _Optional[int] = ..., hash_root: _Optional[bytes] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., request_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., resume: bool = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("num_blocks", "queue_s")
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("num_units", "queue_s", "tail_hash")
+    NUM_UNITS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
-    num_blocks: int
+    TAIL_HASH_FIELD_NUMBER: _ClassVar[int]
+    num_units: int
     queue_s: float
-    def __init__(self, num_blocks: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
+    tail_hash: bytes
+    def __init__(self, num_units: _Optional[int] = ..., queue_s: _Optional[float] = ..., tail_hash: _Optional[bytes] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("num_blocks", "transport", "grant")
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("num_units", "transport", "grant")
+    NUM_UNITS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
-    num_blocks: int
+    num_units: int
     transport: str
     grant: bytes
-    def __init__(self, num_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., grant: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, num_units: _Optional[int] = ..., transport: _Optional[str] = ..., grant: _Optional[bytes] = ...) -> None: ...
 
 class Reject(_message.Message):
     __slots__ = ("failure",)
@@ -116,12 +122,12 @@ class Reject(_message.Message):
     def __init__(self, failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("seq", "first_layer", "num_layers", "first_block", "num_blocks", "first_head", "num_heads", "checksum", "rewrite", "write_s")
+    __slots__ = ("seq", "first_layer", "num_layers", "first_unit", "num_units", "first_head", "num_heads", "checksum", "rewrite", "write_s")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
-    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_UNIT_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNITS_FIELD_NUMBER: _ClassVar[int]
     FIRST_HEAD_FIELD_NUMBER: _ClassVar[int]
     NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
@@ -130,14 +136,14 @@ class Chunk(_message.Message):
     seq: int
     first_layer: int
     num_layers: int
-    first_block: int
-    num_blocks: int
+    first_unit: int
+    num_units: int
     first_head: int
     num_heads: int
     checksum: int
     rewrite: int
     write_s: float
-    def __init__(self, seq: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., first_head: _Optional[int] = ..., num_heads: _Optional[int] = ..., checksum: _Optional[int] = ..., rewrite: _Optional[int] = ..., write_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, seq: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_unit: _Optional[int] = ..., num_units: _Optional[int] = ..., first_head: _Optional[int] = ..., num_heads: _Optional[int] = ..., checksum: _Optional[int] = ..., rewrite: _Optional[int] = ..., write_s: _Optional[float] = ...) -> None: ...
 
 class Nack(_message.Message):
     __slots__ = ("seq", "rewrite")

@@ -5,7 +5,7 @@ import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc.aio
 
@@ -16,7 +16,8 @@ from kv_transfer.peer import LocalWorker, Route
 from kv_transfer.receiver_hub import ReceiverHub
 from kv_transfer.receiver_link import Dialer
 from kv_transfer.sender_hub import SenderHub
-from kv_transfer.transport import KVReceiver, KVRegion, KVSender
+from kv_transfer.region import KVRegion
+from kv_transfer.transport import KVReceiver, KVSender
 from kv_transfer.transports.shared_pool import SharedPool
 from tandem.errors import RequestTooLarge, ServingError, Unavailable
 from tandem.ids import BlockHash, BlockId, Incarnation, RequestId, TransferId, WorkerId
@@ -241,7 +242,9 @@ async def prefill_worker(
 ) -> AsyncIterator[Prefill]:
     owner = PrefillOwner(pool)
     local = LocalWorker(
-        worker_id=WorkerId("p"), incarnation=Incarnation(incarnation), layout=layout, region=pool.region
+        worker_id=WorkerId("p"),
+        incarnation=Incarnation(incarnation),
+        region=replace(pool.region, layout=layout),
     )
     async with SenderHub(local, owner=owner, senders=senders(pool.region), settings=settings) as hub:
         owner.hub = hub
@@ -265,7 +268,7 @@ async def decode_worker(
 ) -> AsyncIterator[tuple[ReceiverHub, DecodeOwner]]:
     owner = DecodeOwner(pool)
     local = LocalWorker(
-        worker_id=WorkerId("d"), incarnation=Incarnation(incarnation), layout=LAYOUT, region=pool.region
+        worker_id=WorkerId("d"), incarnation=Incarnation(incarnation), region=pool.region
     )
     options = (*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
     dialer = Dialer(open_channel=lambda address: grpc.aio.insecure_channel(address, options=options))

@@ -78,7 +78,7 @@ class LateRunner(ModelRunner):
 
     pending: deque[LateStep]
 
-    def launch(self, batch: Batch) -> LateStep:  # type: ignore[override]
+    def launch(self, batch: Batch, _on_layers: object = None) -> LateStep:  # type: ignore[override]
         inputs = self._inputs.build(batch)
         rows = [SampleRow(item.request, item.start + item.num_tokens) for item in batch.items if item.samples]
         step = LateStep(self, replace(inputs, tables=inputs.tables.copy()), rows)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import grpc.aio
 
-from kv_transfer.messages import TransportOffer
+from kv_transfer.messages import PROTOCOL_VERSION, TransportOffer
 from kv_transfer.transports.catalogue import open_receivers, open_senders
 from kv_transfer.transports.memory import MemoryFabric
 from tandem import wire
@@ -77,7 +77,7 @@ def hello(offer: TransportOffer, **layout: object) -> pb.HandoffMessage:
     return pb.HandoffMessage(
         incarnation=77,
         hello=pb.HandoffHello(
-            protocol_version=1,
+            protocol_version=PROTOCOL_VERSION,
             worker_id="d",
             layout=wire.layout_to_pb(replace(LAYOUT, **layout)),
             transports=[pb.TransportOffer(name=offer.name, advert=offer.advert, host_id=offer.host_id)],
@@ -93,7 +93,7 @@ def prefill_message(name: str, num_tokens: int, **overrides: object) -> pb.Hando
         "hash_root": bytes(16),
         "lease_s": 2.0,
     }
-    return pb.HandoffMessage(incarnation=77, transfer_id=name, attempt=1, prefill=pb.Prefill(**{**fields, **overrides}))
+    return pb.HandoffMessage(incarnation=77, addressee=11, transfer_id=name, attempt=1, prefill=pb.Prefill(**{**fields, **overrides}))
 
 
 async def test_malformed_messages_harm_only_their_own_hand_off() -> None:
@@ -114,7 +114,7 @@ async def test_malformed_messages_harm_only_their_own_hand_off() -> None:
             prefill_message("bad4", 8, hash_root=b"short"),
             prefill_message("bad5", 8, lease_s=float("nan")),
             prefill_message("bad6", 0),
-            pb.HandoffMessage(incarnation=77, transfer_id="bad7", attempt=1),
+            pb.HandoffMessage(incarnation=77, addressee=11, transfer_id="bad7", attempt=1),
         ]
         for message in bad:
             await stream.write(message)
@@ -123,9 +123,10 @@ async def test_malformed_messages_harm_only_their_own_hand_off() -> None:
             assert reply.reject.failure.code == "InvalidRequest"
         harmless = [
             pb.HandoffMessage(incarnation=77),
-            pb.HandoffMessage(incarnation=78, transfer_id="x", attempt=1, abort=pb.Abort()),
-            pb.HandoffMessage(incarnation=77, transfer_id="x", attempt=1, reserve=pb.Reserve(num_blocks=2**31)),
-            pb.HandoffMessage(incarnation=77, transfer_id="y", attempt=3, commit_ack=pb.CommitAck()),
+            pb.HandoffMessage(incarnation=77, addressee=12, transfer_id="x", attempt=1, abort=pb.Abort()),
+            pb.HandoffMessage(incarnation=78, addressee=11, transfer_id="x", attempt=1, abort=pb.Abort()),
+            pb.HandoffMessage(incarnation=77, addressee=11, transfer_id="x", attempt=1, reserve=pb.Reserve(num_units=2**31)),
+            pb.HandoffMessage(incarnation=77, addressee=11, transfer_id="y", attempt=3, commit_ack=pb.CommitAck()),
         ]
         for message in harmless:
             await stream.write(message)
@@ -133,8 +134,8 @@ async def test_malformed_messages_harm_only_their_own_hand_off() -> None:
         while (reply := await stream.read()).transfer_id != "good":
             assert reply.WhichOneof("kind") in ("reject", "renew")
         assert reply.WhichOneof("kind") == "offer"
-        await stream.write(pb.HandoffMessage(incarnation=77, transfer_id="good", attempt=1, abort=pb.Abort()))
-        await stream.write(pb.HandoffMessage(incarnation=77, transfer_id="never", attempt=1, abort=pb.Abort()))
+        await stream.write(pb.HandoffMessage(incarnation=77, addressee=11, transfer_id="good", attempt=1, abort=pb.Abort()))
+        await stream.write(pb.HandoffMessage(incarnation=77, addressee=11, transfer_id="never", attempt=1, abort=pb.Abort()))
         drained = set()
         while drained != {"good", "never"}:
             reply = await stream.read()

@@ -62,7 +62,7 @@ class DelayedRunner(LedgerRunner):
         self.num_fed = 0
         self._last: DelayedStep | None = None
 
-    def launch(self, batch: Batch) -> DelayedStep:  # type: ignore[override]
+    def launch(self, batch: Batch, _on_layers: object = None) -> DelayedStep:  # type: ignore[override]
         rows = []
         for request, start, num_tokens, samples in batch.items:
             end = start + num_tokens

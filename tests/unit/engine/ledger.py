@@ -112,7 +112,7 @@ class LedgerRunner:
     def bind_thread(self) -> None:
         pass
 
-    def launch(self, batch: Batch) -> Done:
+    def launch(self, batch: Batch, _on_layers: object = None) -> Done:
         return Done(self.execute(batch))
 
     def execute(self, batch: Batch) -> list[SampledToken]:

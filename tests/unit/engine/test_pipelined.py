@@ -101,7 +101,7 @@ class GatedSteps(DelayedRunner):
         self.launches = threading.Semaphore(0)
         self.go_on = threading.Semaphore(0)
 
-    def launch(self, batch):
+    def launch(self, batch, _on_layers=None):
         step = super().launch(batch)
         self.launches.release()
         return step
@@ -157,7 +157,7 @@ class TimedRunner(DelayedRunner):
         self._is_late = is_late
         self._over_s = {}
 
-    def launch(self, batch):
+    def launch(self, batch, _on_layers=None):
         step = super().launch(batch)
         if self._is_late:
             self._over_s[step] = max([self.now, *self._over_s.values()]) + batch.num_tokens

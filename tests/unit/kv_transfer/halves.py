@@ -20,6 +20,7 @@ from tandem.sampling import SamplingParams
 LAYOUT = KVLayout(model_fingerprint="m", dtype="float32", num_layers=2, num_kv_heads=2, head_dim=4, block_size=4)
 KEY = TransferKey(transfer_id=TransferId("t"), attempt=1)
 PEER = Incarnation(7)
+OWN = Incarnation(70)
 BLOCKS = tuple(BlockId(b) for b in (5, 3, 9))
 TOKEN = FirstToken(token=SampledToken(token_id=1), cached_tokens=0)
 SETTINGS = TransferSettings(max_rewrites=1)
@@ -41,8 +42,11 @@ class Half:
         self.machine = machine
         self.now = 0.0
 
-    def hear(self, body: Body, *, key: TransferKey = KEY, peer: Incarnation = PEER) -> act.Actions:
-        return self.machine.on_message(Envelope(incarnation=peer, key=key, body=body), self.now)
+    def hear(
+        self, body: Body, *, key: TransferKey = KEY, peer: Incarnation = PEER, to: Incarnation = OWN
+    ) -> act.Actions:
+        envelope = Envelope(incarnation=peer, addressee=to, key=key, body=body)
+        return self.machine.on_message(envelope, self.now)
 
     def see(self, event: object) -> act.Actions:
         return self.machine.on_event(event, self.now)

@@ -26,7 +26,7 @@ from kv_transfer.states import HandoffState
 from tandem.errors import InvariantError, TransferError
 from tandem.ids import BlockHash, Incarnation, TransferId
 from tandem.outputs import PhaseTimes, SampledToken
-from tests.unit.kv_transfer.halves import BLOCKS, JOB, KEY, LAYOUT, PEER, SETTINGS, TOKEN, Half, kinds
+from tests.unit.kv_transfer.halves import BLOCKS, JOB, KEY, LAYOUT, OWN, PEER, SETTINGS, TOKEN, Half, kinds
 
 
 def box(
@@ -35,8 +35,8 @@ def box(
     return CellRange(
         first_layer=first_layer,
         num_layers=num_layers,
-        first_block=first,
-        num_blocks=count,
+        first_unit=first,
+        num_units=count,
         first_head=heads[0],
         num_heads=heads[1],
     )
@@ -46,17 +46,21 @@ def chunk(seq: int, cells: CellRange | None = None, rewrite: int = 0) -> Chunk:
     return Chunk(seq=seq, rewrite=rewrite, cells=cells or box(seq, 1), checksum=seq, write_s=0.5)
 
 
+def offer(num_units: int = 3, *, queue_s: float = 0.0, tail_hash: BlockHash | None = None) -> Offer:
+    return Offer(num_units=num_units, queue_s=queue_s, tail_hash=tail_hash)
+
+
 def seal(num_chunks: int = 3, tail_hash: bytes | None = None) -> Seal:
     return Seal(num_chunks=num_chunks, cached_tokens=4, times=PhaseTimes(), tail_hash=tail_hash)
 
 
 def receiving(job: PrefillJob = JOB, settings: TransferSettings = SETTINGS) -> Half:
-    return Half(Ladder(job, layout=LAYOUT, settings=settings).begin(1, PEER, 0.0))
+    return Half(Ladder(job, own=OWN, layout=LAYOUT, settings=settings).begin(1, PEER, 0.0))
 
 
 def reserved(job: PrefillJob = JOB, *, drain_proves_quiet: bool = True) -> Half:
     half = receiving(job)
-    half.hear(Offer(num_blocks=3, queue_s=0.0))
+    half.hear(offer(tail_hash=job.tail_hash))
     half.see(ev.Bound(blocks=BLOCKS))
     half.see(ev.GrantOpened(transport="x", grant=b"g", drain_proves_quiet=drain_proves_quiet))
     return half
@@ -68,13 +72,13 @@ def verify(half: Half, seq: int, *, intact: bool = True, rewrite: int = 0) -> ac
 
 def test_a_hand_off_in_the_designed_order() -> None:
     half = receiving()
-    assert kinds(half.machine.start()) == ["Prefill"]
-    assert half.hear(Offer(num_blocks=3, queue_s=0.5)) == (act.BindBlocks(num_blocks=3),)
+    assert kinds(half.machine.start(LAYOUT.block_size)) == ["Prefill"]
+    assert half.hear(offer(3, queue_s=0.5)) == (act.BindBlocks(num_blocks=3),)
     assert half.see(ev.Bound(blocks=BLOCKS)) == (act.OpenGrant(blocks=BLOCKS),)
     opened = half.see(ev.GrantOpened(transport="x", grant=b"g", drain_proves_quiet=True))
-    assert opened == (act.Send(body=Reserve(num_blocks=3, transport="x", grant=b"g")),)
+    assert opened == (act.Send(body=Reserve(num_units=3, transport="x", grant=b"g")),)
     assert half.hear(TOKEN) == (act.ForwardFirstToken(first_token=TOKEN),)
-    assert half.hear(chunk(1)) == (act.Verify(chunk=chunk(1), blocks=BLOCKS[1:2]),)
+    assert half.hear(chunk(1)) == (act.Verify(chunk=chunk(1)),)
     assert half.hear(seal()) == (), "a SEAL may overtake chunks"
     half.now = 2.0
     for seq in (0, 2):
@@ -108,12 +112,13 @@ def test_stale_messages_do_nothing() -> None:
     assert half.hear(chunk(0), key=replace(KEY, attempt=2)) == ()
     assert half.hear(chunk(0), key=replace(KEY, transfer_id=TransferId("other"))) == ()
     assert half.hear(chunk(0), peer=Incarnation(8)) == ()
+    assert half.hear(chunk(0), to=Incarnation(8)) == (), "meant for the process that was here before"
     assert half.state is HandoffState.RESERVED
 
 
 def test_repeated_messages_do_nothing() -> None:
     half = reserved()
-    assert half.hear(Offer(num_blocks=3, queue_s=0.0)) == ()
+    assert half.hear(offer(3, queue_s=0.0)) == ()
     half.hear(chunk(0))
     assert half.hear(chunk(0)) == ()
     verify(half, 0)
@@ -135,7 +140,7 @@ def test_repeated_messages_do_nothing() -> None:
         chunk(0, box(0, 1, heads=(1, 2))),
         chunk(0, box(1, 1)),
         chunk(99),
-        Offer(num_blocks=2, queue_s=0.0),
+        offer(2, queue_s=0.0),
         CommitAck(),
         seal(1000),
         seal(1),
@@ -156,6 +161,28 @@ def test_what_breaks_the_protocol_ends_the_attempt_and_keeps_what_landed(bad: Bo
         assert report.landed == BLOCKS[:1]
         assert half.see(ev.Quiet()) == (act.ReleaseBlocks(blocks=BLOCKS[1:]),)
     assert half.state is HandoffState.CLOSED
+
+
+@pytest.mark.parametrize("tail_hash", [None, BlockHash(b"x" * 16)])
+def test_other_tokens_are_refused_before_anything_is_bound(tail_hash: BlockHash | None) -> None:
+    half = receiving(replace(JOB, tail_hash=BlockHash(b"y" * 16)))
+    assert kinds(half.hear(offer(tail_hash=tail_hash))) == ["Abort", "ReportFailed"]
+    assert half.state is HandoffState.CLOSED
+
+
+def test_a_block_is_kept_only_when_all_its_units_have_landed() -> None:
+    """The peer's blocks are half as large: cells are counted in those."""
+    half = receiving()
+    half.machine.start(LAYOUT.block_size // 2)
+    assert half.hear(offer(5)) == (act.BindBlocks(num_blocks=3),)
+    half.see(ev.Bound(blocks=BLOCKS))
+    [reserve] = half.see(ev.GrantOpened(transport="x", grant=b"g", drain_proves_quiet=True))
+    assert reserve.body.num_units == 5
+    for seq in range(3):
+        half.hear(chunk(seq))
+        verify(half, seq)
+    [report] = [a for a in half.see(ev.LinkLost(reason="gone")) if isinstance(a, act.ReportFailed)]
+    assert report.landed == BLOCKS[:1]
 
 
 def test_blocks_of_other_tokens_are_not_kept() -> None:
@@ -229,7 +256,7 @@ def test_an_unproven_writer_means_quarantine() -> None:
 
 def test_a_cancel_while_binding_gives_the_blocks_back() -> None:
     half = receiving()
-    half.hear(Offer(num_blocks=3, queue_s=0.0))
+    half.hear(offer(3, queue_s=0.0))
     assert kinds(half.see(ev.Cancelled(reason="left"))) == ["Abort"]
     assert half.see(ev.Bound(blocks=BLOCKS)) == (act.ReleaseBlocks(blocks=BLOCKS),)
     with pytest.raises(InvariantError):
@@ -250,7 +277,7 @@ def test_silence_and_standstill_both_end_a_hand_off() -> None:
 
 
 def test_the_ladder_keeps_what_landed_and_what_was_sampled() -> None:
-    ladder = Ladder(JOB, layout=LAYOUT, settings=SETTINGS)
+    ladder = Ladder(JOB, own=OWN, layout=LAYOUT, settings=SETTINGS)
     ladder.begin(1, PEER, 0.0)
     with pytest.raises(TransferError):
         ladder.begin(2, PEER, 0.0)
@@ -274,8 +301,8 @@ def test_never_everything_is_held() -> None:
 
 
 def test_a_later_attempt_has_less_time() -> None:
-    ladder = Ladder(replace(JOB, timeout_s=10.0), layout=LAYOUT, settings=SETTINGS)
+    ladder = Ladder(replace(JOB, timeout_s=10.0), own=OWN, layout=LAYOUT, settings=SETTINGS)
     for attempt, now, left_s in ((1, 5.0, 10.0), (2, 9.0, 6.0), (3, 50.0, 0.0)):
-        [ask] = ladder.begin(attempt, PEER, now).start()
+        [ask] = ladder.begin(attempt, PEER, now).start(LAYOUT.block_size)
         assert ask.body.job.timeout_s == left_s
         ladder.failed(0, now)

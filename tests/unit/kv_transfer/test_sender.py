@@ -6,6 +6,7 @@ import pytest
 
 from kv_transfer import actions as act
 from kv_transfer import events as ev
+from kv_transfer.chunks import CellShape
 from kv_transfer.messages import (
     Abort,
     Body,
@@ -20,19 +21,24 @@ from kv_transfer.states import HandoffState
 from tandem.errors import DeadlineExceeded, TransferError
 from tandem.ids import BlockId
 from tandem.outputs import PhaseTimes
-from tests.unit.kv_transfer.halves import BLOCKS, JOB, KEY, LAYOUT, PEER, TOKEN, Half, kinds
+from tests.unit.kv_transfer.halves import BLOCKS, JOB, KEY, LAYOUT, OWN, PEER, TOKEN, Half, kinds
 
 
-def sending(job: PrefillJob = JOB, *, window: int = 2) -> Half:
+def sending(
+    job: PrefillJob = JOB, *, window: int = 2, unit_tokens: int = LAYOUT.block_size, chunk_bytes: int = 20
+) -> Half:
     plan = SenderPlan(
         key=KEY,
+        own=OWN,
         peer=PEER,
         job=job,
-        layout=LAYOUT,
+        block_size=LAYOUT.block_size,
+        unit_tokens=unit_tokens,
+        cells=CellShape(num_layers=2, num_heads=2, unit_layer_bytes=10),
         lease_s=2.0,
         stall_s=30.0,
         queue_s=600.0,
-        chunk_blocks=1,
+        chunk_bytes=chunk_bytes,
         write_window=window,
         max_rewrites=1,
     )
@@ -44,7 +50,7 @@ def sending(job: PrefillJob = JOB, *, window: int = 2) -> Half:
 def offered(**options: object) -> Half:
     half = sending(**options)
     half.see(ev.Submitted())
-    assert kinds(half.see(ev.Scheduled(queue_s=0.0))) == ["Offer"]
+    assert kinds(half.see(ev.Scheduled(queue_s=0.0, tail_hash=None))) == ["Offer"]
     return half
 
 
@@ -53,7 +59,7 @@ def progress(num_tokens: int) -> ev.Progress:
 
 
 FINISHED = ev.Finished(cached_tokens=0, times=PhaseTimes(), tail_hash=None)
-RESERVE = Reserve(num_blocks=3, transport="x", grant=b"g")
+RESERVE = Reserve(num_units=3, transport="x", grant=b"g")
 
 
 def written(half: Half, seq: int, rewrite: int = 0) -> act.Actions:
@@ -88,7 +94,7 @@ def test_a_late_reservation_finds_everything_computed() -> None:
 def test_only_blocks_beyond_the_held_prefix_travel() -> None:
     half = offered(job=replace(JOB, held_tokens=8))
     half.see(progress(10))
-    [write] = half.hear(replace(RESERVE, num_blocks=1))
+    [write] = half.hear(replace(RESERVE, num_units=1))
     assert write.sources == BLOCKS[2:]
 
 
@@ -113,7 +119,7 @@ def test_a_nack_is_answered_once_and_bounded() -> None:
     assert kinds(half.hear(Nack(seq=0, rewrite=1)))[0] == "Abort"
 
 
-@pytest.mark.parametrize("bad", [Nack(seq=7, rewrite=0), CommitAck(), Offer(num_blocks=1, queue_s=0.0)])
+@pytest.mark.parametrize("bad", [Nack(seq=7, rewrite=0), CommitAck(), Offer(num_units=1, queue_s=0.0, tail_hash=None)])
 def test_a_decode_worker_that_breaks_the_protocol_is_aborted(bad: Body) -> None:
     half = offered()
     half.hear(RESERVE)

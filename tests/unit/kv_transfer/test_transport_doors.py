@@ -13,7 +13,8 @@ from contextlib import suppress
 import pytest
 
 from kv_transfer.messages import TransferKey
-from kv_transfer.transport import KVReceiver, KVRegion
+from kv_transfer.region import KVRegion
+from kv_transfer.transport import KVReceiver
 from kv_transfer.transports import shm_receiver, tcp_wire
 from kv_transfer.transports.catalogue import candidates, open_receivers, open_senders
 from kv_transfer.transports.tcp_receiver import MAX_CONNECTIONS, TcpReceiver
@@ -25,12 +26,8 @@ KEY = TransferKey(transfer_id=TransferId("t"), attempt=1)
 WAIT_S = 20.0
 
 
-def slots(*blocks: int) -> list[BlockId]:
-    return [BlockId(b) for b in blocks]
-
-
 def block_bytes(region: KVRegion, blocks: list[int]) -> bytes:
-    return b"".join(region.views(box(0, len(blocks)), slots(*blocks)))
+    return b"".join(block_views(region, blocks))
 
 
 @pytest.fixture
@@ -81,8 +78,8 @@ def test_a_crowd_of_strangers_does_not_close_the_door() -> None:
     receiver = TcpReceiver(target, stall_s=WAIT_S)
     strangers = [dial(receiver, greet=False) for _ in range(MAX_CONNECTIONS)]
     [(sender, offer)] = candidates([receiver.offer()], open_senders(source, choice="tcp"))
-    writer = sender.connect(offer)
-    grant = receiver.open_grant(KEY, slots(1))
+    writer = sender.connect(offer, PAIRING)
+    grant = receiver.open_grant(KEY, landing(target, 1))
     writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
     strangers[0].settimeout(WAIT_S / 2)
     assert strangers[0].recv(1) == b"", "the oldest made room"
@@ -125,12 +122,12 @@ def test_hostile_bytes_end_only_their_connection(tcp, greet: bool, data: bytes) 
     target, receiver = tcp
     source = make_region(seed=3)
     [(sender, offer)] = candidates([receiver.offer()], open_senders(source, choice="tcp"))
-    writer = sender.connect(offer)
+    writer = sender.connect(offer, PAIRING)
     with dial(receiver, greet=greet) as sock:
         sock.sendall(data)
         with suppress(ConnectionResetError):
             assert sock.recv(1) == b"", "the receiver hangs up"
-    grant = receiver.open_grant(KEY, slots(1))
+    grant = receiver.open_grant(KEY, landing(target, 1))
     writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
     assert block_bytes(target, [1]) == block_bytes(source, [5])
     assert not any(block_bytes(target, [0, *range(2, NUM_BLOCKS)]))
@@ -140,7 +137,7 @@ def test_hostile_bytes_end_only_their_connection(tcp, greet: bool, data: bytes) 
 
 def test_a_frame_for_a_revoked_grant_is_read_past(tcp) -> None:
     target, receiver = tcp
-    grant = receiver.open_grant(KEY, slots(1))
+    grant = receiver.open_grant(KEY, landing(target, 1))
     size = LAYOUT.layer_block_bytes
     with dial(receiver, greet=True) as sock:
         sock.sendall(frame(grant, size) + b"x" * (size // 2))

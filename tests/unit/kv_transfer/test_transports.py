@@ -15,7 +15,8 @@ import pytest
 
 from kv_transfer.checksum import checksum_of
 from kv_transfer.messages import TransferKey, TransportOffer
-from kv_transfer.transport import KVReceiver, KVRegion, KVSender, PeerWriter
+from kv_transfer.region import KVRegion
+from kv_transfer.transport import KVReceiver, KVSender, PeerWriter
 from kv_transfer.transports.catalogue import NAMES, candidates, open_receivers, open_senders
 from kv_transfer.transports.memory import MemoryFabric
 from tandem.errors import TransferError
@@ -52,7 +53,7 @@ def opened(name: str) -> Iterator[Pair]:
     quieted = threading.Event()
     receiver.listen_quiet(lambda key: (quiet.append(key), quieted.set()))
     [(sender, offer)] = candidates([receiver.offer()], open_senders(source, fabric=fabric))
-    writer = sender.connect(offer)
+    writer = sender.connect(offer, PAIRING)
     try:
         yield Pair(target, source, receiver, sender, writer, quiet, quieted)
     finally:
@@ -62,12 +63,8 @@ def opened(name: str) -> Iterator[Pair]:
         os.close(target.fd)
 
 
-def slots(*blocks: int) -> list[BlockId]:
-    return [BlockId(b) for b in blocks]
-
-
 def block_bytes(region: KVRegion, blocks: list[int]) -> bytes:
-    return b"".join(region.views(box(0, len(blocks)), slots(*blocks)))
+    return b"".join(block_views(region, blocks))
 
 
 def assert_refused(pair: Pair, *args: object) -> None:
@@ -79,17 +76,17 @@ def test_bytes_land_exactly_and_nowhere_else(pair: Pair) -> None:
     rng = random.Random(0)
     destinations = rng.sample(range(NUM_BLOCKS), 10)
     sources = [3, 4, 5, 9, 1, 2, 20, 21, 22, 0]
-    grant = pair.receiver.open_grant(KEY, slots(*destinations))
+    grant = pair.receiver.open_grant(KEY, landing(pair.target, *destinations))
     result = pair.writer.write(order(KEY, grant, box(0, 10), sources)).result(WAIT_S)
     assert block_bytes(pair.target, destinations) == block_bytes(pair.source, sources)
-    assert result.checksum == checksum_of(pair.target.views(box(0, 10), slots(*destinations)))
+    assert result.checksum == checksum_of(block_views(pair.target, destinations))
     assert result.num_bytes == 10 * LAYOUT.block_bytes
     others = [b for b in range(NUM_BLOCKS) if b not in destinations]
     assert not any(block_bytes(pair.target, others))
 
 
 def test_layers_and_blocks_can_be_cut(pair: Pair) -> None:
-    grant = pair.receiver.open_grant(KEY, slots(7, 3, 12, 11))
+    grant = pair.receiver.open_grant(KEY, landing(pair.target, 7, 3, 12, 11))
     for layer in range(LAYOUT.num_layers):
         for first in (2, 0):
             cells = box(first, 2, first_layer=layer, num_layers=1)
@@ -104,7 +101,7 @@ def test_concurrent_transfers_do_not_mix(pair: Pair) -> None:
     keys = [TransferKey(transfer_id=TransferId(f"t{i}"), attempt=i) for i in range(8)]
     futures = []
     for i, key in enumerate(keys):
-        grant = pair.receiver.open_grant(key, slots(*blocks[3 * i : 3 * i + 3]))
+        grant = pair.receiver.open_grant(key, landing(pair.target, *blocks[3 * i : 3 * i + 3]))
         futures += [pair.writer.write(order(key, grant, box(j, 1), [(3 * i + j) % 20])) for j in range(3)]
     for future in futures:
         future.result(WAIT_S)
@@ -112,7 +109,7 @@ def test_concurrent_transfers_do_not_mix(pair: Pair) -> None:
 
 
 def test_nothing_lands_after_a_revocation(pair: Pair) -> None:
-    grant = pair.receiver.open_grant(KEY, slots(1, 2))
+    grant = pair.receiver.open_grant(KEY, landing(pair.target, 1, 2))
     pair.writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
     if not pair.receiver.revoke(KEY):
         assert pair.quieted.wait(WAIT_S)
@@ -121,13 +118,13 @@ def test_nothing_lands_after_a_revocation(pair: Pair) -> None:
     assert not any(block_bytes(pair.target, [2]))
     assert pair.receiver.revoke(KEY)
     other = replace(KEY, attempt=2)
-    fresh = pair.receiver.open_grant(other, slots(2))
+    fresh = pair.receiver.open_grant(other, landing(pair.target, 2))
     pair.writer.write(order(other, fresh, box(0, 1), [6])).result(WAIT_S)
     assert block_bytes(pair.target, [2]) == block_bytes(pair.source, [6])
 
 
 def test_revoking_what_nobody_used_is_proven_at_once(pair: Pair) -> None:
-    pair.receiver.open_grant(KEY, slots(1))
+    pair.receiver.open_grant(KEY, landing(pair.target, 1))
     assert pair.receiver.revoke(KEY)
     assert pair.receiver.revoke(replace(KEY, attempt=9))
 
@@ -135,7 +132,7 @@ def test_revoking_what_nobody_used_is_proven_at_once(pair: Pair) -> None:
 def test_revocations_during_writes_are_final(pair: Pair) -> None:
     for attempt in range(1, 30):
         key = replace(KEY, attempt=attempt)
-        grant = pair.receiver.open_grant(key, slots(*range(NUM_BLOCKS)))
+        grant = pair.receiver.open_grant(key, landing(pair.target, *range(NUM_BLOCKS)))
         pair.quieted.clear()
         futures = [pair.writer.write(order(key, grant, box(0, 20), list(range(20)))) for _ in range(4)]
         if not pair.receiver.revoke(key):
@@ -150,7 +147,7 @@ def test_revocations_during_writes_are_final(pair: Pair) -> None:
 def test_cancel_stops_reading_sources(pair: Pair) -> None:
     for attempt in range(1, 30):
         key = replace(KEY, attempt=attempt)
-        grant = pair.receiver.open_grant(key, slots(*range(20)))
+        grant = pair.receiver.open_grant(key, landing(pair.target, *range(20)))
         futures = [pair.writer.write(order(key, grant, box(0, 20), list(range(20)))) for _ in range(4)]
         assert pair.writer.cancel(key)
         for future in futures:
@@ -158,13 +155,13 @@ def test_cancel_stops_reading_sources(pair: Pair) -> None:
                 future.result(WAIT_S)
         pair.receiver.revoke(key)
     last = replace(KEY, attempt=99)
-    grant = pair.receiver.open_grant(last, slots(4))
+    grant = pair.receiver.open_grant(last, landing(pair.target, 4))
     pair.writer.write(order(last, grant, box(0, 1), [7])).result(WAIT_S)
     assert block_bytes(pair.target, [4]) == block_bytes(pair.source, [7])
 
 
 def test_a_wrong_token_is_refused(pair: Pair) -> None:
-    grant = pair.receiver.open_grant(KEY, slots(1))
+    grant = pair.receiver.open_grant(KEY, landing(pair.target, 1))
     forged = bytes([grant[0] ^ 1]) + grant[1:]
     assert_refused(pair, KEY, forged, box(0, 1), [5])
     assert_refused(pair, KEY, b"", box(0, 1), [5])
@@ -176,26 +173,26 @@ def test_a_wrong_token_is_refused(pair: Pair) -> None:
     "cells", [box(1, 1), box(0, 2), box(0, 1, first_layer=3, num_layers=1), box(0, 1, num_layers=4)]
 )
 def test_cells_outside_the_reservation_are_refused(pair: Pair, cells: object) -> None:
-    grant = pair.receiver.open_grant(KEY, slots(1))
+    grant = pair.receiver.open_grant(KEY, landing(pair.target, 1))
     assert_refused(pair, KEY, grant, cells, [5] * cells.num_blocks)
     assert not any(pair.target.buffer)
     pair.writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
 
 
 def test_sources_outside_the_pool_are_refused(pair: Pair) -> None:
-    grant = pair.receiver.open_grant(KEY, slots(1))
+    grant = pair.receiver.open_grant(KEY, landing(pair.target, 1))
     assert_refused(pair, KEY, grant, box(0, 1), [NUM_BLOCKS])
 
 
 def test_the_death_of_the_receiver_fails_writes(pair: Pair) -> None:
-    grant = pair.receiver.open_grant(KEY, slots(1))
+    grant = pair.receiver.open_grant(KEY, landing(pair.target, 1))
     pair.writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
     pair.receiver.close()
     assert_refused(pair, KEY, grant, box(0, 1), [5])
 
 
 def test_the_end_of_the_sender_is_a_proof(pair: Pair) -> None:
-    grant = pair.receiver.open_grant(KEY, slots(1))
+    grant = pair.receiver.open_grant(KEY, landing(pair.target, 1))
     pair.writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
     pair.writer.close()
     if not pair.receiver.revoke(KEY):
@@ -207,9 +204,9 @@ def test_connecting_needs_the_secret(pair: Pair) -> None:
     middle = offer.advert[:-10] + b"0" * 8 + offer.advert[-2:]
     forged = middle if offer.name == "tcp" else bytes(16) + offer.advert[16:]
     with pytest.raises(TransferError):
-        pair.sender.connect(replace(offer, advert=forged))
+        pair.sender.connect(replace(offer, advert=forged), PAIRING)
     with pytest.raises(TransferError):
-        pair.sender.connect(replace(offer, advert=b"nonsense"))
+        pair.sender.connect(replace(offer, advert=b"nonsense"), PAIRING)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -220,7 +217,7 @@ def test_closing_leaks_neither_threads_nor_descriptors(name: str) -> None:
     threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         with opened(name) as pair:
-            grant = pair.receiver.open_grant(KEY, slots(1))
+            grant = pair.receiver.open_grant(KEY, landing(pair.target, 1))
             pair.writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
             del pair
     gc.collect()
@@ -265,9 +262,9 @@ def remote(request: pytest.FixtureRequest) -> Iterator[tuple[KVRegion, KVReceive
 
 def test_between_processes_and_through_a_kill(remote) -> None:
     target, receiver, peer, quieted = remote
-    grant = receiver.open_grant(KEY, slots(9, 8, 1, 2))
+    grant = receiver.open_grant(KEY, landing(target, 9, 8, 1, 2))
     peer.ask(f"write {grant.hex()} 0 4")
-    assert peer.answer() == f"done {checksum_of(target.views(box(0, 4), slots(9, 8, 1, 2)))}"
+    assert peer.answer() == f"done {checksum_of(block_views(target, [9, 8, 1, 2]))}"
     expected = make_region(seed=5)
     assert block_bytes(target, [9, 8, 1, 2]) == block_bytes(expected, [0, 1, 2, 3])
     os.close(expected.fd)

@@ -34,14 +34,14 @@ from tandem.v1 import handoff_pb2 as pb
 from tests.unit.kv_transfer.halves import JOB, LAYOUT
 
 KEY = TransferKey(transfer_id=TransferId("t"), attempt=3)
-CELLS = CellRange(first_layer=1, num_layers=2, first_block=3, num_blocks=4, first_head=0, num_heads=2)
+CELLS = CellRange(first_layer=1, num_layers=2, first_unit=3, num_units=4, first_head=0, num_heads=2)
 TOKEN = SampledToken(token_id=5, logprob=-0.5, top_logprobs=(TokenLogprob(token_id=5, logprob=-0.5),))
 OFFER = TransportOffer(name="tcp", advert=b"x", host_id="h")
 BODIES = [
-    Hello(protocol_version=1, worker_id=WorkerId("w"), layout=LAYOUT, transports=(OFFER,)),
+    Hello(protocol_version=1, worker_id=WorkerId("w"), layout=LAYOUT, transports=(OFFER,), wire_dtype="int8"),
     Prefill(job=JOB, lease_s=2.0),
-    Offer(num_blocks=3, queue_s=0.5),
-    Reserve(num_blocks=3, transport="tcp", grant=b"g"),
+    Offer(num_units=3, queue_s=0.5, tail_hash=BlockHash(b"h" * 16)),
+    Reserve(num_units=3, transport="tcp", grant=b"g"),
     Reject(failure=Failure(kind=RequestTooLarge, message="no", retry_after_s=None)),
     Chunk(seq=2, rewrite=1, cells=CELLS, checksum=2**63 + 5, write_s=0.25),
     Nack(seq=2, rewrite=0),
@@ -59,7 +59,7 @@ BODIES = [
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
 def test_every_message_survives_the_wire(body: Body) -> None:
     key = None if isinstance(body, Hello | Renew) else KEY
-    envelope = Envelope(incarnation=Incarnation(2**62), key=key, body=body)
+    envelope = Envelope(incarnation=Incarnation(2**62), addressee=Incarnation(2**61), key=key, body=body)
     data = wire.encode(envelope).SerializeToString()
     assert wire.decode(pb.HandoffMessage.FromString(data)) == envelope
 

@@ -5,8 +5,13 @@ It fills its own pool with a pattern, then obeys lines on stdin: `write GRANT_HE
 
 import sys
 
+from collections.abc import Sequence
+
+from kv_transfer.landing import Landing
 from kv_transfer.messages import CellRange, TransferKey, TransportOffer
-from kv_transfer.transport import KVRegion, WriteOrder
+from kv_transfer.pairing import Pairing
+from kv_transfer.region import KVRegion
+from kv_transfer.transport import WriteOrder
 from kv_transfer.transports.catalogue import candidates, open_senders
 from kv_transfer.transports.shared_pool import SharedPool
 from tandem.errors import TransferError
@@ -14,6 +19,7 @@ from tandem.ids import BlockId, TransferId
 from tandem.kv_layout import KVLayout
 
 LAYOUT = KVLayout(model_fingerprint="m", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4)
+PAIRING = Pairing.of(LAYOUT, LAYOUT, wire_dtype=LAYOUT.dtype)
 NUM_BLOCKS = 24
 
 
@@ -25,21 +31,39 @@ def make_region(seed: int, num_blocks: int = NUM_BLOCKS) -> KVRegion:
     return KVRegion.of(pool.buffer, LAYOUT, fd=pool.fd)
 
 
-def box(first_block: int, num_blocks: int, first_layer: int = 0, num_layers: int = LAYOUT.num_layers) -> CellRange:
+def box(first_unit: int, num_units: int, first_layer: int = 0, num_layers: int = LAYOUT.num_layers) -> CellRange:
     """Cells over all heads."""
     return CellRange(
         first_layer=first_layer,
         num_layers=num_layers,
-        first_block=first_block,
-        num_blocks=num_blocks,
+        first_unit=first_unit,
+        num_units=num_units,
         first_head=0,
         num_heads=LAYOUT.num_kv_heads,
     )
 
 
-def order(key: TransferKey, grant: bytes, cells: CellRange, sources: list[int]) -> WriteOrder:
-    """A write of `sources`."""
-    return WriteOrder(key=key, grant=grant, cells=cells, sources=tuple(BlockId(s) for s in sources))
+def order(
+    key: TransferKey, grant: bytes, cells: CellRange, sources: list[int], *, pool_blocks: int = NUM_BLOCKS
+) -> WriteOrder:
+    """A write of `sources`, one for each unit of the cells."""
+    source = PAIRING.at_source(0, cells.first_unit, blocks_of(sources), pool_blocks)
+    return WriteOrder(key=key, grant=grant, cells=cells, source=source)
+
+
+def landing(region: KVRegion, *blocks: int) -> Landing:
+    """A reservation of these blocks."""
+    return Landing(region, PAIRING.at_destination(0, blocks_of(blocks), region.num_blocks), PAIRING)
+
+
+def block_views(region: KVRegion, blocks: Sequence[int]) -> list[memoryview]:
+    """All bytes of these blocks, in the order of the wire."""
+    return landing(region, *blocks).room(box(0, len(blocks)))
+
+
+def blocks_of(numbers: Sequence[int]) -> tuple[BlockId, ...]:
+    """Numbers as blocks."""
+    return tuple(BlockId(number) for number in numbers)
 
 
 def _say(line: str) -> None:
@@ -53,7 +77,7 @@ def main() -> None:
     region = make_region(seed=5)
     offer = TransportOffer(name=name, advert=bytes.fromhex(advert), host_id=host_id)
     [(sender, offer)] = candidates([offer], open_senders(region, choice=name))
-    writer = sender.connect(offer)
+    writer = sender.connect(offer, PAIRING)
     key = TransferKey(transfer_id=TransferId("t"), attempt=1)
     _say("ready")
     for line in sys.stdin:

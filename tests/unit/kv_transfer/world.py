@@ -46,6 +46,7 @@ class World:
         self.receivers: dict[TransferKey, Receiver] = {}
         self.routes: dict[TransferKey, tuple[str, Incarnation]] = {}
         self.grants: dict[TransferKey, tuple[BlockId, ...]] = {}
+        self.bound: dict[TransferKey, tuple[BlockId, ...]] = {}
         self.memory: dict[BlockId, Content | None] = dict.fromkeys(map(BlockId, range(NUM_BLOCKS)))
         self.free: list[BlockId] = list(self.memory)
         self.owner_of: dict[BlockId, TransferKey] = {}
@@ -65,7 +66,7 @@ class World:
             sampling=SamplingParams(),
             hash_root=BlockHash(bytes(16)),
         )
-        return Ladder(job, layout=LAYOUT, settings=SETTINGS)
+        return Ladder(job, own=DECODE, layout=LAYOUT, settings=SETTINGS)
 
     # What can happen
 
@@ -235,7 +236,7 @@ class World:
         key = receiver.plan.key
         self.receivers[key] = receiver
         self.routes[key] = (name, process.incarnation)
-        self._run_receiver(key, receiver.start())
+        self._run_receiver(key, receiver.start(LAYOUT.block_size))
 
     def _event(self, key: TransferKey, event: ev.ReceiverEvent) -> None:
         receiver = self.receivers.get(key)
@@ -255,11 +256,11 @@ class World:
             case act.Send():
                 name, incarnation = self.routes[key]
                 if self.processes[name].incarnation == incarnation:
-                    self.wire.append((name, Envelope(incarnation=DECODE, key=key, body=action.body)))
+                    self.wire.append((name, Envelope(incarnation=DECODE, addressee=incarnation, key=key, body=action.body)))
             case act.BindBlocks():
                 self.pending.append(partial(self._bind, key, action.num_blocks))
             case act.OpenGrant():
-                self.grants[key] = action.blocks
+                self.grants[key] = self.bound[key] = action.blocks
                 opened = ev.GrantOpened(transport="x", grant=b"g", drain_proves_quiet=self.shared_memory)
                 self._event(key, opened)
             case act.Verify():
@@ -308,11 +309,14 @@ class World:
         self.free += blocks
 
     def _verify(self, key: TransferKey, action: act.Verify) -> None:
-        intact = all(self.memory[block] is not None for block in action.blocks) and action.chunk.checksum == 0
-        first = len(self.kept[key.transfer_id]) + action.chunk.cells.first_block
-        if self.receivers.get(key) is not None and self.receivers[key].state in LIVE:
-            expected = [(key.transfer_id, first + i) for i in range(len(action.blocks))]
-            intact = [self.memory[block] for block in action.blocks] == expected
+        cells = action.chunk.cells
+        receiver = self.receivers.get(key)
+        blocks = self.bound[key][cells.first_unit : cells.first_unit + cells.num_units]
+        intact = all(self.memory[block] is not None for block in blocks) and action.chunk.checksum == 0
+        first = len(self.kept[key.transfer_id]) + cells.first_unit
+        if receiver is not None and receiver.state in LIVE:
+            expected = [(key.transfer_id, first + i) for i in range(len(blocks))]
+            intact = [self.memory[block] for block in blocks] == expected
         event = ev.Verified(seq=action.chunk.seq, rewrite=action.chunk.rewrite, intact=intact)
         self._event(key, event)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kv_transfer import actions as act
 from kv_transfer import events as ev
-from kv_transfer.chunks import blocks_per_chunk
+from kv_transfer.chunks import CellShape
 from kv_transfer.config import TransferSettings
 from kv_transfer.messages import (
     Abort,
@@ -73,7 +73,9 @@ class Process:
     def do_sender(self, key: TransferKey, action: act.Action) -> None:
         match action:
             case act.Send():
-                envelope = Envelope(incarnation=self.incarnation, key=key, body=action.body)
+                envelope = Envelope(
+                    incarnation=self.incarnation, addressee=DECODE, key=key, body=action.body
+                )
                 self.world.wire.append(("d", envelope))
             case act.SubmitPrefill():
                 self.world.pending.append(partial(self.submit, key))
@@ -85,7 +87,7 @@ class Process:
                     self.world.pending.append(partial(self.sender_event, key, failed))
                 else:
                     cells: CellRange = action.cells
-                    chosen = slots[cells.first_block : cells.first_block + cells.num_blocks]
+                    chosen = slots[cells.first_unit : cells.first_unit + cells.num_units]
                     self.writes.append(Write(key, action, chosen))
             case act.CancelWrites():
                 self.writes = [w for w in self.writes if w.key != key]
@@ -107,7 +109,7 @@ class Process:
         step, total = self.computed[key], -(-len(job.token_ids) // LAYOUT.block_size)
         blocks = tuple(BlockId(b) for b in range(total))
         if step == 0:
-            self.sender_event(key, ev.Scheduled(queue_s=0.0))
+            self.sender_event(key, ev.Scheduled(queue_s=0.0, tail_hash=None))
         elif step <= total:
             done = min(step * LAYOUT.block_size, len(job.token_ids))
             self.sender_event(key, ev.Progress(num_computed_tokens=done, blocks=blocks))
@@ -129,7 +131,7 @@ class Process:
             self.stop_writes(write.key)
             return
         job = self.senders[write.key].plan.job
-        first = job.held_tokens // LAYOUT.block_size + write.order.cells.first_block
+        first = job.held_tokens // LAYOUT.block_size + write.order.cells.first_unit
         for i, slot in enumerate(write.slots):
             assert self.world.owner_of.get(slot) == write.key, "wrote into blocks that are not its own"
             self.world.memory[slot] = None if damaged else (write.key.transfer_id, first + i)
@@ -158,20 +160,23 @@ class Process:
             self.newest[key.transfer_id] = key.attempt
             plan = SenderPlan(
                 key=key,
+                own=self.incarnation,
                 peer=DECODE,
                 job=body.job,
-                layout=LAYOUT,
+                block_size=LAYOUT.block_size,
+                unit_tokens=LAYOUT.block_size,
+                cells=CellShape(num_layers=LAYOUT.num_layers, num_heads=1, unit_layer_bytes=LAYOUT.layer_block_bytes),
                 lease_s=SETTINGS.lease_s,
                 stall_s=SETTINGS.stall_s,
                 queue_s=SETTINGS.queue_s,
-                chunk_blocks=blocks_per_chunk(LAYOUT, LAYOUT.block_bytes),
+                chunk_bytes=LAYOUT.block_bytes,
                 write_window=2,
                 max_rewrites=SETTINGS.max_rewrites,
             )
             self.senders[key] = Sender(plan, self.world.now)
             self.run_sender(key, self.senders[key].start())
         elif isinstance(body, Abort):
-            self.world.wire.append(("d", Envelope(incarnation=self.incarnation, key=key, body=Drained())))
+            self.world.wire.append(("d", Envelope(incarnation=self.incarnation, addressee=DECODE, key=key, body=Drained())))
 
     def serve_revoke(self, key: TransferKey) -> None:
         if self.world.processes[self.name] is not self:

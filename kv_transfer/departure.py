@@ -1,0 +1,38 @@
+"""What leaves a sender: its cells as they lie, or a converted copy of them."""
+
+import numpy as np
+
+from kv_transfer import placing
+from kv_transfer.messages import CellRange
+from kv_transfer.pairing import Pairing
+from kv_transfer.placed import PlacedCells
+from kv_transfer.region import Bytes, KVRegion
+
+
+class Departure:
+    """Of one connection; used by one thread."""
+
+    def __init__(self, region: KVRegion, pairing: Pairing) -> None:
+        self._region = region
+        self._pairing = pairing
+        self._converter = pairing.at_departure()
+
+    @property
+    def converts(self) -> bool:
+        """Whether anything else than the pool's bytes leaves."""
+        return self._converter is not None
+
+    def views(self, source: PlacedCells, cells: CellRange) -> list[memoryview]:
+        """The payload in the order of the wire, without copying. Raises TransferError for cells that are not there."""
+        return self._region.views(source.reads(cells))
+
+    def convert(self, source: PlacedCells, cells: CellRange) -> Bytes:
+        """The payload as it travels, in new memory. The pool is read here, and not after."""
+        if self._converter is None:
+            raise ValueError("these cells travel as they are")
+        payload = source.payload(cells)
+        gathered = np.empty(payload.num_bytes(self._pairing.source.dtype), np.uint8)
+        placing.gather(source.reads(cells), self._region.array(), gathered)
+        converted = np.empty(payload.num_bytes(self._pairing.wire_dtype), np.uint8)
+        self._converter.convert(payload, gathered, converted)
+        return converted

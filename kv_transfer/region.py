@@ -1,0 +1,41 @@
+"""A worker's whole KV pool as bytes."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.runs import Run
+from tandem.kv_layout import KVLayout
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KVRegion:
+    """Contiguous bytes `[plane, block, layer_block_bytes]`: the layers of all ranks, one rank after another."""
+
+    buffer: memoryview
+    num_blocks: int
+    layout: KVLayout
+    fd: int | None = None
+    """Of the memory itself when it can be mapped by another process (see transports/shared_pool.py)."""
+
+    @classmethod
+    def of(cls, buffer: memoryview, layout: KVLayout, *, fd: int | None = None) -> "KVRegion":
+        """The region that `buffer` (writable, contiguous) is under `layout`; ValueError when the sizes disagree."""
+        flat = buffer.cast("B")
+        num_blocks, rest = divmod(flat.nbytes, layout.worker_block_bytes)
+        if flat.readonly or rest or not num_blocks:
+            raise ValueError(f"{flat.nbytes} bytes are not a writable pool of {layout.worker_block_bytes}-byte blocks")
+        return cls(buffer=flat, num_blocks=num_blocks, layout=layout, fd=fd)
+
+    def views(self, runs: Iterable[Run]) -> list[memoryview]:
+        """These bytes, without copying."""
+        buffer = self.buffer
+        return [buffer[offset : offset + length] for offset, length in runs]
+
+    def array(self) -> Bytes:
+        """All bytes, without copying."""
+        return np.frombuffer(self.buffer, dtype=np.uint8)
