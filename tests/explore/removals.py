@@ -29,18 +29,19 @@ def _sealed(seal: Any, _num_verified: int, _coverage: Any) -> bool:
 
 
 def _world(*only: str, **bounds: Any) -> Scope:
-    return Scope(**{"num_chunks": 1, "max_faults": 1, "max_attempts": 1, **bounds}, only=frozenset(only) or None)
+    return Scope(**{"num_layers": 1, "max_faults": 1, **bounds}, only=frozenset(only) or None)
 
 
 REMOVALS: dict[str, tuple[Callable[..., bool], Scope]] = {
     "stale_attempt": (_no, _world("repeat", "deadline", "refuse to bind", max_attempts=2)),
     "stale_incarnation": (_no, _world()),
+    "misdirected": (_no, _world("repeat", "crash", max_faults=2)),
     "superseded": (_no, _world()),
-    "out_of_range": (_no, _world("bend", bent=True, num_chunks=2)),
+    "out_of_range": (_no, _world("bend", bent=True, num_layers=2)),
     "repeated_chunk": (_no, _world("repeat", "damage", max_faults=2, max_rewrites=2)),
     "rewrites_exhausted": (_no, _world("damage", max_faults=2)),
     "repeated_first_token": (_no, _world()),
-    "wrong_identity": (_no, _world("computes other tokens", num_chunks=2, other_tokens=True)),
+    "wrong_identity": (_no, _world("computes other tokens", mistakes=True)),
     "complete": (_sealed, _world()),
     "continuable": (_yes, _world()),
     "quiet": (_yes, _world()),
@@ -51,4 +52,12 @@ REMOVALS: dict[str, tuple[Callable[..., bool], Scope]] = {
     "out_of_time": (_no, _world()),
     "reads_pending": (_no, _world("repeat", "bend", bent=True, max_faults=2)),
     "unsealed_commit": (_no, _world("bend", bent=True)),
+    # Tried and, alone, missed by nobody: see above.
+    "unexpected_size": (_no, _world("bend", bent=True, num_layers=2)),
+    "wrong_binding": (_no, _world(num_layers=2)),
+    "beyond_seal": (_no, _world("bend", bent=True, num_layers=2)),
+    "overlapping": (_no, _world("bend", bent=True, num_layers=2)),
+    "altered_chunk": (_no, _world("bend", "damage", bent=True, max_faults=2, num_layers=2)),
+    "contradicting_seal": (_no, _world("bend", "repeat", bent=True, max_faults=2)),
+    "stale_verdict": (_no, _world("damage", "repeat", max_faults=2)),
 }
