@@ -10,7 +10,7 @@ from kv_transfer.messages import Abort, Chunk, Failure, Offer, Seal
 from kv_transfer.states import LIVE, HandoffState
 from tandem.errors import Unavailable
 from tests.explore import properties
-from tests.explore.life import DECODE, DONE, LOOSE, LOST, MOVING, NEW, OPEN, OVER, OWNED, TORN, Life
+from tests.explore.life import DONE, LOOSE, LOST, MOVING, NEW, OPEN, OVER, OWNED, TORN, Life
 from tests.explore.scope import UNIT_TOKENS, Names
 from tests.explore.writing import Writing
 
@@ -133,7 +133,8 @@ class DecodeSide:
                 life.tokens += 1
                 self._ladder(life, ("token",), lambda ladder: ladder.first_token_known())
             case "Commit":
-                properties.committable(life, action.info, self._names.scope.num_blocks)
+                scope = self._names.scope
+                properties.committable(life, action.info, scope.num_blocks, num_cells=scope.num_cells)
                 life.owed.add(("commit", attempt, action.info.blocks))
             case "Revoke":
                 return self._revoke(life, attempt)
@@ -155,7 +156,9 @@ class DecodeSide:
         if life.request != OPEN or attempt != life.attempt:
             raise properties.Violation(f"attempt {attempt} reports failure, but its request has moved on")
         properties.given_up_once(life, attempt, action.landed)
-        properties.right_content(life, action.landed, len(life.kept), "keeps wrong KV")
+        properties.right_content(
+            life, action.landed, len(life.kept), "keeps wrong KV", num_cells=self._names.scope.num_cells
+        )
         properties.no_writer_into(life, action.landed, "is kept")
         for block in action.landed:
             life.blocks[block] = (OWNED, life.blocks[block][1])
@@ -209,7 +212,9 @@ class DecodeSide:
         properties.given_up_once(life, attempt, blocks)
         properties.no_writer_into(life, blocks, "is decoded from")
         if life.request == OPEN:
-            properties.right_content(life, (*life.kept, *blocks), 0, "decodes wrong KV")
+            properties.right_content(
+                life, (*life.kept, *blocks), 0, "decodes wrong KV", num_cells=self._names.scope.num_cells
+            )
             life.request, life.ladder = DONE, -1
             self._free_owned(life)
         for block in blocks:

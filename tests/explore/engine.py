@@ -2,6 +2,9 @@
 
 from typing import NamedTuple
 
+from kv_transfer.actions import StartWrite
+from tests.explore.life import OTHER, SenderSlot
+from tests.explore.properties import Violation
 from tests.explore.scope import UNIT_TOKENS, Scope
 
 STOPPED = 99
@@ -60,12 +63,21 @@ class Engine:
         first = 0 if thrown_out < 0 else _OTHER_TABLE
         return tuple(range(first, first - (-self._scope.num_units // self._scope.units_per_source)))
 
-    def holds(self, held_units: int, step: int, thrown_out: int, source: int, cell: tuple[int, int]) -> bool:
-        """Whether that source block holds that (unit, layer) of the prompt; `step`: how many were made."""
-        unit, layer = cell
-        old = thrown_out >= 0 and source < _OTHER_TABLE
+    def read(self, sender: SenderSlot, held_units: int, order: StartWrite) -> tuple[int, ...]:
+        """Content of the cells that a write reads, from the source blocks that it names."""
+        cells, contents = order.cells, []
+        for unit in range(held_units + cells.first_unit, held_units + cells.first_unit + cells.num_units):
+            source = order.sources[unit // self._scope.units_per_source - order.first_block]
+            for layer in range(cells.first_layer, cells.first_layer + cells.num_layers):
+                if not self._holds(sender, held_units, source, unit, layer):
+                    raise Violation(f"reads layer {layer} of unit {unit} before it is computed")
+                contents.append(unit * self._scope.num_layers + layer + (OTHER if sender.other else 0))
+        return tuple(contents)
+
+    def _holds(self, sender: SenderSlot, held_units: int, source: int, unit: int, layer: int) -> bool:
         if source % _OTHER_TABLE != unit // self._scope.units_per_source:
             return False
-        made = thrown_out if old else step
-        op = self.program(held_units)[min(made, len(self.program(held_units))) - 1]
+        old = sender.thrown_out >= 0 and source < _OTHER_TABLE
+        made = min(sender.thrown_out if old else sender.step, len(self.program(held_units)))
+        op = self.program(held_units)[made - 1]
         return made > 0 and (unit < op.ready or (unit < op.coming and layer < op.layers))

@@ -8,9 +8,9 @@ from kv_transfer.states import HandoffState
 from tests.explore import properties
 from tests.explore.bends import bends
 from tests.explore.decode_side import DecodeSide, live
+from tests.explore.engine import STOPPED
 from tests.explore.freeze import BEYOND_DEADLINE, BEYOND_LEASES
 from tests.explore.life import DECODE, LANDED, MOVING, NEW, OPEN, Life, Packed
-from tests.explore.engine import STOPPED
 from tests.explore.prefill_side import PrefillSide
 from tests.explore.scope import Names, Scope
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.explore.edges import Edges, Numbers
+from tests.explore.edges import Numbers
 from tests.explore.life import LANDED, Packed
 from tests.explore.lives import BIND, EVENT, EVENTS, FAULT, STEP, Lives
 from tests.explore.traces import Broken
@@ -75,36 +75,40 @@ class Pairs:
         total = 0
         found = [np.zeros(1, dtype=np.int64)]
         for level in range(self._faults + 1):
-            frontier = self._new(np.concatenate(found))
+            pending = [new for pairs in found if len(new := self._new(pairs))]
             found = []
-            while len(frontier):
-                total += len(frontier)
-                following = [np.zeros(0, dtype=np.int64)]
-                for start in range(0, len(frontier), _SLICE):
-                    first, second = self._split(frontier[start : start + _SLICE])
-                    self._check(first, second)
-                    following.append(self._numbers(self._steps(first, second)))
-                    if level < self._faults:
-                        found.append(self._numbers(self._misfortunes(first, second)))
-                frontier = self._new(np.concatenate(following))
-            if not found:
-                break
+            while pending:
+                pairs = pending.pop()
+                if len(pairs) > _SLICE:
+                    pending.append(pairs[_SLICE:])
+                pairs = pairs[:_SLICE]
+                total += len(pairs)
+                first, second = self._split(pairs)
+                self._check(first, second)
+                if len(following := self._new(self._unseen(self._steps(first, second)))):
+                    pending.append(following)
+                if level < self._faults:
+                    found.append(self._unseen(self._misfortunes(first, second)))
         return total
 
     def _new(self, pairs: Numbers) -> Numbers:
         """Those that were not seen before; now they are."""
-        pairs = np.unique(pairs)
-        pairs = pairs[self._seen[pairs >> 3] >> (pairs & 7).astype(np.uint8) & 1 == 0]
+        pairs = pairs[self._is_unseen(pairs)]
         if len(pairs):
-            places, starts = np.unique(pairs >> 3, return_index=True)
+            places = pairs >> 3
+            starts = np.flatnonzero(np.concatenate(([True], places[1:] != places[:-1])))
             bits = np.left_shift(np.uint8(1), (pairs & 7).astype(np.uint8))
-            self._seen[places] |= np.bitwise_or.reduceat(bits, starts)
+            self._seen[places[starts]] |= np.bitwise_or.reduceat(bits, starts)
         return pairs
 
-    def _numbers(self, moves: Iterator[tuple[Numbers, Numbers]]) -> Numbers:
-        """Of the pairs to which these moves lead, less those seen before."""
+    def _unseen(self, moves: Iterator[tuple[Numbers, Numbers]]) -> Numbers:
+        """The pairs to which these moves lead, in order and each once, less those seen before."""
         pairs = np.concatenate([self._row[first] + second for first, second in moves])
-        return np.unique(pairs[self._seen[pairs >> 3] >> (pairs & 7).astype(np.uint8) & 1 == 0])
+        pairs = np.sort(pairs[self._is_unseen(pairs)])
+        return pairs[np.concatenate(([True], pairs[1:] != pairs[:-1]))] if len(pairs) else pairs
+
+    def _is_unseen(self, pairs: Numbers) -> NDArray[np.bool_]:
+        return (self._seen[pairs >> 3] >> (pairs & 7).astype(np.uint8)) & 1 == 0
 
     def _split(self, pairs: Numbers) -> tuple[Numbers, Numbers]:
         first = np.searchsorted(self._row, pairs, side="right") - 1

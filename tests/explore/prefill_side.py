@@ -6,14 +6,14 @@ from typing import Any
 from kv_transfer import events as ev
 from kv_transfer import guards
 from kv_transfer.messages import Abort, Drained, Envelope, Failure, FirstToken, Prefill, Reject
-from kv_transfer.sender import Sender, SenderPlan
+from kv_transfer.sender import Sender
 from kv_transfer.states import LIVE, HandoffState
 from tandem.errors import TransferError, Unavailable
 from tandem.ids import BlockHash, BlockId
 from tandem.outputs import PhaseTimes, SampledToken
 from tests.explore import properties
 from tests.explore.engine import COMPUTED, FINISH, SCHEDULE, STOPPED, Engine
-from tests.explore.life import DECODE, MOVING, OTHER, TORN, Life, SenderSlot, Worker, Write
+from tests.explore.life import DECODE, MOVING, TORN, Life, SenderSlot, Worker, Write
 from tests.explore.scope import TAIL, UNIT_TOKENS, Names
 from tests.explore.writing import Writing
 
@@ -65,28 +65,10 @@ class PrefillSide:
         if worker.sender is not None:
             self._say(life, at, envelope, Reject(failure=DRAINING))
             return
-        machine = self._machines.add(Sender(self._plan(envelope), 0.0))
+        machine = self._machines.add(Sender(self._names.sender_plan(envelope), 0.0))
         slot = SenderSlot(key.attempt, machine, -1, False, False, -1)
         life.workers[at] = Worker(worker.epoch, key.attempt, slot)
         self._step(life, at, "start", lambda sender: sender.start())
-
-    def _plan(self, envelope: Envelope) -> SenderPlan:
-        settings, scope = self._names.settings, self._names.scope
-        return SenderPlan(
-            key=envelope.key,
-            own=envelope.addressee,
-            peer=envelope.incarnation,
-            job=envelope.body.job,
-            block_size=UNIT_TOKENS * scope.units_per_source,
-            unit_tokens=UNIT_TOKENS,
-            cells=scope.cells,
-            lease_s=settings.lease_s,
-            stall_s=settings.stall_s,
-            queue_s=settings.queue_s,
-            chunk_bytes=settings.chunk_bytes,
-            write_window=settings.write_window,
-            max_rewrites=settings.max_rewrites,
-        )
 
     # The sender
 
@@ -121,9 +103,7 @@ class PrefillSide:
 
         def run(machine: Any) -> list[tuple[str, Any]]:
             plan = machine.plan
-            return self._names.compiled(
-                do(machine), lambda body: self._names.envelope(mine, plan.peer, plan.key, body)
-            )
+            return self._names.compiled(do(machine), lambda body: self._names.envelope(mine, plan.peer, plan.key, body))
 
         number, actions = self._machines.step(worker.sender.machine, (mine, key), run)
         self._change(life, at, machine=number)
@@ -168,20 +148,8 @@ class PrefillSide:
         slots = scope.slots(action.cells, blocks)
         properties.writes_its_own(life, sender.attempt, slots)
         life.put(slots, (TORN,) * len(slots))
-        content = self._content(sender, plan.job.held_tokens // UNIT_TOKENS, action)
+        content = self.engine_of.read(sender, plan.job.held_tokens // UNIT_TOKENS, action)
         life.writes.add(Write(sender.attempt, at, worker.epoch, action.seq, action.rewrite, slots, MOVING, content))
-
-    def _content(self, sender: SenderSlot, held_units: int, action: Any) -> tuple[int, ...]:
-        """Of the cells that a write reads, from the source blocks that it names."""
-        scope, cells = self._names.scope, action.cells
-        contents = []
-        for unit in range(held_units + cells.first_unit, held_units + cells.first_unit + cells.num_units):
-            for layer in range(cells.first_layer, cells.first_layer + cells.num_layers):
-                source = action.sources[unit // scope.units_per_source - action.first_block]
-                if not self.engine_of.holds(held_units, sender.step, sender.thrown_out, source, (unit, layer)):
-                    raise properties.Violation(f"reads layer {layer} of unit {unit} before it is computed")
-                contents.append(unit * scope.num_layers + layer + (OTHER if sender.other else 0))
-        return tuple(contents)
 
     # Bytes
 

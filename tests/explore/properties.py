@@ -38,15 +38,16 @@ def given_up_once(life: Life, attempt: int, blocks: Iterable[int]) -> None:
             raise Violation(f"attempt {attempt} gives block {block} away, which is not its own")
 
 
-def right_content(life: Life, blocks: tuple[int, ...], first: int, what: str) -> None:
-    """What decoding may read is what was asked for, in its place."""
+def right_content(life: Life, blocks: tuple[int, ...], first: int, what: str, *, num_cells: int) -> None:
+    """What decoding may read is what was asked for, in its place. `num_cells`: of the whole prompt."""
     for index, block in enumerate(blocks, first):
         cells = life.blocks[block][1]
-        if cells != tuple(range(index * len(cells), (index + 1) * len(cells))):
+        needed = range(index * len(cells), min(num_cells, (index + 1) * len(cells)))
+        if cells[: len(needed)] != tuple(needed):
             raise Violation(f"{what}: block {block} should hold block {index} of the prompt, but holds cells {cells}")
 
 
-def committable(life: Life, info: CommitInfo, num_needed: int) -> None:
+def committable(life: Life, info: CommitInfo, num_needed: int, *, num_cells: int) -> None:
     """A commit is whole, unique, and touched by nobody."""
     if life.request != OPEN:
         raise Violation(f"commits when the request is {life.request}")
@@ -54,7 +55,7 @@ def committable(life: Life, info: CommitInfo, num_needed: int) -> None:
         raise Violation(f"commits {len(life.kept) + len(info.blocks)} blocks of {num_needed}")
     if not life.tokens:
         raise Violation("commits without a first token")
-    right_content(life, tuple(life.kept) + info.blocks, 0, "commits wrong KV")
+    right_content(life, tuple(life.kept) + info.blocks, 0, "commits wrong KV", num_cells=num_cells)
     no_writer_into(life, info.blocks, "is committed", told=True)
 
 

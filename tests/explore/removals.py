@@ -1,14 +1,4 @@
-"""Each guard of the protocol, what it becomes when it is taken away, and the smallest world that misses it.
-
-Not listed, because no exploration misses them alone; another check stands behind each:
-
-- `unexpected_size`, `wrong_binding`: each refuses what the other let pass, and a chunk without destinations never
-  verifies. They turn a slow failure into a clear one.
-- `beyond_seal`: a chunk beyond the seal covers cells of another, which `overlapping` refuses. It bounds a table.
-- `overlapping`, `altered_chunk`: against hostile peers; `complete` demands that every cell has landed.
-- `contradicting_seal`: against hostile peers; the first SEAL stays, with or without it.
-- `stale_verdict`: while `repeated_chunk` holds, one verification at a time is under way for a chunk.
-"""
+"""Each guard of the protocol, what it becomes when it is taken away, and the smallest world that misses it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -52,12 +42,15 @@ REMOVALS: dict[str, tuple[Callable[..., bool], Scope]] = {
     "out_of_time": (_no, _world()),
     "reads_pending": (_no, _world("repeat", "bend", bent=True, max_faults=2)),
     "unsealed_commit": (_no, _world("bend", bent=True)),
-    # Tried and, alone, missed by nobody: see above.
-    "unexpected_size": (_no, _world("bend", bent=True, num_layers=2)),
-    "wrong_binding": (_no, _world(num_layers=2)),
-    "beyond_seal": (_no, _world("bend", bent=True, num_layers=2)),
-    "overlapping": (_no, _world("bend", bent=True, num_layers=2)),
-    "altered_chunk": (_no, _world("bend", "damage", bent=True, max_faults=2, num_layers=2)),
-    "contradicting_seal": (_no, _world("bend", "repeat", bent=True, max_faults=2)),
-    "stale_verdict": (_no, _world("damage", "repeat", max_faults=2)),
+    "wrong_binding": (_no, _world("bind too few")),
 }
+
+REDUNDANT: dict[str, str] = {
+    "unexpected_size": "`out_of_range` and `complete` refuse what it let pass; it says early what is wrong",
+    "beyond_seal": "a chunk beyond the seal covers cells of another, which `overlapping` refuses; it bounds a table",
+    "overlapping": "against hostile peers; `complete` demands that every cell has landed",
+    "altered_chunk": "against hostile peers; `complete` demands that every cell has landed",
+    "contradicting_seal": "against hostile peers; the first SEAL stays, with or without it",
+    "stale_verdict": "while `repeated_chunk` holds, one verification of a chunk is under way at a time",
+}
+"""Guards that no exploration misses alone, and what stands behind each."""

@@ -8,7 +8,8 @@ from kv_transfer import actions as act
 from kv_transfer.chunks import CellShape, ChunkPlanner
 from kv_transfer.config import TransferSettings
 from kv_transfer.ladder import Ladder
-from kv_transfer.messages import Body, CellRange, Envelope, PrefillJob, TransferKey
+from kv_transfer.messages import Body, CellRange, Envelope, Prefill, PrefillJob, TransferKey
+from kv_transfer.sender import SenderPlan
 from tandem.ids import BlockHash, Incarnation, RequestId, TransferId
 from tandem.kv_layout import KVLayout
 from tandem.sampling import SamplingParams
@@ -65,6 +66,11 @@ class Scope:
     def num_units(self) -> int:
         """Of the prompt."""
         return sum(self.steps)
+
+    @property
+    def num_cells(self) -> int:
+        """Of the prompt."""
+        return self.num_units * self.num_layers
 
     @property
     def num_blocks(self) -> int:
@@ -162,6 +168,26 @@ class Names:
     def envelope(self, sender: Incarnation, addressee: Incarnation, key: TransferKey | None, body: Body) -> int:
         """Number of a message."""
         return self.envelopes.number(Envelope(incarnation=sender, addressee=addressee, key=key, body=body))
+
+    def sender_plan(self, asked: Envelope) -> SenderPlan:
+        """Of the sender that a PREFILL starts."""
+        if asked.key is None or not isinstance(asked.body, Prefill):
+            raise TypeError(f"{asked} asks for no prefill")
+        return SenderPlan(
+            key=asked.key,
+            own=asked.addressee,
+            peer=asked.incarnation,
+            job=asked.body.job,
+            block_size=UNIT_TOKENS * self.scope.units_per_source,
+            unit_tokens=UNIT_TOKENS,
+            cells=self.scope.cells,
+            lease_s=self.settings.lease_s,
+            stall_s=self.settings.stall_s,
+            queue_s=self.settings.queue_s,
+            chunk_bytes=self.settings.chunk_bytes,
+            write_window=self.settings.write_window,
+            max_rewrites=self.settings.max_rewrites,
+        )
 
     def compiled(self, actions: act.Actions, envelope: Callable[[Body], int]) -> list[tuple[str, Any]]:
         """Actions by name; messages by number."""

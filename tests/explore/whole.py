@@ -4,6 +4,7 @@ Slow, and only there to check `pairs.py`: both must find equally many states.
 """
 
 from collections.abc import Iterator
+from functools import cache
 
 from tests.explore.environment import Environment, Move
 from tests.explore.life import Packed, unborn
@@ -18,6 +19,9 @@ class Whole:
     def __init__(self, environment: Environment, meeting: Meeting) -> None:
         self._environment = environment
         self._meeting = meeting
+        # The same life is met beside many others.
+        self._progress, self._faults = cache(environment.progress), cache(environment.faults)
+        self._apply = cache(environment.apply)
 
     def explore(self) -> int:
         """Number of distinct states."""
@@ -37,7 +41,7 @@ class Whole:
 
     def _steps(self, state: State) -> Iterator[State]:
         for who in (0, 1):
-            for move in self._environment.progress(state[who]):
+            for move in self._progress(state[who]):
                 if move[0] != "bind":
                     yield self._after(state, who, move)
                 elif (blocks := self._free(state, who, move[2])) is not None:
@@ -52,11 +56,11 @@ class Whole:
         return tuple(sorted(pool.difference(mine))[:count])
 
     def _after(self, state: State, who: int, move: Move) -> State:
-        moved = self._environment.apply(state[who], move)
+        moved = self._apply(state[who], move)
         return (moved, state[1]) if who == 0 else (state[0], moved)
 
     def _misfortunes(self, state: State) -> Iterator[State]:
-        possible = [self._environment.faults(life) for life in state]
+        possible = [self._faults(life) for life in state]
         for who in (0, 1):
             for move in possible[who]:
                 theirs = self._meeting.seen_by_second(move) if self._is_event(move) else None
@@ -64,10 +68,10 @@ class Whole:
                     yield self._after(state, who, move)
                     continue
                 struck = list(state)
-                struck[who] = self._environment.apply(state[who], move)
+                struck[who] = self._apply(state[who], move)
                 for reaction in (theirs, ("crash", *theirs[1:])):
                     if reaction in possible[1 - who] and (reaction == theirs or move[0] == "hang"):
-                        struck[1 - who] = self._environment.apply(state[1 - who], reaction)
+                        struck[1 - who] = self._apply(state[1 - who], reaction)
                         break
                 yield (struck[0], struck[1])
 
