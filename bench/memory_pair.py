@@ -14,7 +14,8 @@ from decode_worker.config import engine_spec
 from decode_worker.worker import DecodeWorker
 from engine.assembly import EngineParts, assemble
 from engine.host import EngineHost
-from fabric.service import FabricPlan, open_fabric, transfer_settings
+from fabric.config import transfer_settings
+from fabric.service import FabricPlan, open_fabric
 from kv_transfer.receiver_attempt import ReceiverOwner
 from kv_transfer.region import KVRegion
 from kv_transfer.sender_attempt import SenderOwner

@@ -11,7 +11,8 @@ from decode_worker.config import engine_spec
 from decode_worker.worker import DecodeWorker
 from engine.assembly import assemble
 from engine.host import EngineHost
-from fabric.service import FabricPlan, Spawn, open_fabric, transfer_settings
+from fabric.config import transfer_settings
+from fabric.service import FabricPlan, Spawn, open_fabric
 from kv_transfer.region import KVRegion
 from kv_transfer.transports.shared_pool import SharedPool
 from tandem.config import ClusterConfig

@@ -7,6 +7,7 @@ computed: a fetch never fails a request.
 
 import asyncio
 import logging
+import time
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
@@ -99,6 +100,7 @@ class Fetcher:
             held = None
         if held is None:
             self.stats.declined += 1
+            _log.debug("%s: what %s holds is computed here, at %s", request.request_id, holder.worker_id, rates)
             return 0
         fetch = self._fetches[transfer_id] = _Fetch(probe=probe, num_held_tokens=held)
         self.stats.started += 1
@@ -106,7 +108,14 @@ class Fetcher:
             hub.start(_job(transfer_id, request, probe, held), _route(holder))
         except ServingError as error:
             self._give_up(transfer_id, error)
-        return await self._outcome(transfer_id, fetch, compute_s(num_tokens - held, rates))
+        started_s = time.monotonic()
+        gained = await self._outcome(transfer_id, fetch, compute_s(num_tokens - held, rates))
+        self.stats.num_tokens += gained
+        _log.info(
+            "%s: %d of %d tokens came from %s in %.1f ms",
+            transfer_id, gained, num_tokens - held, holder.worker_id, 1e3 * (time.monotonic() - started_s),
+        )  # fmt: skip
+        return gained
 
     async def _outcome(self, transfer_id: TransferId, fetch: _Fetch, worth_s: float) -> int:
         """Wait as long as computing would take; then computing goes on alone."""
@@ -119,7 +128,6 @@ class Fetcher:
         except asyncio.CancelledError:
             self._cancel(transfer_id)
             raise
-        self.stats.num_tokens += gained
         return gained
 
     def _reserve(self, scheduler: Scheduler, transfer_id: TransferId, probe: Request, rates: FetchRates) -> int | None:

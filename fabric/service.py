@@ -20,7 +20,6 @@ from kv_transfer.sender_attempt import SenderOwner
 from kv_transfer.sender_hub import SenderHub
 from kv_transfer.transports.catalogue import open_receivers, open_senders
 from kv_transfer.transports.memory import MemoryFabric
-from tandem.config import TransferConfig
 from tandem.rpc import ClusterAuth, open_channel
 from tandem.worker_identity import WorkerIdentity
 
@@ -93,13 +92,4 @@ async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> F
         fetcher=fetcher,
         lender=lender,
         transports=tuple(sender.name for sender in senders),
-    )
-
-
-def transfer_settings(transfer: TransferConfig) -> TransferSettings:
-    """The hand-off layer's bounds."""
-    return TransferSettings(
-        lease_s=transfer.lease_s,
-        chunk_bytes=transfer.chunk_bytes,
-        wire_dtype="" if transfer.wire_dtype == "auto" else transfer.wire_dtype,
     )

@@ -6,9 +6,10 @@ import sys
 import time
 from contextlib import AsyncExitStack, suppress
 
-from engine.assembly import assemble
+from engine.assembly import EngineParts, assemble
 from engine.host import EngineHost
-from fabric.service import FabricPlan, open_fabric, transfer_settings
+from fabric.config import transfer_settings
+from fabric.service import FabricPlan, open_fabric
 from kv_transfer.region import KVRegion
 from kv_transfer.transports.shared_pool import SharedPool
 from prefill_worker.config import engine_spec
@@ -34,12 +35,10 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
     host_name, port = listen_address(config.prefill, "prefill", index)
     auth = ClusterAuth(cluster_secret(config))
     parts = await asyncio.to_thread(assemble, engine_spec(config), pool=SharedPool)
-    memory = parts.kv_memory()
-    if memory is None or parts.pool is None:
-        raise ConfigError("engine.device: hand-offs from CUDA memory are not built yet; a prefill worker runs on cpu")
-    region = KVRegion.of(memory, parts.layout, fd=parts.pool.fd)
+    region = _region(parts)
     async with AsyncExitStack() as stack:
-        stack.callback(parts.pool.close)
+        if parts.pool is not None:
+            stack.callback(parts.pool.close)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         server = make_server(auth)
         bound = listen(server, host_name, port)
@@ -79,6 +78,13 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         with suppress(TimeoutError):
             async with asyncio.timeout(config.prefill.drain_s):
                 await worker.drain()
+
+
+def _region(parts: EngineParts) -> KVRegion:
+    memory = parts.kv_memory()
+    if memory is None or parts.pool is None:
+        raise ConfigError("engine.device: hand-offs from CUDA memory are not built yet; a prefill worker runs on cpu")
+    return KVRegion.of(memory, parts.layout, fd=parts.pool.fd)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ def task(port: SessionPort, name: str, *, attempt: int = 1, transfer: TransferId
         request=ledger.request([1, 2, 3]),
         route=None,
         transfer_id=transfer,
+        holder=None,
         arrived_s=0.0,
     )
 
