@@ -15,7 +15,7 @@ PIECE_KIB = (64, 256, 1024)
 
 
 async def rows(note: Callable[[str], None]) -> list[Row]:
-    """Rates alone, after a copy of the same piece, and of two threads at once. Raises CannotMeasure."""
+    """Rates alone, cost after a copy of the same piece, and whether other threads can run. Raises CannotMeasure."""
     python = ensure(ENVIRONMENT, note)
     process = EngineProcess(
         Launch(
@@ -38,6 +38,6 @@ async def rows(note: Callable[[str], None]) -> list[Row]:
         result += [
             figure(name, seen["hot"] / 1e9, "GB/s, cache-hot"),
             figure(f"{name}.after_copy", seen["cost_percent"], "% more time than the copy alone"),
-            figure(f"{name}.two_threads", seen["two_threads"] / seen["hot"], "times one thread's rate, two threads"),
+            figure(f"{name}.gil", seen["blocked_percent"], "% of a long call in which no other thread gets a turn"),
         ]
     return result

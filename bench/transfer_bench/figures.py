@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 
 from bench.report import Row, figure
-from bench.transfer_bench.contestants import COPY, PLAIN, SHM, SHM_BARE, TCP, TCP_BARE
+from bench.transfer_bench.contestants import COPY, COPY_RANGES, PLAIN, SHM, SHM_BARE, TCP, TCP_BARE
 from bench.transfer_bench.rounds import Absence, Turn
 
 SHM_GOAL = 0.9
@@ -41,14 +41,19 @@ def ratio_rows(done: Sequence[Turn], peers: Iterable[str]) -> list[Row]:
             (TCP_BARE, PLAIN, TCP_GOAL),
             *((TCP_BARE, name, PEER_GOAL) for name in peers),
         ]
-        told = [(SHM, COPY, None), (TCP, PLAIN, None), *((TCP, name, None) for name in peers)]
+        told = [
+            (SHM_BARE, COPY_RANGES, None),
+            (SHM, COPY, None),
+            (TCP, PLAIN, None),
+            *((TCP, name, None) for name in peers),
+        ]
         for mine, other, goal in (*judged, *told):
             if ratios := round_ratios(done, case, mine, other):
                 rows.append(
                     figure(
                         f"ratio.{case}.{_slug(mine)}.{_slug(other)}",
                         median(ratios),
-                        f"times {other}{'' if goal else ', checksums included'}; median of {_rounds(ratios)}",
+                        f"x {other}{', with checksums' if mine in (SHM, TCP) else ''}; {_rounds(ratios)}",
                         at_least=goal,
                     )
                 )
@@ -64,7 +69,7 @@ def checksum_rows(done: Sequence[Turn]) -> list[Row]:
             (TCP, TCP_BARE, TCP_CHECKSUM_GOAL_PERCENT),
         ):
             if ratios := round_ratios(done, case, bare, whole):
-                unit = f"% more time than without; median of {_rounds(ratios)}"
+                unit = f"% more time; times without: {_rounds(ratios)}"
                 rows.append(
                     figure(f"checksum_cost.{case}.{_slug(whole)}", 100 * (median(ratios) - 1), unit, at_most=goal)
                 )
@@ -107,7 +112,7 @@ def medians(done: Sequence[Turn], value: Callable[[Turn], float]) -> Mapping[tup
 
 
 def _rounds(ratios: Sequence[float]) -> str:
-    return f"{len(ratios)} round{'s' * (len(ratios) > 1)}, {min(ratios):.2f} to {max(ratios):.2f}"
+    return f"{min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} round{'s' * (len(ratios) > 1)}"
 
 
 def _slug(name: str) -> str:

@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.errors import CannotMeasure
-from bench.transfer_bench.contestants import COPY, PLAIN, SHM, SHM_BARE, TCP, TCP_BARE
+from bench.transfer_bench.contestants import COPY, COPY_RANGES, PLAIN, SHM, SHM_BARE, TCP, TCP_BARE
 from bench.transfer_bench.figures import medians
 from bench.transfer_bench.rounds import Turn
 
 _COLORS: Mapping[str, str] = {
     COPY: "#c1121f",
-    PLAIN: "#e5989b",
+    COPY_RANGES: "#e5989b",
+    PLAIN: "#6d6875",
     SHM: "#0b6e4f",
     SHM_BARE: "#7bc8a4",
     TCP: "#274690",
@@ -39,7 +40,7 @@ def draw(path: Path, done: Sequence[Turn]) -> None:
         heights = [rates.get((name, case), 0.0) for case in cases]
         bars = axes.bar(places, heights, width * 0.92, color=colors[name], label=name, zorder=2)
         axes.bar_label(bars, [f"{height:.1f}" for height in heights], padding=2, fontsize=7)
-    axes.set_xticks(range(len(cases)), [case.replace(".", "\n") for case in cases])
+    axes.set_xticks(range(len(cases)), ["\n".join(case.rsplit(".", 1)) for case in cases])
     axes.set_ylabel("GB/s, median over rounds")
     axes.grid(axis="y", color="#e5e5e5", zorder=0)
     drawing.legend(loc="outside lower center", ncols=len(names), frameon=False)

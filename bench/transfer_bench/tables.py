@@ -19,7 +19,7 @@ def show(console: Console, done: Sequence[Turn]) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("GB/s, median over rounds", no_wrap=True)
     for case in cases:
-        table.add_column(case.replace(".", "\n"), justify="right", no_wrap=True)
+        table.add_column("\n".join(case.rsplit(".", 1)), justify="right", no_wrap=True)
     for name in names:
         table.add_row(Text(name), *(f"{rates[name, case]:.2f}" if (name, case) in rates else "" for case in cases))
     console.print(table)

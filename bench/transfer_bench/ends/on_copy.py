@@ -1,4 +1,4 @@
-"""The limit of one host: one thread copies the same bytes from pool to pool, where both are mapped."""
+"""The limit of one host: one thread copies from pool to pool, where both are mapped: the ranges, or as much at once."""
 
 import importlib
 import time
@@ -9,7 +9,8 @@ from typing import Any
 class Sender:
     """The only end."""
 
-    def __init__(self, _options: Mapping[str, Any], pools: Mapping[str, Any]) -> None:
+    def __init__(self, options: Mapping[str, Any], pools: Mapping[str, Any]) -> None:
+        self._is_whole: bool = options["is_whole"]
         self._numpy: Any = importlib.import_module("numpy")
         self._source, self._target = (
             self._numpy.frombuffer(pools[name].view, dtype=self._numpy.uint8) for name in ("source", "target")
@@ -22,9 +23,11 @@ class Sender:
 
     def prepare(self, case: Mapping[str, Any], ticket: Any) -> None:
         """See end_host.End."""
+        copies = case["copies"]
+        if self._is_whole:
+            copies = [(0, 0, sum(length for _, _, length in copies))]
         self._pairs[case["name"]] = [
-            (self._target[there : there + length], self._source[here : here + length])
-            for here, there, length in case["copies"]
+            (self._target[there : there + length], self._source[here : here + length]) for here, there, length in copies
         ]
 
     def run(self, name: str) -> float:

@@ -14,9 +14,11 @@ _DONE, _FAILED = "DONE", "ERR"
 class _Agent:
     """What both ends do."""
 
-    def __init__(self, name: str, pool: Any, size_bytes: int) -> None:
+    def __init__(self, name: str, pool: Any, size_bytes: int, *, is_passive: bool) -> None:
         api: Any = importlib.import_module("nixl._api")
-        self._agent = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))
+        # Whoever asks for a status makes progress by asking: a thread that polls as well only takes a core from it.
+        settings = api.nixl_agent_config(enable_prog_thread=is_passive, backends=["UCX"])
+        self._agent = api.nixl_agent(name, settings)
         self._base = pool.address
         self._registered = self._agent.register_memory([(self._base, size_bytes, 0, "")], "DRAM")
         self.about = {"version": importlib.import_module("importlib.metadata").version("nixl")}
@@ -26,7 +28,7 @@ class Sender(_Agent):
     """Writes; the status of a request says when its bytes are in the other process's memory."""
 
     def __init__(self, options: Mapping[str, Any], pools: Mapping[str, Any]) -> None:
-        super().__init__("bench-sender", pools["source"], options["pool_bytes"])
+        super().__init__("bench-sender", pools["source"], options["pool_bytes"], is_passive=False)
         self._requests: dict[str, Any] = {}
 
     def connect(self, address: Any) -> None:
@@ -63,7 +65,7 @@ class Receiver(_Agent):
     """Registers its pool; its library's own thread does the rest."""
 
     def __init__(self, options: Mapping[str, Any], pools: Mapping[str, Any]) -> None:
-        super().__init__("bench-receiver", pools["target"], options["pool_bytes"])
+        super().__init__("bench-receiver", pools["target"], options["pool_bytes"], is_passive=True)
 
     def open(self) -> str:
         """See end_host.End."""
