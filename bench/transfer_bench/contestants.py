@@ -68,6 +68,7 @@ PEER_ENVIRONMENTS: Mapping[str, PeerEnvironment] = {
     for environment in (
         # Its Python interface imports torch, first and alone as in bench/peers/environments.py.
         PeerEnvironment(name="nixl", steps=(("torch==2.13.0", "numpy==2.4.6"), ("torch==2.13.0", "nixl==1.5.1"))),
+        # Its library is linked with libibverbs.so.1 (Debian: libibverbs1) even where it moves bytes over TCP.
         PeerEnvironment(name="mooncake", steps=(("mooncake-transfer-engine-non-cuda==0.3.13.post1",),)),
     )
 }

@@ -31,6 +31,17 @@ def rate_rows(done: Sequence[Turn]) -> list[Row]:
     ]
 
 
+def cpu_rows(done: Sequence[Turn]) -> list[Row]:
+    """What every contestant's processes spent in every case: the busier one bounds the rate of an idle machine."""
+    sender = medians(done, lambda turn: turn.sender_cpu_s / turn.num_bytes * 1e9)
+    receiver = medians(done, lambda turn: turn.receiver_cpu_s / turn.num_bytes * 1e9)
+    return [
+        figure(f"cpu.{case}.{_slug(name)}.{side}", spent[name, case], "CPU s per GB")
+        for name, case in sender
+        for side, spent in (("sender", sender), ("receiver", receiver))
+    ]
+
+
 def ratio_rows(done: Sequence[Turn], peers: Iterable[str]) -> list[Row]:
     """Tandem against the machine's limits and the peers, by case; pairs of which one did not run are left out."""
     rows: list[Row] = []

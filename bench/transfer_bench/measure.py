@@ -59,7 +59,7 @@ async def _rates(
     absent += field.absent
     tables.show(out, done)
     found = _rate_rows(done, names, field.absent)
-    show_rows(out, [row for row in found if not row.name.startswith("rate.")])
+    show_rows(out, [row for row in found if not row.name.startswith(("rate.", "cpu."))])
     rows += found
     if given.plot is not None:
         plot.draw(given.plot, done)
@@ -80,6 +80,7 @@ async def _admit(field: Field, names: Sequence[str], cases: Sequence[Case], note
 def _rate_rows(done: Sequence[Turn], names: Sequence[str], absent: Sequence[Absence]) -> list[Row]:
     return [
         *figures.rate_rows(done),
+        *figures.cpu_rows(done),
         *figures.ratio_rows(done, names),
         *figures.checksum_rows(done),
         *figures.absence_rows(absent),

@@ -8,7 +8,7 @@ DEFAULT_PARTS = PARTS[:2]
 """What is measured when nothing is named: within about a minute once the peers' environments exist."""
 PEER_NAMES = ("nixl", "mooncake", "gloo")
 ROUNDS = 5
-PAYLOAD_MIB = 256
+PAYLOAD_MIB = 128
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

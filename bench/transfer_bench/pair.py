@@ -49,6 +49,11 @@ class Pair:
             raise EngineProcessFailed(f"{self.name}: a transfer took {seconds!r} s")
         return seconds
 
+    def cpu_s(self) -> tuple[float, float]:
+        """CPU time of the sender and of the receiver since they started."""
+        sender, *receiver = (_cpu_s(end.pid) for end in self._ends())
+        return sender, sum(receiver)
+
     def freeze(self) -> None:
         """Let nothing of it run: libraries poll even when they have nothing to move."""
         self._signal(signal.SIGSTOP)
@@ -69,6 +74,19 @@ class Pair:
         for end in self._ends():
             with suppress(EngineProcessFailed, ProcessLookupError):
                 os.kill(end.pid, number)
+
+
+def _cpu_s(pid: int) -> float:
+    """Of the threads that live now: all that move anything live as long as their process."""
+    return sum(_thread_cpu_s(file) for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+
+
+def _thread_cpu_s(file: Path) -> float:
+    """To the nanosecond, where getrusage counts in ticks; see proc(5)."""
+    try:
+        return int(file.read_text(encoding="ascii").split()[0]) / 1e9
+    except FileNotFoundError:  # it has just ended
+        return 0.0
 
 
 async def _call(end: EngineProcess, method: str, **arguments: Any) -> Any:

@@ -16,7 +16,7 @@ from bench.transfer_bench.contestants import Contestant
 from bench.transfer_bench.pair import Pair
 from bench.transfer_bench.pools import Pools
 
-REPEATS = 3
+REPEATS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,9 @@ class Turn:
     num_bytes: int
     seconds: float
     """Of the best of REPEATS transfers."""
+    sender_cpu_s: float = 0.0
+    receiver_cpu_s: float = 0.0
+    """Means over the turn's transfers; what polls is counted too."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -112,11 +115,19 @@ class Field:
 async def _turn(pair: Pair, case: Case, round_index: int) -> Turn:
     pair.thaw()
     try:
+        before = pair.cpu_s()
         seconds = min([await pair.run(case) for _ in range(REPEATS)])
+        sender_s, receiver_s = (b - a for a, b in zip(before, pair.cpu_s(), strict=True))
     finally:
         pair.freeze()
     return Turn(
-        contestant=pair.name, case=case.name, round_index=round_index, num_bytes=case.num_bytes, seconds=seconds
+        contestant=pair.name,
+        case=case.name,
+        round_index=round_index,
+        num_bytes=case.num_bytes,
+        seconds=seconds,
+        sender_cpu_s=sender_s / REPEATS,
+        receiver_cpu_s=receiver_s / REPEATS,
     )
 
 

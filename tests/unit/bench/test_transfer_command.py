@@ -66,6 +66,8 @@ async def test_the_command_measures_verifies_and_judges(monkeypatch: pytest.Monk
     assert len(cases) == 4
     for case in cases:
         assert all(found[f"rate.{case}.{name}"].value > 0 for name in names)
+        assert all(found[f"cpu.{case}.{name}.sender"].value > 0 for name in names)
+        assert found[f"cpu.{case}.plain_tcp.receiver"].value > 0
         assert found[f"ratio.{case}.shm_bare.copy"].goal == ">= 0.9"
         assert found[f"ratio.{case}.tcp_bare.plain_tcp"].goal == ">= 0.95"
         assert found[f"checksum_cost.{case}.shm"].goal == "<= 35"
