@@ -15,7 +15,7 @@ from bench.transfer_bench.planning import seconds_per_block
 from bench.transfer_bench.pools import Pools
 from bench.transfer_bench.rounds import Absence, Contest, Field, Turn
 
-LIMIT_S = 35.0
+LIMIT_S = 30.0
 """Of the rounds, where nobody said how many: with starting and checking the whole command takes about a minute."""
 
 
