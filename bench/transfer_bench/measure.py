@@ -1,13 +1,14 @@
 """The whole of `python -m bench transfer`: rates in rounds, Python's share, checksums; rows as they come."""
 
 import argparse
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from rich.console import Console
 
 from bench.errors import CannotMeasure
-from bench.report import Row
+from bench.report import Row, figure
 from bench.report import show as show_rows
 from bench.transfer_bench import checksums, contestants, figures, options, overlap, plot, tables
 from bench.transfer_bench.cases import Case, make_cases, pool_bytes
@@ -15,6 +16,8 @@ from bench.transfer_bench.planning import seconds_per_block
 from bench.transfer_bench.pools import Pools
 from bench.transfer_bench.rounds import Absence, Contest, Field, Turn
 
+BUSY_LOAD = 0.5
+"""Running processes per CPU from which on others disturb what is measured."""
 LIMIT_S = 30.0
 """Of the rounds, where nobody said how many: with starting and checking the whole command takes about a minute."""
 
@@ -49,6 +52,10 @@ async def _rates(
 ) -> None:
     names = options.peers(given)
     cases = _cases(given)
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    rows.append(figure("machine.load", load, "running processes per CPU in the minute before"))
+    if load > BUSY_LOAD:
+        note(f"{load:.1f} processes per CPU are running already: rates will say little, CPU times more")
     async with AsyncExitStack() as stack:
         pools = stack.enter_context(Pools(pool_bytes(given.mib << 20)))
         field = Field(pools, stack, note)

@@ -43,5 +43,5 @@ def draw(path: Path, done: Sequence[Turn]) -> None:
     axes.set_xticks(range(len(cases)), ["\n".join(case.rsplit(".", 1)) for case in cases])
     axes.set_ylabel("GB/s, median over rounds")
     axes.grid(axis="y", color="#e5e5e5", zorder=0)
-    drawing.legend(loc="outside lower center", ncols=len(names), frameon=False)
+    drawing.legend(loc="outside lower center", ncols=-(-len(names) // 2), frameon=False, fontsize=9)
     drawing.savefig(path, dpi=140)

@@ -73,6 +73,7 @@ async def test_the_command_measures_verifies_and_judges(monkeypatch: pytest.Monk
         assert found[f"checksum_cost.{case}.shm"].goal == "<= 35"
         assert found[f"checksum_cost.{case}.tcp"].goal == "<= 10"
         assert found[f"python.{case}.tcp"].goal == "<= 1"
+    assert found["machine.load"].value >= 0
     assert found["absent.nixl"].value == 1
 
 
