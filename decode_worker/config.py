@@ -1,7 +1,6 @@
 """From the cluster's configuration to what a decode worker needs."""
 
 from engine.assembly import EngineSpec
-from kv_transfer.config import TransferSettings
 from tandem.config import ClusterConfig
 from tandem.model_path import model_directory
 from tandem.worker_config import cluster_secret, num_ranks
@@ -10,7 +9,7 @@ from tandem.worker_config import cluster_secret, num_ranks
 def engine_spec(config: ClusterConfig) -> EngineSpec:
     """The engine of one worker. Raises ConfigError."""
     return EngineSpec(
-        **config.engine.model_dump(),
+        **config.engine_of(config.decode).model_dump(),
         model_path=model_directory(config.model.path),
         dtype=config.model.dtype,
         max_model_len=config.model.max_model_len,
@@ -18,8 +17,3 @@ def engine_spec(config: ClusterConfig) -> EngineSpec:
         secret=cluster_secret(config),
         tensor_parallel_size=config.decode.tensor_parallel_size,
     )
-
-
-def transfer_settings(config: ClusterConfig) -> TransferSettings:
-    """The hand-off layer's bounds."""
-    return TransferSettings(lease_s=config.transfer.lease_s, chunk_bytes=config.transfer.chunk_bytes)

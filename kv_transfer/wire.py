@@ -27,8 +27,9 @@ from kv_transfer.messages import (
     TransportOffer,
 )
 from tandem import wire
-from tandem.block_hash import HASH_BYTES
+from tandem.block_hash import HASH_BLOCK_TOKENS, HASH_BYTES
 from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
+from tandem.prefix_holder import PrefixHolder, holder_from_pb, holder_to_pb
 from tandem.sampling import MAX_TOP_LOGPROBS
 from tandem.v1 import common_pb2
 from tandem.v1 import handoff_pb2 as pb
@@ -115,6 +116,9 @@ def _encode_prefill(body: Prefill) -> pb.Prefill:
         request_id=job.request_id,
         lease_s=body.lease_s,
         resume=job.resume,
+        fetch=job.fetch,
+        names=b"".join(job.names),
+        holder=holder_to_pb(job.holder),
     )
 
 
@@ -182,9 +186,14 @@ def _check_layout(layout: common_pb2.KVLayout) -> None:
 def _decode_prefill(message: pb.Prefill, key: TransferKey | None) -> Prefill:
     if key is None:
         raise WireError("no transfer_id")
-    _check("tokens", len(message.token_ids), 1, MAX_TOKENS)
-    _check("num_prompt_tokens", message.num_prompt_tokens, 1, len(message.token_ids))
-    _check("held_tokens", message.held_tokens, 0, len(message.token_ids) - 1)
+    names = _names(message)
+    if message.fetch:
+        _check("tokens", len(message.token_ids), 0, 0)
+        _check("held_tokens", message.held_tokens, 0, len(names) * HASH_BLOCK_TOKENS - 1)
+    else:
+        _check("tokens", len(message.token_ids), 1, MAX_TOKENS)
+        _check("num_prompt_tokens", message.num_prompt_tokens, 1, len(message.token_ids))
+        _check("held_tokens", message.held_tokens, 0, len(message.token_ids) - 1)
     _check("request_id length", len(message.request_id), 1, MAX_ID_CHARS)
     _check("hash_root bytes", len(message.hash_root), HASH_BYTES, HASH_BYTES)
     _check("lease_s", message.lease_s, 0.001, MAX_LEASE_S)
@@ -203,8 +212,29 @@ def _decode_prefill(message: pb.Prefill, key: TransferKey | None) -> Prefill:
         priority=message.priority,
         timeout_s=timeout_s,
         resume=message.resume,
+        fetch=message.fetch,
+        names=names,
+        holder=_holder(message),
     )
     return Prefill(job=job, lease_s=message.lease_s)
+
+
+def _names(message: pb.Prefill) -> tuple[BlockHash, ...]:
+    count, rest = divmod(len(message.names), HASH_BYTES)
+    _check("names bytes beyond whole names", rest, 0, 0)
+    most = MAX_TOKENS // HASH_BLOCK_TOKENS if message.fetch else 0
+    _check("names", count, 1 if message.fetch else 0, most)
+    return tuple(BlockHash(message.names[i * HASH_BYTES : (i + 1) * HASH_BYTES]) for i in range(count))
+
+
+def _holder(message: pb.Prefill) -> PrefixHolder | None:
+    if not message.HasField("holder"):
+        return None
+    holder = message.holder
+    _check("holder.worker_id length", len(holder.worker_id), 1, MAX_ID_CHARS)
+    _check("holder.address length", len(holder.address), 1, MAX_TEXT_CHARS)
+    _check("holder.num_tokens", holder.num_tokens, 0, MAX_TOKENS)
+    return holder_from_pb(holder)
 
 
 def _decode_offer(message: pb.Offer, _key: TransferKey | None) -> Offer:

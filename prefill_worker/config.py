@@ -1,7 +1,6 @@
 """From the cluster's configuration to what a prefill worker needs."""
 
 from engine.assembly import EngineSpec
-from kv_transfer.config import TransferSettings
 from tandem.config import ClusterConfig
 from tandem.model_path import model_directory
 from tandem.worker_config import cluster_secret, num_ranks
@@ -11,7 +10,7 @@ def engine_spec(config: ClusterConfig) -> EngineSpec:
     """The engine of one worker. Raises ConfigError."""
     return EngineSpec(
         # Prompts under a hand-off are never preempted: nothing would ever be saved.
-        **config.engine.model_dump() | {"offload_bytes": 0},
+        **config.engine_of(config.prefill).model_dump() | {"offload_bytes": 0},
         model_path=model_directory(config.model.path),
         dtype=config.model.dtype,
         max_model_len=config.model.max_model_len,
@@ -19,8 +18,3 @@ def engine_spec(config: ClusterConfig) -> EngineSpec:
         secret=cluster_secret(config),
         tensor_parallel_size=config.prefill.tensor_parallel_size,
     )
-
-
-def transfer_settings(config: ClusterConfig) -> TransferSettings:
-    """The hand-off layer's bounds."""
-    return TransferSettings(lease_s=config.transfer.lease_s, chunk_bytes=config.transfer.chunk_bytes)

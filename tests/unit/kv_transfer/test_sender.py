@@ -21,7 +21,7 @@ from kv_transfer.states import HandoffState
 from tandem.errors import DeadlineExceeded, TransferError
 from tandem.ids import BlockId
 from tandem.outputs import PhaseTimes
-from tests.unit.kv_transfer.halves import BLOCKS, JOB, KEY, LAYOUT, OWN, PEER, TOKEN, Half, kinds
+from tests.unit.kv_transfer.halves import BLOCKS, FETCH, JOB, KEY, LAYOUT, OWN, PEER, TOKEN, Half, kinds
 
 
 def sending(
@@ -34,6 +34,7 @@ def sending(
         job=job,
         block_size=LAYOUT.block_size,
         unit_tokens=unit_tokens,
+        whole_tokens=max(LAYOUT.block_size, unit_tokens),
         cells=CellShape(num_layers=2, num_heads=2, unit_layer_bytes=10),
         lease_s=2.0,
         stall_s=30.0,
@@ -81,6 +82,40 @@ def test_blocks_are_written_as_they_become_whole_and_the_last_one_in_part() -> N
     assert kinds(written(half, 2)) == ["Chunk"]
     assert half.hear(CommitAck()) == (act.ReleaseSources(),)
     assert half.state is HandoffState.CLOSED
+
+
+def coming(num_tokens: int, coming_tokens: int, num_layers: int) -> ev.Progress:
+    return ev.Progress(
+        num_computed_tokens=num_tokens, blocks=BLOCKS, coming_tokens=coming_tokens, num_layers=num_layers
+    )
+
+
+def test_layers_of_a_step_under_way_are_written_before_it_ends() -> None:
+    half = offered(window=8, chunk_bytes=30)
+    half.hear(RESERVE)
+    [first] = half.see(coming(0, 10, 1))
+    assert (first.cells.first_layer, first.cells.num_layers, first.cells.num_units) == (0, 1, 3)
+    assert (first.first_block, first.sources) == (0, BLOCKS)
+    [rest] = half.see(progress(10))
+    assert (rest.cells.first_layer, rest.cells.num_layers, rest.cells.num_units) == (1, 1, 3)
+    assert kinds(half.see(FINISHED)) == ["Seal"]
+
+
+def test_a_partly_filled_block_waits_for_its_step() -> None:
+    half = offered(window=8, chunk_bytes=10)
+    half.hear(RESERVE)
+    [only] = half.see(coming(0, 6, 1))
+    assert (only.cells.first_unit, only.cells.num_units, only.sources) == (0, 1, BLOCKS[:1])
+
+
+def test_cells_are_counted_in_the_smaller_block_of_the_two() -> None:
+    """The peer's blocks hold two tokens, and it holds six already: the first block here is read from its middle."""
+    half = offered(job=replace(JOB, held_tokens=6), window=8, unit_tokens=2)
+    assert half.see(progress(8)) == ()
+    [first] = half.hear(Reserve(num_units=2, transport="x", grant=b"g"))
+    assert (first.cells.first_unit, first.cells.num_units, first.first_block, first.sources) == (0, 1, 1, BLOCKS[1:2])
+    [second] = half.see(progress(10))
+    assert (second.cells.first_unit, second.first_block, second.sources) == (1, 2, BLOCKS[2:])
 
 
 def test_a_late_reservation_finds_everything_computed() -> None:
@@ -181,3 +216,24 @@ def test_a_chunk_says_how_long_its_write_took() -> None:
     half.hear(RESERVE)
     [sent] = written(half, 0)
     assert sent.body.write_s == 0.5
+
+
+def test_a_fetch_is_answered_with_what_is_held_in_whole_blocks_of_both() -> None:
+    half = sending(job=replace(FETCH, held_tokens=8), window=8, unit_tokens=2, chunk_bytes=1000)
+    half.see(ev.Submitted())
+    [offer] = half.see(ev.Scheduled(queue_s=0.0, tail_hash=FETCH.names[0], num_tokens=19))
+    assert offer.body.num_units == 4, "of 19 tokens 16 are whole blocks, and 8 are held there"
+    blocks = tuple(BlockId(i) for i in range(20, 24))
+    half.see(ev.Progress(num_computed_tokens=16, blocks=blocks))
+    half.see(ev.Finished(cached_tokens=16, times=PhaseTimes(), tail_hash=FETCH.names[0]))
+    [write, seal] = half.hear(Reserve(num_units=4, transport="x", grant=b"g"))
+    assert (write.first_block, write.sources) == (2, blocks[2:])
+    assert seal.body.num_chunks == 1
+
+
+def test_a_fetch_of_nothing_more_is_refused() -> None:
+    half = sending(job=replace(FETCH, held_tokens=16))
+    half.see(ev.Submitted())
+    actions = half.see(ev.Scheduled(queue_s=0.0, tail_hash=None, num_tokens=16))
+    assert kinds(actions) == ["Reject", "AbortPrefill", "Drained", "ReleaseSources"]
+    assert half.state is HandoffState.CLOSED
