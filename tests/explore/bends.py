@@ -19,7 +19,8 @@ def _bodies(body: Body, scope: Scope) -> list[Body]:
     num_chunks, num_units = scope.num_chunks, scope.num_units
     match body:
         case Offer():
-            return [replace(body, num_units=body.num_units - 1), replace(body, tail_hash=OTHER_TAIL)]
+            other_sizes = [replace(body, num_units=body.num_units + more) for more in (-1, num_units)]
+            return [*other_sizes, replace(body, tail_hash=OTHER_TAIL)]
         case Reserve():
             return [replace(body, num_units=body.num_units - 1), CommitAck()]
         case Chunk():

@@ -134,7 +134,8 @@ class DecodeSide:
                 self._ladder(life, ("token",), lambda ladder: ladder.first_token_known())
             case "Commit":
                 scope = self._names.scope
-                properties.committable(life, action.info, scope.num_blocks, num_cells=scope.num_cells)
+                needed = None if scope.fetch else scope.num_blocks
+                properties.committable(life, action.info, needed, num_cells=scope.num_cells)
                 life.owed.add(("commit", attempt, action.info.blocks))
             case "Revoke":
                 return self._revoke(life, attempt)

@@ -44,6 +44,8 @@ class Engine:
         return program
 
     def _make(self, held_units: int) -> tuple[Op, ...]:
+        if self._scope.fetch:
+            return (Op(COMPUTED, self._scope.num_units, self._scope.num_units, 0),)
         ops = [Op(SCHEDULE, held_units, held_units, 0)]
         end = 0
         for size in self._scope.steps:

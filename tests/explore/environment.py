@@ -42,7 +42,8 @@ class Environment:
                 moves.append(("lingerer dies", write.at, write.epoch))
         for at, worker in enumerate(life.workers):
             if worker.sender is not None and 0 <= worker.sender.step < STOPPED:
-                moves.append(("engine", at))
+                lends = [("lend", at, units) for units in range(self.scope.num_units + 1)]
+                moves += lends if self.scope.fetch else [("engine", at)]
         if life.request == NEW:
             moves.append(("begin", 0))
         elif self.decode.ladder_waits(life.ladder):
@@ -192,6 +193,8 @@ class Environment:
         match move:
             case ("engine", at):
                 self.prefill.engine(life, at)
+            case ("lend", at, num_units):
+                self.prefill.lend(life, at, num_units)
             case ("expire", "sender", at):
                 self.prefill.expire(life, at, BEYOND_LEASES)
             case ("deadline", at):

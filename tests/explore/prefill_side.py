@@ -203,6 +203,19 @@ class PrefillSide:
         else:
             self.tell(life, at, sender.attempt, progress)
 
+    def lend(self, life: Life, at: int, num_units: int) -> None:
+        """The answer to a fetch: so much of the prefix is held here."""
+        sender, scope = life.workers[at].sender, self._names.scope
+        self._change(life, at, step=STOPPED)
+        whole = max(scope.units_per_source, scope.units_per_block)
+        num_units = num_units // whole * whole
+        tail = self._names.prefix[num_units - 1] if num_units else None
+        table = tuple(map(BlockId, self.engine_of.table(-1)[: num_units // scope.units_per_source]))
+        tokens = num_units * UNIT_TOKENS
+        self.tell(life, at, sender.attempt, ev.Scheduled(queue_s=0.0, tail_hash=tail, num_tokens=tokens))
+        self.tell(life, at, sender.attempt, ev.Progress(num_computed_tokens=tokens, blocks=table))
+        self.tell(life, at, sender.attempt, ev.Finished(cached_tokens=tokens, times=PhaseTimes(), tail_hash=tail))
+
     def between_steps(self, sender: SenderSlot) -> bool:
         """Whether a step of the engine has just ended, and another will follow."""
         program = self.engine_of.program(self._held_units(sender))

@@ -47,13 +47,13 @@ def right_content(life: Life, blocks: tuple[int, ...], first: int, what: str, *,
             raise Violation(f"{what}: block {block} should hold block {index} of the prompt, but holds cells {cells}")
 
 
-def committable(life: Life, info: CommitInfo, num_needed: int, *, num_cells: int) -> None:
-    """A commit is whole, unique, and touched by nobody."""
+def committable(life: Life, info: CommitInfo, num_needed: int | None, *, num_cells: int) -> None:
+    """A commit is whole, unique, and touched by nobody. `num_needed`: blocks of a prompt; None for a fetched prefix."""
     if life.request != OPEN:
         raise Violation(f"commits when the request is {life.request}")
-    if len(life.kept) + len(info.blocks) != num_needed:
+    if not info.blocks or num_needed not in (None, len(life.kept) + len(info.blocks)):
         raise Violation(f"commits {len(life.kept) + len(info.blocks)} blocks of {num_needed}")
-    if not life.tokens:
+    if num_needed is not None and not life.tokens:
         raise Violation("commits without a first token")
     right_content(life, tuple(life.kept) + info.blocks, 0, "commits wrong KV", num_cells=num_cells)
     no_writer_into(life, info.blocks, "is committed", told=True)

@@ -42,6 +42,7 @@ REMOVALS: dict[str, tuple[Callable[..., bool], Scope]] = {
     "out_of_time": (_no, _world()),
     "reads_pending": (_no, _world("repeat", "bend", bent=True, max_faults=2)),
     "unsealed_commit": (_no, _world("bend", bent=True)),
+    "impossible_fetch": (_no, _world("bend", bent=True, fetch=True)),
     "wrong_binding": (_no, _world("bind too few")),
 }
 

@@ -1,7 +1,7 @@
 """How large a world is explored, and the names in it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kv_transfer import actions as act
@@ -10,12 +10,13 @@ from kv_transfer.config import TransferSettings
 from kv_transfer.ladder import Ladder
 from kv_transfer.messages import Body, CellRange, Envelope, Prefill, PrefillJob, TransferKey
 from kv_transfer.sender import SenderPlan
+from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.ids import BlockHash, Incarnation, RequestId, TransferId
 from tandem.kv_layout import KVLayout
 from tandem.sampling import SamplingParams
 from tests.explore.freeze import Interned, Machines
 
-UNIT_TOKENS = 2
+UNIT_TOKENS = HASH_BLOCK_TOKENS
 TAIL = BlockHash(b"right tokens....")
 TRANSFER = TransferId("t")
 """Each request's own name in its own life; two lives never see each other's messages."""
@@ -57,6 +58,8 @@ class Scope:
     """Whether a prefill worker may compute another prompt than it was asked for."""
     preempts: bool = False
     """Whether an engine may throw a prompt out between two steps and compute it again into other blocks."""
+    fetch: bool = False
+    """Whether a held prefix is fetched, of which a prefill worker may have any part, instead of a prompt computed."""
     bent: bool = False
     """Whether messages may arrive with other content than was sent: a peer that is broken, or hostile."""
     only: frozenset[str] | None = None
@@ -142,6 +145,8 @@ class Names:
             timeout_s=0.5,
             tail_hash=TAIL,
         )
+        if scope.fetch:
+            job = replace(job, token_ids=(), tail_hash=None, resume=True, fetch=True, names=self.prefix)
         layout = KVLayout(
             model_fingerprint="m",
             dtype="float32",
@@ -152,6 +157,11 @@ class Names:
         )
         ladder = Ladder(job, own=self.decode(0), layout=layout, settings=self.settings)
         self.fresh_ladder = self.machines.add(ladder)
+
+    @property
+    def prefix(self) -> tuple[BlockHash, ...]:
+        """Names of the units of a prefix that is fetched."""
+        return tuple(BlockHash(b"unit %11d" % unit) for unit in range(self.scope.num_units))
 
     def prefill(self, at: int, epoch: int) -> Incarnation:
         """Of a prefill worker's process."""
@@ -180,6 +190,7 @@ class Names:
             job=asked.body.job,
             block_size=UNIT_TOKENS * self.scope.units_per_source,
             unit_tokens=UNIT_TOKENS,
+            whole_tokens=UNIT_TOKENS * max(self.scope.units_per_source, self.scope.units_per_block),
             cells=self.scope.cells,
             lease_s=self.settings.lease_s,
             stall_s=self.settings.stall_s,

@@ -87,6 +87,11 @@ DAILY = (
         at_least=10_000,
     ),
     World(
+        name="fetched-prefixes",
+        scope=Scope(steps=(1, 1), num_layers=1, fetch=True, shared_memory=TCP),
+        at_least=5_000,
+    ),
+    World(
         name="preempted-prompts",
         scope=Scope(steps=(1, 2), chunk_cells=2, preempts=True, shared_memory=TCP, only=frozenset({"preempt", "cut"})),
         at_least=1_000,
