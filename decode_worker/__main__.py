@@ -21,6 +21,7 @@ from tandem.model_path import model_name
 from tandem.process import Lifetime, announce, worker_main
 from tandem.roles import WorkerRole
 from tandem.rpc import ClusterAuth, listen, make_server
+from tandem.telemetry import open_tracer
 from tandem.v1.session_pb2_grpc import add_WorkerServicer_to_server
 from tandem.worker_config import cluster_secret, listen_address
 from tandem.worker_identity import WorkerIdentity, draw_incarnation
@@ -47,7 +48,8 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
             address=f"{host_name}:{bound}",
         )
         host = EngineHost(parts, on_fatal=lifetime.fail)
-        worker = DecodeWorker(identity, host, tasks)
+        tracer = open_tracer(stack, config.telemetry, service="tandem-decode", instance=identity.worker_id)
+        worker = DecodeWorker(identity, host, tasks, tracer)
         sessions = WorkerSessions(worker)
         host.start(on_output=worker.on_output, ports=lambda: sessions.ports)
         stack.push_async_callback(host.stop)
@@ -85,6 +87,7 @@ async def _with_fabric(
         auth=ClusterAuth(cluster_secret(config)),
         spawn=spawn,
         handoffs=worker.handoffs,
+        tracer=worker.tracer,
     )
     worker.use(await open_fabric(stack, server, plan))
 

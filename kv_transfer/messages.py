@@ -15,6 +15,7 @@ from tandem.kv_layout import KVLayout
 from tandem.outputs import PhaseTimes, SampledToken
 from tandem.prefix_holder import PrefixHolder
 from tandem.sampling import SamplingParams
+from tandem.tracing import TraceContext
 
 PROTOCOL_VERSION = 2
 
@@ -88,6 +89,8 @@ class PrefillJob:
     """For a fetch, names of all full hash blocks of `token_ids`; they stay on the receiving worker."""
     holder: PrefixHolder | None = None
     """Who is thought to hold more of the prefix than the prefill worker."""
+    trace: TraceContext | None = None
+    """Of the span that the work on it belongs to."""
 
     def expected_tail(self, num_tokens: int) -> BlockHash | None:
         """Name of the last full hash block of the first `num_tokens`, which are all unless this is a fetch."""

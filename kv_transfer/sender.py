@@ -126,6 +126,11 @@ class Sender:
         """The receiver's grant, once it has come."""
         return self._reserve
 
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Sources that are held for the peer, as far as they are known here."""
+        return len(self._sources) if self.state is not HandoffState.CLOSED else 0
+
     def start(self) -> Actions:
         """Hand the job to the engine."""
         return (SubmitPrefill(job=self.plan.job),)

@@ -21,6 +21,7 @@ from tandem.model_path import model_name
 from tandem.process import Lifetime, announce, worker_main
 from tandem.roles import WorkerRole
 from tandem.rpc import ClusterAuth, listen, make_server
+from tandem.telemetry import open_tracer
 from tandem.v1.session_pb2_grpc import add_WorkerServicer_to_server
 from tandem.worker_config import cluster_secret, listen_address
 from tandem.worker_identity import WorkerIdentity, draw_incarnation
@@ -63,6 +64,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
             auth=auth,
             spawn=tasks.create_task,
             prompts=worker,
+            tracer=open_tracer(stack, config.telemetry, service="tandem-prefill", instance=identity.worker_id),
         )
         worker.fabric = await open_fabric(stack, server, plan)
         add_WorkerServicer_to_server(sessions, server)  # type: ignore[no-untyped-call]

@@ -9,6 +9,7 @@ from router.session_events import (
     TokensArrived,
     TransferFailed,
 )
+from router.transfer_wire import transfers_from_pb
 from router.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
 from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
 from tandem.kv_layout import DTYPE_BYTES
@@ -83,6 +84,7 @@ def submit_to_pb(order: SubmitOrder) -> pb.RouterMessage:
         timeout_s=order.timeout_s,
         prefill=_route_to_pb(order.prefill),
         holder=holder_to_pb(order.holder),
+        trace=order.trace.to_text() if order.trace is not None else None,
     )
     return pb.RouterMessage(submit=submit)
 
@@ -162,6 +164,7 @@ def load_from_pb(load: pb.LoadSnapshot) -> WorkerLoad:
         decode_step_s=load.decode_step_s,
         kv_bytes_per_s=load.kv_bytes_per_s,
         num_quarantined_blocks=load.num_quarantined_blocks,
+        transfers=transfers_from_pb(load.transfers) if load.HasField("transfers") else None,
     )
 
 

@@ -161,6 +161,18 @@ class PoolConfig(Section):
     a decode pool that caches codes, and the other way round; codes are never made of other codes."""
 
 
+class TelemetryConfig(Section):
+    """Traces. Metrics need no configuration: every router serves /metrics."""
+
+    otlp_endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+$")] | None = None
+    """http://host:port (https:// for TLS) of a collector that speaks OTLP over gRPC, such as http://localhost:4317;
+    null: nothing is traced. Needs the `telemetry` extra."""
+    otlp_headers: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")], SecretStr] = {}
+    """Sent with every batch, such as a key that the collector asks for."""
+    sample_ratio: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Share of requests that are traced; a client that brings a `traceparent` decides for itself."""
+
+
 class ClusterConfig(Section):
     """Everything."""
 
@@ -170,6 +182,7 @@ class ClusterConfig(Section):
     router: RouterConfig = RouterConfig()
     prefill: PoolConfig = PoolConfig()
     decode: PoolConfig = PoolConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
     secret: SecretStr | None = None
     """Keys block names and authenticates workers and routers to each other; `tandem up` draws one when absent."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -54,7 +54,7 @@ class PrefillRoute(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., holder: _Optional[_Union[_common_pb2.PrefixHolder, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "generated_token_ids", "sampling", "choice_index", "hash_root", "priority", "timeout_s", "prefill", "holder")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "generated_token_ids", "sampling", "choice_index", "hash_root", "priority", "timeout_s", "prefill", "holder", "trace")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class Submit(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -77,7 +78,8 @@ class Submit(_message.Message):
     timeout_s: float
     prefill: PrefillRoute
     holder: _common_pb2.PrefixHolder
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choice_index: _Optional[int] = ..., hash_root: _Optional[bytes] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., prefill: _Optional[_Union[PrefillRoute, _Mapping]] = ..., holder: _Optional[_Union[_common_pb2.PrefixHolder, _Mapping]] = ...) -> None: ...
+    trace: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choice_index: _Optional[int] = ..., hash_root: _Optional[bytes] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., prefill: _Optional[_Union[PrefillRoute, _Mapping]] = ..., holder: _Optional[_Union[_common_pb2.PrefixHolder, _Mapping]] = ..., trace: _Optional[str] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("request_id", "attempt")
@@ -232,7 +234,7 @@ class KVEvent(_message.Message):
     def __init__(self, block_hash: _Optional[bytes] = ..., stored: bool = ...) -> None: ...
 
 class LoadSnapshot(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "backlog_tokens", "num_free_blocks", "num_total_blocks", "prefill_tokens_per_s", "decode_step_s", "kv_bytes_per_s", "num_quarantined_blocks")
+    __slots__ = ("num_running", "num_waiting", "backlog_tokens", "num_free_blocks", "num_total_blocks", "prefill_tokens_per_s", "decode_step_s", "kv_bytes_per_s", "num_quarantined_blocks", "transfers")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     BACKLOG_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -242,6 +244,7 @@ class LoadSnapshot(_message.Message):
     DECODE_STEP_S_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     NUM_QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     backlog_tokens: int
@@ -251,7 +254,70 @@ class LoadSnapshot(_message.Message):
     decode_step_s: float
     kv_bytes_per_s: float
     num_quarantined_blocks: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., kv_bytes_per_s: _Optional[float] = ..., num_quarantined_blocks: _Optional[int] = ...) -> None: ...
+    transfers: TransferReport
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., kv_bytes_per_s: _Optional[float] = ..., num_quarantined_blocks: _Optional[int] = ..., transfers: _Optional[_Union[TransferReport, _Mapping]] = ...) -> None: ...
+
+class TransferReport(_message.Message):
+    __slots__ = ("sent", "received", "fetches_started", "fetches_completed", "fetches_failed", "fetches_declined", "fetched_tokens", "lent_tokens", "pinned_blocks", "leased_blocks", "quarantined_blocks", "loans")
+    SENT_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    FETCHES_STARTED_FIELD_NUMBER: _ClassVar[int]
+    FETCHES_COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    FETCHES_FAILED_FIELD_NUMBER: _ClassVar[int]
+    FETCHES_DECLINED_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOANS_FIELD_NUMBER: _ClassVar[int]
+    sent: TransferSide
+    received: TransferSide
+    fetches_started: int
+    fetches_completed: int
+    fetches_failed: int
+    fetches_declined: int
+    fetched_tokens: int
+    lent_tokens: int
+    pinned_blocks: int
+    leased_blocks: int
+    quarantined_blocks: int
+    loans: int
+    def __init__(self, sent: _Optional[_Union[TransferSide, _Mapping]] = ..., received: _Optional[_Union[TransferSide, _Mapping]] = ..., fetches_started: _Optional[int] = ..., fetches_completed: _Optional[int] = ..., fetches_failed: _Optional[int] = ..., fetches_declined: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., lent_tokens: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., loans: _Optional[int] = ...) -> None: ...
+
+class TransferSide(_message.Message):
+    __slots__ = ("started", "ended", "bad_messages", "live", "bytes_per_s")
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    BAD_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    started: int
+    ended: _containers.RepeatedCompositeFieldContainer[TransferEnds]
+    bad_messages: int
+    live: int
+    bytes_per_s: float
+    def __init__(self, started: _Optional[int] = ..., ended: _Optional[_Iterable[_Union[TransferEnds, _Mapping]]] = ..., bad_messages: _Optional[int] = ..., live: _Optional[int] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
+
+class TransferEnds(_message.Message):
+    __slots__ = ("fetch", "transport", "outcome", "count", "num_bytes", "seconds", "chunks", "damaged_chunks")
+    FETCH_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    fetch: bool
+    transport: str
+    outcome: str
+    count: int
+    num_bytes: int
+    seconds: float
+    chunks: int
+    damaged_chunks: int
+    def __init__(self, fetch: bool = ..., transport: _Optional[str] = ..., outcome: _Optional[str] = ..., count: _Optional[int] = ..., num_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., chunks: _Optional[int] = ..., damaged_chunks: _Optional[int] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("reason",)
