@@ -57,11 +57,15 @@ class EngineHost:
         self._on_output = on_output
         self._ports = ports
         self.parts.ranks.watch(lambda lost: self._tell(self._on_fatal, lost))
+        if self.parts.disk is not None:
+            self.parts.disk.listen(self._engine.wake)
         self._engine.start()
 
     async def stop(self) -> None:
-        """End after the step under way, then end the other ranks."""
+        """End after the step under way, then end the disk's threads and the other ranks."""
         await asyncio.to_thread(self._engine.stop)
+        if self.parts.disk is not None:
+            await asyncio.to_thread(self.parts.disk.close)
         await asyncio.to_thread(self.parts.ranks.close)
 
     def call(self, fn: Callable[[Scheduler], T]) -> Awaitable[T]:
@@ -92,7 +96,7 @@ class EngineHost:
         """Send a router the whole prefix cache, from which later events count."""
 
         def snapshot(scheduler: Scheduler) -> None:
-            next_seq, stored = scheduler.blocks.index.snapshot()
+            next_seq, stored = scheduler.blocks.snapshot()
             self._tell(lambda _: port.send_snapshot(next_seq, stored_to_pb(stored)), None)
 
         self.post(snapshot)
