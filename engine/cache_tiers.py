@@ -12,7 +12,7 @@ The cluster hears of a name as long as this worker can serve it from any tier: `
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from engine.block_manager import BlockManager
@@ -76,6 +76,11 @@ class CacheTiers:
         """Of the batch that is being planned, or of nobody yet."""
         self._launched: deque[_Moves] = deque()
         self._waits: dict[RequestId, _Wait] = {}
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Room of all tiers; fixed."""
+        return self._host.num_slots + (0 if self._disk is None else self._disk.capacity)
 
     # Down
 
@@ -318,11 +323,52 @@ class CacheTiers:
         for place in places:
             place.came_from_disk = False
 
+    # For a later process
+
+    def unsaved(self) -> list[BlockHash]:
+        """Names of the pool and of host memory that are not on disk, beginnings first; empty without a disk."""
+        if self._disk is None:
+            return []
+        cached = self._blocks.index.names()
+        below = [place.name for place in self._host if self._blocks.index.find(place.name) is None]
+        # Host memory holds tails: they were stored before what comes before them.
+        return [name for name in (*cached, *reversed(below)) if name not in self._disk][: self._disk.capacity]
+
+    def save(self, name: BlockHash) -> bool:
+        """Begin to write a block to disk, between steps; False when that must wait until others are written."""
+        place, block = self._host.get(name), self._blocks.index.find(name)
+        if self._disk is None or (place is None and block is None) or name in self._disk:
+            return True
+        if not self._disk.can_write:
+            return False
+        if place is None and block is not None:
+            if not self._moves_between_steps or not self._make_room():
+                return True
+            place = self._host.take(name, PlaceState.COMING)
+            self._copier.move_now((BlockOffload(block, place.slot),), ())
+            self._filled([place])
+        if place is not None and place.state is PlaceState.READY and not place.num_pins:
+            self._disk.write(place)
+        return True
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the disk still has something to write."""
+        return self._disk is not None and self._disk.is_writing
+
     # Telling
 
     def counts(self) -> tuple[TierCounts, ...]:
         """What each tier did and holds."""
         host = self._tally.counts("host", num_blocks=len(self._host), capacity_blocks=self._host.num_slots)
+        moved = self._copier.traffic
+        host = replace(
+            host,
+            stored_bytes=moved.saved_bytes,
+            store_s=moved.save_s,
+            loaded_bytes=moved.loaded_bytes,
+            load_s=moved.load_s,
+        )
         return (host,) if self._disk is None else (host, self._disk.counts())
 
     def check_invariants(self) -> None:

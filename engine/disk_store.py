@@ -13,7 +13,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -119,6 +119,10 @@ class DiskStore:
                 done.append(self._done.get_nowait())
             except Empty:
                 return done
+
+    def wait_writes(self, timeout_s: float) -> None:
+        """Wait until what was asked for so far is written, as long as that."""
+        wait([self._writer.submit(_nothing)], timeout=timeout_s)
 
     def close(self) -> None:
         """End when the jobs under way have ended; what was asked for and not begun is not done. Twice does no harm."""

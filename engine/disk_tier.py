@@ -53,6 +53,21 @@ class DiskTier:
         self._give_up = give_up
         self._left = left
 
+    @property
+    def capacity(self) -> int:
+        """Most blocks."""
+        return self._index.capacity
+
+    @property
+    def can_write(self) -> bool:
+        """Whether not as many blocks are on their way as may be."""
+        return self._index.num_writing < min(self.max_writes, self._index.capacity)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether blocks are on their way."""
+        return self._index.num_writing > 0
+
     def __contains__(self, name: BlockHash) -> bool:
         return name in self._index
 
@@ -61,7 +76,7 @@ class DiskTier:
 
     def write(self, place: Place) -> bool:
         """Begin to copy a ready place, which then leaves; False when as many are on their way as may be."""
-        if self._index.num_writing >= self.max_writes:
+        if not self.can_write:
             return False
         gone = self._index.begin(place.name)
         if gone is None:

@@ -11,7 +11,7 @@ So eviction never cuts a chain in the middle, and both "is it here" and "is it p
 chain: a prefix of n blocks is measured in O(log n) look-ups.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from engine.eviction import Entry, EvictionPolicy, LeastRecentlyUsed
 from engine.kv_events import Cleared, Evicted, KVEventLog, Stored
@@ -157,6 +157,10 @@ class PrefixIndex:
             self._entries[entry.parent].num_children -= 1
         self.events.append(Evicted(entry.name))
         return True
+
+    def names(self) -> Iterable[BlockHash]:
+        """Every name here, parents first."""
+        return self._entries.keys()
 
     def snapshot(self) -> tuple[int, list[Stored]]:
         """The number of the next event, and the whole content, parents first, that it will follow upon."""

@@ -1,11 +1,12 @@
-"""Places in host memory and files on disk for KV that leaves the pool: their sizes, from configuration. ConfigError."""
+"""Places in host memory and files on disk for KV that leaves the pool: made from the configuration, left in order."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 
 from engine.block_file import CacheIdentity
 from engine.block_mover import BlockMover
-from engine.cache_tiers import TierSpec
+from engine.cache_tiers import CacheTiers, TierSpec
 from engine.disk_store import DiskStore, file_bytes
 from engine.disk_tier import DiskSpec
 from engine.free_memory import free_memory_bytes
@@ -101,3 +102,20 @@ def tier_spec(slots: HostSlots, mover: BlockMover, layout: KVLayout, disk: DiskS
         moves_between_steps=layout.tp_size == 1,
         disk=disk,
     )
+
+
+def keep_cached(tiers: CacheTiers, disk: DiskStore, *, timeout_s: float) -> None:
+    """Write to disk, for a later process, what is cached and not there yet, as much as goes in the time.
+
+    Called when the engine has stopped, before the disk is closed: chains without their beginnings would be useless.
+    """
+    until_s = monotonic() + timeout_s
+    for name in tiers.unsaved():
+        while not tiers.save(name):
+            disk.wait_writes(until_s - monotonic())
+            tiers.collect()
+            if monotonic() >= until_s:
+                return
+    while tiers.is_writing and monotonic() < until_s:
+        disk.wait_writes(until_s - monotonic())
+        tiers.collect()

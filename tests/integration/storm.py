@@ -11,10 +11,15 @@ import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from queue import SimpleQueue
 
 import torch
 
+from engine.block_file import cache_identity
+from engine.cache_tiers import TierSpec
+from engine.disk_store import DiskStore
+from engine.disk_tier import DiskSpec
 from engine.engine import Engine
 from engine.eviction import POLICIES
 from engine.kv_cache import PagedKVCache
@@ -31,12 +36,14 @@ from engine.step_inputs import StepInputs
 from engine.tiers import HostTier
 from tandem.block_hash import BlockHasher
 from tandem.ids import RequestId
+from tandem.kv_layout import KVLayout
 from tandem.sampling import SamplingParams
 from tests.unit.engine import ledger
 from tests.unit.engine.paged_harness import random_tokens
 
 LIMIT = 120
 EOS = 2
+WAIT_S = 60.0
 CHEAP_COPY = MeasuredRates(prefill_tokens_per_s=1.0, offload_bytes_per_s=1e12, load_bytes_per_s=1e12)
 CUT_SHORT = (FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.ERROR)
 
@@ -96,6 +103,32 @@ class LateRunner(ModelRunner):
             step.found = [] if chosen is None else ComingTokens(self._queue, chosen).tokens()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Below:
+    """What there is below the pool."""
+
+    num_places: int = 0
+    num_files: int = 0
+    folder: Path | None = None
+
+    def open(self, layout: KVLayout, runner: ModelRunner) -> DiskStore | None:
+        if self.folder is None:
+            return None
+        identity = cache_identity(layout, secret=ledger.SECRET, computed_by=())
+        return DiskStore(self.folder, identity=identity, place=runner.blocks.place)
+
+    def spec(self, slots: range, runner: ModelRunner, disk: DiskStore | None) -> TierSpec | None:
+        if not slots:
+            return None
+        found = None if disk is None else disk.find(self.num_files)
+        return TierSpec(
+            slots=slots,
+            block_bytes=1,
+            copier=runner.blocks,
+            disk=None if disk is None else DiskSpec(port=disk, capacity=self.num_files, names=found.names),
+        )
+
+
 @dataclass(slots=True, kw_only=True)
 class Told:
     """What one request was told."""
@@ -108,8 +141,16 @@ class Rig:
     """One engine whose turns are made by hand."""
 
     def __init__(
-        self, model: Decoder, *, pipelined: bool, late: bool = False, num_slots: int = 0, **limits: object
+        self,
+        model: Decoder,
+        *,
+        pipelined: bool,
+        late: bool = False,
+        num_slots: int = 0,
+        below: Below | None = None,
+        **limits: object,
     ) -> None:
+        below = below or Below()
         config = ledger.config(max_model_len=LIMIT, eos_token_ids=frozenset({EOS}), **limits)
         layout = kv_layout(
             model.config, fingerprint=model.fingerprint, dtype=str(model.dtype)[6:], block_size=config.block_size
@@ -117,17 +158,26 @@ class Rig:
         cache = PagedKVCache(layout, num_blocks=config.num_blocks)
         # What nobody has written is never read for anybody.
         cache.tensor.fill_(float("nan"))
-        runner = (LateRunner if late else ModelRunner)(model, cache, num_host_slots=num_slots)
+        runner = (LateRunner if late else ModelRunner)(model, cache, num_host_slots=num_slots + below.num_places)
         if isinstance(runner, LateRunner):
             runner.pending = deque()
         self.poisoned: set[RequestId] = set()
         runner._sampler = Poison(runner._sampler, self.poisoned)  # type: ignore[assignment]
         self.tier = HostTier(num_slots)
+        self.disk, self._landed = below.open(layout, runner), threading.Event()
+        if self.disk is not None:
+            self.disk.listen(self._landed.set)
         self.scheduler = Scheduler(
-            config, BlockHasher(ledger.SECRET), tier=self.tier if num_slots else None, block_bytes=1
+            config,
+            BlockHasher(ledger.SECRET),
+            tier=self.tier if num_slots else None,
+            block_bytes=1,
+            cache=below.spec(range(num_slots, num_slots + below.num_places), runner, self.disk),
         )
         if self.scheduler.offloading is not None:
             self.scheduler.offloading.rates = CHEAP_COPY
+        if self.scheduler.tiers is not None:
+            self.scheduler.tiers.costs.rates = CHEAP_COPY
         self._maker = threading.current_thread()
         self.now = 0.0
         self.told: dict[RequestId, Told] = {}
@@ -155,8 +205,13 @@ class Rig:
     def turn(self) -> bool:
         """What the engine's thread does in one; False when there was nothing to do."""
         self.now += 1.0
+        self._landed.clear()
         did = self.engine._step()
         self.scheduler.check_invariants()
+        if not did and self.scheduler.patience_s(self.now) is not None:
+            # Somebody waits for the disk; sometimes longer than there is patience.
+            self._landed.wait(WAIT_S)
+            return True
         return did
 
     def add(self, request: Request) -> None:
@@ -170,6 +225,8 @@ class Rig:
         assert all(told.reason is not None for told in self.told.values())
         ledger.assert_empty(self.scheduler)
         assert self.tier.num_free == self.tier.num_slots
+        if self.disk is not None:
+            self.disk.close()
 
     def _on_step(self, output: StepOutput) -> None:
         self.num_preemptions += len(output.preemptions)
@@ -258,17 +315,32 @@ class Figures:
     copied: int
     ahead: int
     reasons: frozenset[FinishReason]
+    host_hits: int = 0
+    disk_hits: int = 0
 
 
-def storm(model: Decoder, seed: int, *, pipelined: bool, late: bool, offload: bool, count: int = 10) -> Figures:
+def storm(
+    model: Decoder,
+    seed: int,
+    *,
+    pipelined: bool,
+    late: bool,
+    offload: bool,
+    count: int = 10,
+    cache_folder: Path | None = None,
+) -> Figures:
     """One of them; AssertionError where a request says what it would not say alone, or anything is left over."""
     draw = random.Random(seed)
     asked = asks(draw, count)
+    below = None
+    if cache_folder is not None:  # what earlier storms left there is of the same model: it may be found
+        below = Below(num_places=draw.choice([2, 4, 8]), num_files=draw.choice([10, 40]), folder=cache_folder)
     rig = Rig(
         model,
         pipelined=pipelined,
         late=late,
         num_slots=draw.choice([1, 3, 8, 40]) if offload else 0,
+        below=below,
         num_blocks=draw.choice([8, 9, 12, 16]),
         prefill_chunk_tokens=draw.choice([1, 7, 20, 48]),
         max_batched_tokens=draw.choice([3, 24, 64]),
@@ -280,7 +352,10 @@ def storm(model: Decoder, seed: int, *, pipelined: bool, late: bool, offload: bo
     _blow(rig, draw, asked)
     rig.finish()
     nobody_says_anything_else(rig, told_alone(model, asked))
+    hits = {counts.tier: counts.hits for counts in rig.scheduler.load().tiers}
     return Figures(
+        host_hits=hits.get("host", 0),
+        disk_hits=hits.get("disk", 0),
         preemptions=rig.num_preemptions,
         saved=rig.num_saved,
         loaded=rig.num_loaded,
