@@ -72,13 +72,13 @@ class Setup:
         ]
 
     def overrides(self) -> Mapping[str, Any]:
-        """Of the cluster's configuration: a pool for one prompt, host memory for three, a disk for all."""
+        """Of the cluster's configuration: a pool for one prompt, host memory for several, a disk for all."""
         return {
             "model.path": str(cached_model(self.shape)),
             "model.dtype": "bfloat16",
             "model.max_model_len": self.prompt_tokens + 2 * BLOCK_TOKENS,
             "engine.num_blocks": self.prompt_blocks + 4,
-            "engine.host_cache_bytes": 3 * self.prompt_blocks * self.block_bytes,
+            "engine.host_cache_bytes": 6 * self.prompt_blocks * self.block_bytes,
             "engine.disk_cache_bytes": (self.num_prompts + 1) * self.prompt_blocks * file_bytes(self.block_bytes),
             "engine.disk_cache_path": str(self.folder),
         }
@@ -184,7 +184,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.tiers", description="Time to first token by cache tier.")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="0.5b", help="model of this geometry")
     parser.add_argument("--tokens", type=int, default=2048, help="of each prompt")
-    parser.add_argument("--prompts", type=int, default=4, help="how many; medians are over them")
+    parser.add_argument("--prompts", type=int, default=3, help="how many; medians are over them")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; a temporary one when absent")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
     options = parser.parse_args()

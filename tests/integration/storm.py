@@ -16,10 +16,8 @@ from queue import SimpleQueue
 
 import torch
 
-from engine.block_file import cache_identity
 from engine.cache_tiers import TierSpec
-from engine.disk_store import DiskStore
-from engine.disk_tier import DiskSpec
+from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.eviction import POLICIES
 from engine.kv_cache import PagedKVCache
@@ -36,8 +34,8 @@ from engine.step_inputs import StepInputs
 from engine.tiers import HostTier
 from tandem.block_hash import BlockHasher
 from tandem.ids import RequestId
-from tandem.kv_layout import KVLayout
 from tandem.sampling import SamplingParams
+from tests.integration.storm_below import Below
 from tests.unit.engine import ledger
 from tests.unit.engine.paged_harness import random_tokens
 
@@ -103,32 +101,6 @@ class LateRunner(ModelRunner):
             step.found = [] if chosen is None else ComingTokens(self._queue, chosen).tokens()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Below:
-    """What there is below the pool."""
-
-    num_places: int = 0
-    num_files: int = 0
-    folder: Path | None = None
-
-    def open(self, layout: KVLayout, runner: ModelRunner) -> DiskStore | None:
-        if self.folder is None:
-            return None
-        identity = cache_identity(layout, secret=ledger.SECRET, computed_by=())
-        return DiskStore(self.folder, identity=identity, place=runner.blocks.place)
-
-    def spec(self, slots: range, runner: ModelRunner, disk: DiskStore | None) -> TierSpec | None:
-        if not slots:
-            return None
-        found = None if disk is None else disk.find(self.num_files)
-        return TierSpec(
-            slots=slots,
-            block_bytes=1,
-            copier=runner.blocks,
-            disk=None if disk is None else DiskSpec(port=disk, capacity=self.num_files, names=found.names),
-        )
-
-
 @dataclass(slots=True, kw_only=True)
 class Told:
     """What one request was told."""
@@ -167,17 +139,8 @@ class Rig:
         self.disk, self._landed = below.open(layout, runner), threading.Event()
         if self.disk is not None:
             self.disk.listen(self._landed.set)
-        self.scheduler = Scheduler(
-            config,
-            BlockHasher(ledger.SECRET),
-            tier=self.tier if num_slots else None,
-            block_bytes=1,
-            cache=below.spec(range(num_slots, num_slots + below.num_places), runner, self.disk),
-        )
-        if self.scheduler.offloading is not None:
-            self.scheduler.offloading.rates = CHEAP_COPY
-        if self.scheduler.tiers is not None:
-            self.scheduler.tiers.costs.rates = CHEAP_COPY
+        cache = below.spec(range(num_slots, num_slots + below.num_places), runner, self.disk)
+        self.scheduler = self._make_scheduler(config, cache)
         self._maker = threading.current_thread()
         self.now = 0.0
         self.told: dict[RequestId, Told] = {}
@@ -201,6 +164,16 @@ class Rig:
             clock=lambda: self.now,
             pipelined=pipelined,
         )
+
+    def _make_scheduler(self, config: EngineConfig, cache: TierSpec | None) -> Scheduler:
+        """With whatever it has below the pool next to free."""
+        tier = self.tier if self.tier.num_slots else None
+        made = Scheduler(config, BlockHasher(ledger.SECRET), tier=tier, block_bytes=1, cache=cache)
+        if made.offloading is not None:
+            made.offloading.rates = CHEAP_COPY
+        if made.tiers is not None:
+            made.tiers.costs.rates = CHEAP_COPY
+        return made
 
     def turn(self) -> bool:
         """What the engine's thread does in one; False when there was nothing to do."""
@@ -334,6 +307,7 @@ def storm(
     asked = asks(draw, count)
     below = None
     if cache_folder is not None:  # what earlier storms left there is of the same model: it may be found
+        asked = draw.sample(3 * asked, 3 * count)  # most are asked again when others have pushed them down
         below = Below(num_places=draw.choice([2, 4, 8]), num_files=draw.choice([10, 40]), folder=cache_folder)
     rig = Rig(
         model,

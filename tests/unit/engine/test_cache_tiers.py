@@ -1,5 +1,6 @@
 """Cached blocks go down and come up in a real engine, and no token tells: pool, host memory, disk, restart."""
 
+import asyncio
 import logging
 import queue
 import threading
@@ -14,6 +15,7 @@ import pytest
 from engine.assembly import EngineParts, EngineSpec, assemble
 from engine.block_file import SUFFIX
 from engine.engine import Engine
+from engine.host import EngineHost
 from engine.preemption import MeasuredRates
 from engine.request import Request
 from engine.step import StepOutput
@@ -28,6 +30,7 @@ from tests.unit.engine.test_assembly import SPEC
 
 WAIT_S = 60.0
 BLOCK = 16
+ROOT = root_hash(secret=SPEC.secret, model_fingerprint="tiers")
 CHEAP_COPY = MeasuredRates(prefill_tokens_per_s=1.0, offload_bytes_per_s=1e12, load_bytes_per_s=1e12)
 DEAR_COPY = MeasuredRates(prefill_tokens_per_s=1e12, offload_bytes_per_s=1.0, load_bytes_per_s=1.0)
 
@@ -95,7 +98,7 @@ class Serving:
             token_ids=array("i", prompt),
             num_prompt_tokens=len(prompt),
             params=SamplingParams(max_tokens=num_tokens, ignore_eos=True),
-            hash_root=root_hash(secret=SPEC.secret, model_fingerprint="tiers"),
+            hash_root=ROOT,
         )
 
     def run(self, request: Request) -> list[int]:
@@ -313,3 +316,43 @@ def test_sizes_that_cannot_work_are_refused(sizes, tmp_path):
         assemble(replace(spec, disk_cache_path=None))
     with pytest.raises(ConfigError, match=r"needs engine\.host_cache_bytes"):
         assemble(replace(spec, host_cache_bytes=0))
+
+
+async def test_a_worker_that_stops_leaves_its_cache_to_the_next(sizes, tmp_path):
+    spec = tiny(sizes, host=12, disk=40, path=tmp_path)
+    told: list[int] = []
+    for expected_hits in (0, 6):
+        parts = assemble(spec)
+        failed: list[BaseException] = []
+        host = EngineHost(parts, on_fatal=failed.append)
+        over = asyncio.Event()
+
+        def on_output(output: StepOutput, over: asyncio.Event = over) -> None:
+            told.extend(event.num_cached_tokens for event in output.events if event.finish_reason is not None)
+            if any(event.finish_reason is not None for event in output.events):
+                over.set()
+
+        host.start(on_output=on_output, ports=tuple)
+        request = Request(
+            request_id=RequestId("r"),
+            token_ids=array("i", prompt(1)),
+            num_prompt_tokens=100,
+            params=SamplingParams(max_tokens=2, ignore_eos=True),
+            hash_root=ROOT,
+        )
+        await host.call(lambda scheduler, request=request: scheduler.add(request))
+        async with asyncio.timeout(WAIT_S):
+            await over.wait()
+        await host.stop()
+        assert not failed
+        assert parts.scheduler.load().tiers[1].hits == expected_hits
+    assert told == [0, 96]
+
+
+def test_what_no_time_is_left_for_is_not_kept(sizes, tmp_path):
+    with serving(tiny(sizes, host=12, disk=40, path=tmp_path)) as served:
+        served.ask(prompt(1))
+        served.engine.stop(WAIT_S)
+        keep_cached(served.parts.scheduler.tiers, served.parts.disk, timeout_s=0.0)
+        served.parts.disk._writer.submit(bool).result(WAIT_S)
+        assert 0 < len(list(tmp_path.rglob(f"*{SUFFIX}"))) <= 3, "a quarter of the places"
