@@ -56,6 +56,8 @@ class _Wait:
 
     until_s: float
     outstanding: set[BlockHash] = field(default_factory=set)
+    is_told: bool = False
+    """Its end was told to who sleeps meanwhile."""
 
 
 class CacheTiers:
@@ -262,8 +264,15 @@ class CacheTiers:
         return wait
 
     def patience_s(self, now: float) -> float | None:
-        """How long until somebody has waited long enough for the disk; None when nobody waits."""
-        ends = [wait.until_s for wait in self._waits.values() if wait.outstanding]
+        """How long until somebody has waited long enough for the disk; None when nobody waits.
+
+        An end that is here is told once: who has waited may be behind others who find no room for long.
+        """
+        ends: list[float] = []
+        for wait in self._waits.values():
+            if wait.outstanding and not wait.is_told:
+                ends.append(wait.until_s)
+                wait.is_told = wait.until_s <= now
         return max(0.0, min(ends) - now) if ends else None
 
     def reach(self, request: Request, num_found_blocks: int, *, between_steps: bool = False) -> int:

@@ -35,7 +35,7 @@ from engine.tiers import HostTier
 from tandem.block_hash import BlockHasher
 from tandem.ids import RequestId
 from tandem.sampling import SamplingParams
-from tests.integration.storm_below import Below
+from tests.integration.storm_below import NOTHING, Below
 from tests.unit.engine import ledger
 from tests.unit.engine.paged_harness import random_tokens
 
@@ -119,10 +119,9 @@ class Rig:
         pipelined: bool,
         late: bool = False,
         num_slots: int = 0,
-        below: Below | None = None,
+        below: Below = NOTHING,
         **limits: object,
     ) -> None:
-        below = below or Below()
         config = ledger.config(max_model_len=LIMIT, eos_token_ids=frozenset({EOS}), **limits)
         layout = kv_layout(
             model.config, fingerprint=model.fingerprint, dtype=str(model.dtype)[6:], block_size=config.block_size
@@ -136,9 +135,8 @@ class Rig:
         self.poisoned: set[RequestId] = set()
         runner._sampler = Poison(runner._sampler, self.poisoned)  # type: ignore[assignment]
         self.tier = HostTier(num_slots)
-        self.disk, self._landed = below.open(layout, runner), threading.Event()
-        if self.disk is not None:
-            self.disk.listen(self._landed.set)
+        self._landed = threading.Event()
+        self.disk = below.open(layout, runner, self._landed)
         cache = below.spec(range(num_slots, num_slots + below.num_places), runner, self.disk)
         self.scheduler = self._make_scheduler(config, cache)
         self._maker = threading.current_thread()
@@ -305,7 +303,7 @@ def storm(
     """One of them; AssertionError where a request says what it would not say alone, or anything is left over."""
     draw = random.Random(seed)
     asked = asks(draw, count)
-    below = None
+    below = NOTHING
     if cache_folder is not None:  # what earlier storms left there is of the same model: it may be found
         asked = draw.sample(3 * asked, 3 * count)  # most are asked again when others have pushed them down
         below = Below(num_places=draw.choice([2, 4, 8]), num_files=draw.choice([10, 40]), folder=cache_folder)

@@ -1,5 +1,6 @@
 """What a storm's engine has below its pool: places in host memory, and files that another storm may have left."""
 
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +21,13 @@ class Below:
     num_files: int = 0
     folder: Path | None = None
 
-    def open(self, layout: KVLayout, runner: ModelRunner) -> DiskStore | None:
+    def open(self, layout: KVLayout, runner: ModelRunner, landed: threading.Event) -> DiskStore | None:
         if self.folder is None:
             return None
         identity = cache_identity(layout, secret=ledger.SECRET, computed_by=())
-        return DiskStore(self.folder, identity=identity, place=runner.blocks.place)
+        store = DiskStore(self.folder, identity=identity, place=runner.blocks.place)
+        store.listen(landed.set)
+        return store
 
     def spec(self, slots: range, runner: ModelRunner, disk: DiskStore | None) -> TierSpec | None:
         if not slots:
@@ -36,3 +39,6 @@ class Below:
             copier=runner.blocks,
             disk=None if disk is None else DiskSpec(port=disk, capacity=self.num_files, names=found.names),
         )
+
+
+NOTHING = Below()

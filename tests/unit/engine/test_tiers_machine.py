@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.cache_tiers import TierSpec
+from engine.cache_tiers import CacheTiers, TierSpec
 from engine.config import EngineConfig
 from engine.disk_tier import DiskSpec
 from engine.eviction import POLICIES
@@ -18,6 +18,7 @@ from engine.kv_events import Cleared, Evicted, Stored
 from engine.preemption import MeasuredRates
 from engine.request import RequestState
 from engine.scheduler import Scheduler
+from engine.tier_costs import MAX_WAIT_S
 from tandem.block_hash import BlockHasher
 from tandem.ids import BlockHash
 from tests.unit.engine import ledger
@@ -207,3 +208,27 @@ def test_whatever_happens_below_nobody_says_anything_else(machine, count):
         seen[f"{tier}.{name}"] for tier in ("host", "disk") for name in ("hits", "misses", "stores", "evictions")
     )
     assert all(seen[name] for name in ("disk.damaged", "disk.dropped", "disk.late", "host.dropped"))
+
+
+def test_nobody_is_woken_again_and_again_for_a_wait_that_is_over():
+    """Whose patience has ended while others, before them, find no room: the engine sleeps."""
+    sched, runner = ledger.scheduler(), ledger.LedgerRunner()
+    disk = SlowDisk(host=runner.host, capacity=9)
+    request = ledger.request(range(40))
+    found = sched.blocks.match(request)
+    names = [sched.blocks.name(request, i) for i in range(2)]
+    below = DiskSpec(port=disk, capacity=9, names=names)
+    tiers = CacheTiers(sched.blocks, TierSpec(slots=range(8), block_bytes=BLOCK_BYTES, copier=runner, disk=below))
+    tiers.costs.rates = CHEAP_COPY
+    assert tiers.patience_s(0.0) is None
+    assert tiers.must_wait(request, found.num_blocks, 0.0)
+    assert 0.0 < tiers.patience_s(0.5) <= MAX_WAIT_S
+    assert tiers.patience_s(9.0) == 0.0
+    assert tiers.patience_s(9.0) is None
+    assert not tiers.must_wait(request, found.num_blocks, 9.0)
+    assert tiers.counts()[1].late == 1
+    disk.work()
+    tiers.collect()
+    tiers.check_invariants()
+    tiers.drop(request.request_id)
+    assert tiers.counts()[1].num_blocks == 0, "there never were such files"
