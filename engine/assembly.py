@@ -184,7 +184,7 @@ def _parts(
         tp_size=size,
         kv_dtype=spec.kv_dtype,
     )
-    slots = host_slots(_tier_sizes(spec), layout)
+    slots = host_slots(_tier_sizes(spec), layout, free_bytes=free_memory_bytes())
     budget = _budget(model, layout, spec, ranks, limit_bytes, tightest.weights_bytes, slots.num_slots)
     memory = pool(budget.kv_bytes * size) if pool is not None and device.type == "cpu" else None
     ranks.use_pool(layout, budget.num_blocks, memory, num_host_slots=slots.num_slots)

@@ -9,7 +9,6 @@ from engine.block_mover import BlockMover
 from engine.cache_tiers import CacheTiers, TierSpec
 from engine.disk_store import DiskStore, file_bytes
 from engine.disk_tier import DiskSpec
-from engine.free_memory import free_memory_bytes
 from tandem.errors import ConfigError
 from tandem.kv_layout import KVLayout
 
@@ -47,16 +46,15 @@ class HostSlots:
         return range(self.num_offload, self.num_slots)
 
 
-def host_slots(sizes: TierSizes, layout: KVLayout) -> HostSlots:
-    """The blocks, over all ranks, that the sizes hold. Raises ConfigError."""
+def host_slots(sizes: TierSizes, layout: KVLayout, *, free_bytes: int) -> HostSlots:
+    """The blocks, over all ranks, that the sizes hold. Raises ConfigError, also for more than is free on the host."""
     _check_disk(sizes, layout)
-    free = free_memory_bytes()
     for field, num_bytes in (("offload_bytes", sizes.offload_bytes), ("host_cache_bytes", sizes.host_cache_bytes)):
         if 0 < num_bytes < layout.worker_block_bytes:
             raise ConfigError(f"engine.{field} is {num_bytes}; one KV block takes {layout.worker_block_bytes}")
-        if num_bytes > free:
-            raise ConfigError(f"engine.{field} is {num_bytes}; {free} bytes of memory are free")
-        free -= num_bytes
+        if num_bytes > free_bytes:
+            raise ConfigError(f"engine.{field} is {num_bytes}; {free_bytes} bytes of memory are free")
+        free_bytes -= num_bytes
     return HostSlots(
         num_offload=sizes.offload_bytes // layout.worker_block_bytes,
         num_cache=sizes.host_cache_bytes // layout.worker_block_bytes,
