@@ -12,12 +12,13 @@ The cluster hears of a name as long as this worker can serve it from any tier: `
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from engine.block_manager import BlockManager
 from engine.block_moves import BlockLoad, BlockOffload
 from engine.disk_tier import DiskSpec, DiskTier
+from engine.disk_waits import DiskWaits
 from engine.eviction import Entry
 from engine.host_places import HostPlaces, Place, PlaceState
 from engine.kv_events import Evicted
@@ -50,16 +51,6 @@ class _Moves(NamedTuple):
     loads: list[Place]
 
 
-@dataclass(slots=True, kw_only=True)
-class _Wait:
-    """One request's patience with the disk."""
-
-    until_s: float
-    outstanding: set[BlockHash] = field(default_factory=set)
-    is_told: bool = False
-    """Its end was told to who sleeps meanwhile."""
-
-
 class CacheTiers:
     """One worker's second and third tier. Touched by the engine thread alone."""
 
@@ -77,7 +68,9 @@ class CacheTiers:
         self._moves = _Moves([], [])
         """Of the batch that is being planned, or of nobody yet."""
         self._launched: deque[_Moves] = deque()
-        self._waits: dict[RequestId, _Wait] = {}
+        self._waits = DiskWaits()
+        # More than there are places would be names that have left.
+        self._unwritten: deque[BlockHash] = deque(maxlen=max(1, len(spec.slots)))
 
     @property
     def capacity_blocks(self) -> int:
@@ -144,6 +137,8 @@ class CacheTiers:
         self._tally.stores += len(stores)
         for place in stores:
             self._host.filled(place)
+            if self._disk is not None and not place.is_forgotten:
+                self._unwritten.append(place.name)
 
     def _unpin(self, loads: Sequence[Place]) -> None:
         # Tails first: of a chain its beginning is then the last to be given up.
@@ -202,16 +197,23 @@ class CacheTiers:
         if self._disk is None:
             return
         for name in self._disk.collect():
-            for wait in self._waits.values():
-                wait.outstanding.discard(name)
+            self._waits.landed(name)
         while self._host.num_free + self._host.num_leaving < self._disk.max_writes:
             oldest = self._host.oldest()
             if oldest is None:
                 return
             if oldest.name in self._disk:
                 self._give_up(oldest)
-            elif not self._disk.write(oldest):
+            elif not self._disk.write(oldest, leaves=True):
                 return
+        self._write_ahead(self._disk)
+
+    def _write_ahead(self, disk: DiskTier) -> None:
+        """Copy what came last to disk while it has nothing better to do: then its place can be given up at once."""
+        while self._unwritten and disk.can_write:
+            place = self._host.get(self._unwritten.popleft())
+            if place is not None and place.state is PlaceState.READY and not place.num_pins and place.name not in disk:
+                disk.write(place, leaves=False)
 
     def must_wait(self, request: Request, num_found_blocks: int, now: float) -> bool:
         """Whether the request's next blocks are being read from disk, and it is worth waiting for them still.
@@ -220,17 +222,11 @@ class CacheTiers:
         """
         if self._disk is None:
             return False
-        wait = self._waits.get(request.request_id)
-        if wait is None:
-            wait = self._begin_wait(self._disk, request, num_found_blocks, now)
-            if wait is None:
-                return False
-        if wait.outstanding and now >= wait.until_s:
-            self._disk.tally.late += 1
-            wait.outstanding.clear()
-        return bool(wait.outstanding)
+        if request.request_id not in self._waits:
+            self._begin_wait(self._disk, request, num_found_blocks, now)
+        return request.request_id in self._waits and self._waits.goes_on(request.request_id, now)
 
-    def _begin_wait(self, disk: DiskTier, request: Request, found: int, now: float) -> _Wait | None:
+    def _begin_wait(self, disk: DiskTier, request: Request, found: int, now: float) -> None:
         run: list[Place] = []
         to_read: list[BlockHash] = []
         fetching: set[BlockHash] = set()
@@ -248,7 +244,7 @@ class CacheTiers:
         if to_read and not self.costs.prefers_fetch():
             to_read.clear()
         if not fetching and not to_read:
-            return None
+            return
         # What is here already must not make room for what follows it.
         for place in reversed(run):
             self._host.touch(place)
@@ -257,23 +253,13 @@ class CacheTiers:
                 break
             disk.fetch(name)
             fetching.add(name)
-        if not fetching:
-            return None
-        until_s = now + self.costs.patience_s(len(run) + len(to_read))
-        wait = self._waits[request.request_id] = _Wait(until_s=until_s, outstanding=fetching)
-        return wait
+        if fetching:
+            until_s = now + self.costs.patience_s(len(run) + len(to_read))
+            self._waits.begin(request.request_id, fetching, until_s=until_s)
 
     def patience_s(self, now: float) -> float | None:
-        """How long until somebody has waited long enough for the disk; None when nobody waits.
-
-        An end that is here is told once: who has waited may be behind others who find no room for long.
-        """
-        ends: list[float] = []
-        for wait in self._waits.values():
-            if wait.outstanding and not wait.is_told:
-                ends.append(wait.until_s)
-                wait.is_told = wait.until_s <= now
-        return max(0.0, min(ends) - now) if ends else None
+        """See DiskWaits."""
+        return self._waits.patience_s(now)
 
     def reach(self, request: Request, num_found_blocks: int, *, between_steps: bool = False) -> int:
         """Blocks after the request's prefix in the pool, just matched, that are in host memory and worth loading.
@@ -317,7 +303,7 @@ class CacheTiers:
 
     def drop(self, request_id: RequestId) -> None:
         """The request waits for nothing any more."""
-        self._waits.pop(request_id, None)
+        self._waits.drop(request_id)
 
     def _num_full(self, request: Request) -> int:
         return (request.num_tokens - 1) // self._blocks.block_size
@@ -357,7 +343,7 @@ class CacheTiers:
             self._copier.move_now((BlockOffload(block, place.slot),), ())
             self._filled([place])
         if place is not None and place.state is PlaceState.READY and not place.num_pins:
-            self._disk.write(place)
+            self._disk.write(place, leaves=False)
         return True
 
     @property
@@ -378,7 +364,7 @@ class CacheTiers:
             loaded_bytes=moved.loaded_bytes,
             load_s=moved.load_s,
         )
-        return (host,) if self._disk is None else (host, self._disk.counts())
+        return (host,) if self._disk is None else (host, replace(self._disk.counts(), late=self._waits.num_late))
 
     def check_invariants(self) -> None:
         """InvariantError unless bounds hold and every pin is a move's or the disk's; O(places), for audits."""

@@ -1,8 +1,9 @@
 """The third tier: what host memory gives up goes to disk, what is asked for comes back into host memory. Pure.
 
-A block is written from its place in host memory while nobody waits; the place is free when the copy is made. Only so
-many may be on their way (`max_writes`): when the disk is slower than that, what host memory needs the room of is lost,
-and counted. Before a block is read the caller has made room in host memory.
+A block is written from its place in host memory while nobody waits: soon after it came there, so that a burst of
+others finds places that can be given up at once, and at the latest before its place is to be free. Only so many may be
+on their way (`max_writes`): when the disk is slower than that, what host memory needs the room of is lost, and counted.
+Before a block is read the caller has made room in host memory.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -74,8 +75,8 @@ class DiskTier:
     def __iter__(self) -> Iterator[BlockHash]:
         return iter(self._index)
 
-    def write(self, place: Place) -> bool:
-        """Begin to copy a ready place, which then leaves; False when as many are on their way as may be."""
+    def write(self, place: Place, *, leaves: bool) -> bool:
+        """Begin to copy a ready place, which may leave then; False when as many are on their way as may be."""
         if not self.can_write:
             return False
         gone = self._index.begin(place.name)
@@ -85,7 +86,10 @@ class DiskTier:
             self.tally.evictions += 1
             self._port.delete(name)
             self._left(name)
-        self._host.leave(place)
+        if leaves:
+            self._host.leave(place)
+        else:
+            self._host.pin(place)
         self._port.write(place.name, place.slot)
         return True
 

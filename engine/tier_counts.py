@@ -55,7 +55,6 @@ class Tally:
     load_s: float = 0.0
     dropped: int = 0
     damaged: int = 0
-    late: int = 0
 
     def counts(self, tier: str, *, num_blocks: int, capacity_blocks: int) -> TierCounts:
         """The totals now."""
@@ -73,5 +72,4 @@ class Tally:
             load_s=self.load_s,
             dropped=self.dropped,
             damaged=self.damaged,
-            late=self.late,
         )
