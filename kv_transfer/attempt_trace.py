@@ -108,11 +108,10 @@ def begin_trace(tracer: Tracer, name: str, key: TransferKey, job: PrefillJob, no
         return None
     span.attributes.update(
         {
-            "tandem.request.id": job.request_id,
             "tandem.transfer.id": key.transfer_id,
             "tandem.transfer.attempt": key.attempt,
             "tandem.transfer.kind": "fetch" if job.fetch else "handoff",
-            "tandem.tokens": len(job.token_ids),
+            "tandem.tokens": job.num_tokens,
             "tandem.held_tokens": job.held_tokens,
         }
     )

@@ -13,6 +13,7 @@ from typing import Self
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from router.requests import ChoiceFinish
+from router.tier_metrics import TierMetrics
 from router.transfer_metrics import TransferMetrics
 from router.worker_view import WorkerSnapshot
 from tandem.errors import Code, ServingError
@@ -83,6 +84,8 @@ class RouterMetrics:
         )
         self._transfers = TransferMetrics()
         self.registry.register(self._transfers)
+        self._tiers = TierMetrics()
+        self.registry.register(self._tiers)
         self._prefix_blocks = Gauge("tandem_prefix_map_blocks", "Block names in the prefix map", registry=self.registry)
 
     def on_render(self, refresh: Callable[[], None]) -> None:
@@ -128,6 +131,7 @@ class RouterMetrics:
         self._requests.clear()
         self._kv_usage.clear()
         self._transfers.show(snapshots)
+        self._tiers.show(snapshots)
         for snapshot in snapshots:
             info, load = snapshot.info, snapshot.load
             worker = (info.key.worker_id, info.role.value)

@@ -31,6 +31,13 @@ class WorkerInfo:
     transports: frozenset[str] = frozenset()
     vocab_size: int = 0
     eos_token_ids: frozenset[int] = frozenset()
+    num_blocks_below: int = 0
+    """Room for cached blocks in host memory and on disk."""
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens whose KV may be cached on the worker, in its pool or below."""
+        return (self.num_blocks + self.num_blocks_below) * self.layout.block_size
 
     @property
     def pool_tokens(self) -> int:
@@ -51,6 +58,26 @@ class WorkerInfo:
         if self.transports and other.transports and not self.transports & other.transports:
             return f"transports: {sorted(self.transports)} here, {sorted(other.transports)} there"
         return agree(self.layout, other.layout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheTierLoad:
+    """One tier of a worker's cache below its pool: gauges of now, totals since the worker's start."""
+
+    tier: str
+    num_blocks: int
+    capacity_blocks: int
+    hits: int
+    misses: int
+    stores: int
+    evictions: int
+    stored_bytes: int
+    store_s: float
+    loaded_bytes: int
+    load_s: float
+    dropped: int
+    damaged: int
+    late: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +139,7 @@ class WorkerLoad:
     decode_step_s: float = 0.0
     kv_bytes_per_s: float = 0.0
     num_quarantined_blocks: int = 0
+    cache_tiers: tuple[CacheTierLoad, ...] = ()
     transfers: TransferReport | None = None
     """None of a worker that moves no KV, or has not told yet."""
 
