@@ -47,6 +47,9 @@ PURE = (
     "cluster.supervisor",
     "fabric.destinations",
     "fabric.cost",
+    "kv_transfer.attempt_trace",
+    "kv_transfer.stats",
+    "tandem.tracing",
 )
 IMPURE = ("torch", "triton", "grpc", "redis", "asyncio", "opentelemetry")
 
