@@ -17,7 +17,8 @@ class Outcome(Enum):
     EXPIRED = "expired"
     """By the end of a lease or a deadline here."""
     CANCELLED = "cancelled"
-    """Nobody wanted it any more; at the sender, whatever made the receiver give it up."""
+    """Nobody wanted it any more. The sender sees only that the receiver gave it up, or, when a write was under way just
+    then, that the write failed: the receiver's count is the one that tells."""
 
 
 class EndKey(NamedTuple):

@@ -3,6 +3,7 @@
 The only module that imports OpenTelemetry; nothing imports it unless `telemetry.otlp_endpoint` is set.
 """
 
+import threading
 import time
 from collections.abc import Mapping
 
@@ -23,6 +24,7 @@ _BATCH = 512
 _PERIOD_MS = 500.0
 _TIMEOUT_S = 3.0
 """For one batch; then it is dropped."""
+_CLOSE_S = 3.0
 _NS = 1_000_000_000
 _READINGS = 3
 """Of both clocks, of which the closest pair counts: this thread may be interrupted between them."""
@@ -66,8 +68,11 @@ class OtlpSink:
         )
 
     def close(self) -> None:
-        """Send what is queued; takes some seconds when the receiver does not answer."""
-        self._processor.shutdown()  # type: ignore[no-untyped-call]
+        """Send what is queued, as far as the receiver takes it within _CLOSE_S. Blocks."""
+        # The SDK may try for half a minute, and a process that drains has less.
+        closing = threading.Thread(target=self._processor.shutdown, name="otlp-close", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)
 
 
 def _epoch_ns() -> int:

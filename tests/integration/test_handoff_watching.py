@@ -140,8 +140,8 @@ async def test_every_attempt_is_counted_by_how_it_ended_and_bytes_with_their_sec
     assert [side.live for side in report.sides] == [1, 1]
     pair.hub.cancel(left)
     pair.decode.end(left)
-    pair.prefill.owner.gate.set()
     await wait_for(lambda: not pair.prefill.hub.num_transfers)
+    pair.prefill.owner.gate.set()  # not before: a write that meets the revoked grant fails, and so would the attempt
 
     refused = begin(pair.hub, pair.decode, job("c", 300), pair.prefill.route(1))
     await pair.decode.until(refused, lambda r: r.errors)

@@ -1,21 +1,38 @@
 """A decode worker's part of a request's trace."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 
 import pytest
 
 from decode_worker.worker import DecodeWorker
 from engine.host import EngineHost
+from engine.step import StepOutput
 from tandem.errors import TransferError
 from tandem.tracing import MAX_TEXT_CHARS
 from tandem.v1 import session_pb2 as pb
 from tests.spans import CLIENT, Kept, keeping
 from tests.unit.calls import calls_into
-from tests.unit.decode_worker.test_worker import IDENTITY, LENGTH, PROMPT, TRANSFER, Bench, expected, route_pb, told
+from tests.unit.decode_worker.test_worker import IDENTITY, LENGTH, PROMPT, TRANSFER, expected, route_pb, told
+from tests.unit.decode_worker.test_worker import Bench as WorkerBench
 from tests.unit.engine.ledger_host import parts
 
 TRACE = CLIENT.to_text()
+
+
+class Bench(WorkerBench):
+    """Counts what each step's news call of tracing."""
+
+    def __init__(self, host: EngineHost, worker: DecodeWorker) -> None:
+        super().__init__(host, worker)
+        self.steps: list[tuple[StepOutput, Counter[str]]] = []
+
+    def on_output(self, output: StepOutput) -> None:
+        with calls_into("tandem/tracing.py", "decode_worker/spans.py") as calls:
+            self.worker.on_output(output)
+        if output.events:
+            self.steps.append((output, calls))
 
 
 @pytest.fixture
@@ -25,8 +42,9 @@ async def traced() -> AsyncIterator[tuple[Bench, Kept]]:
     host = EngineHost(parts(), on_fatal=faults.append)
     async with asyncio.TaskGroup() as group:
         worker = DecodeWorker(IDENTITY, host, group, tracer)
-        host.start(on_output=worker.on_output, ports=tuple)
-        yield Bench(host, worker), kept
+        bench = Bench(host, worker)
+        host.start(on_output=bench.on_output, ports=tuple)
+        yield bench, kept
         await host.stop()
     assert not faults
 
@@ -101,14 +119,12 @@ async def test_refused_and_failed_tasks_say_why(traced: tuple[Bench, Kept]) -> N
 async def test_a_token_costs_a_trace_nothing(traced: tuple[Bench, Kept], trace: str | None) -> None:
     bench, kept = traced
     bench.submit(prefill=False, max_tokens=60, **({} if trace is None else {"trace": trace}))
-    files = ("tandem/tracing.py", "decode_worker/spans.py")
-    with calls_into(*files) as calls:
-        await rest(bench, 10)
-    assert calls["trace_own_prefill"] == 1
-    with calls_into(*files) as calls:
-        await rest(bench, 40)
-    assert not calls
-    await rest(bench, 10)
+    await rest(bench, 60)
+    calls = [calls for _, calls in bench.steps]
+    assert len(calls) == 60
+    assert calls[0]["trace_own_prefill"] == 1
+    assert calls[-1]["end_span"] == 1
+    assert not any(calls[2:-1]), "no call, so nothing allocated"
     assert bool(kept.spans) == (trace is not None)
 
 
