@@ -1,0 +1,51 @@
+"""A payload in pieces: what one system call is asked to move while a lock is held, and one checksum call finds hot."""
+
+from collections.abc import Iterable, Iterator
+
+from kv_transfer import checksum
+
+MAX_VIEWS = 1024
+"""Most buffers that the kernel takes in one call (IOV_MAX)."""
+
+Piece = list[memoryview]
+
+
+def pieces(views: Iterable[memoryview], piece_bytes: int) -> Iterator[Piece]:
+    """The same bytes in order, in groups of at most `piece_bytes` and MAX_VIEWS views."""
+    piece: Piece = []
+    room = piece_bytes
+    for whole in views:
+        view = whole
+        while (size := len(view)) >= room:
+            piece.append(view[:room])
+            yield piece
+            view, piece, room = view[room:], [], piece_bytes
+        if size:
+            piece.append(view)
+            room -= size
+            if len(piece) == MAX_VIEWS:
+                yield piece
+                piece, room = [], piece_bytes
+    if piece:
+        yield piece
+
+
+def take(piece: Piece, count: int, value: int) -> int:
+    """Drop the first `count` bytes, which have just been moved; returns their CRC-32, going on from `value`."""
+    crc32 = checksum.crc32
+    if len(piece) == 1 and count == len(piece[0]):
+        return crc32(piece.pop(), value)
+    num_whole = 0
+    for view in piece:
+        size = len(view)
+        if count < size:
+            break
+        value = crc32(view, value)
+        count -= size
+        num_whole += 1
+    if count:
+        view = piece[num_whole]
+        value = crc32(view[:count], value)
+        piece[num_whole] = view[count:]
+    del piece[:num_whole]
+    return value
