@@ -6,7 +6,7 @@ import sys
 import time
 from contextlib import AsyncExitStack, suppress
 
-from decode_worker.config import engine_spec, transfer_settings
+from decode_worker.config import engine_spec, tcp_settings, transfer_settings
 from decode_worker.worker import DecodeWorker
 from engine.assembly import EngineParts, assemble
 from engine.host import EngineHost
@@ -16,6 +16,7 @@ from kv_transfer.receiver_link import Dialer
 from kv_transfer.region import KVRegion
 from kv_transfer.transports.catalogue import open_receivers
 from kv_transfer.transports.shared_pool import SharedPool
+from kv_transfer.transports.tcp_settings import TcpSettings
 from tandem.config import ClusterConfig
 from tandem.ids import WorkerId
 from tandem.model_path import model_name
@@ -35,6 +36,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
     started_s = time.monotonic()
     host_name, port = listen_address(config.decode, "decode", index)
     auth = ClusterAuth(cluster_secret(config))
+    tcp = tcp_settings(config)
     parts = await asyncio.to_thread(assemble, engine_spec(config), pool=SharedPool)
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
@@ -52,7 +54,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         sessions = WorkerSessions(worker)
         host.start(on_output=worker.on_output, ports=lambda: sessions.ports)
         stack.push_async_callback(host.stop)
-        await _with_handoffs(stack, worker, parts, config)
+        await _with_handoffs(stack, worker, parts, config, tcp)
         add_WorkerServicer_to_server(sessions, server)  # type: ignore[no-untyped-call]
         await server.start()
         stack.push_async_callback(server.stop, 0.5)
@@ -69,7 +71,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
 
 
 async def _with_handoffs(
-    stack: AsyncExitStack, worker: DecodeWorker, parts: EngineParts, config: ClusterConfig
+    stack: AsyncExitStack, worker: DecodeWorker, parts: EngineParts, config: ClusterConfig, tcp: TcpSettings
 ) -> None:
     """Let prompts be computed elsewhere, where the KV pool is host memory that peers can reach."""
     memory = parts.kv_memory()
@@ -79,7 +81,7 @@ async def _with_handoffs(
     region = KVRegion.of(memory, parts.layout, fd=parts.pool.fd)
     # Bytes come in where orders do: whoever can reach this worker can reach both.
     kv_host = worker.identity.address.rpartition(":")[0].strip("[]")
-    receivers = open_receivers(region, choice=config.transfer.transport, host=kv_host)
+    receivers = open_receivers(region, choice=config.transfer.transport, host=kv_host, tcp=tcp)
     hub = ReceiverHub(
         LocalWorker(
             worker_id=worker.identity.worker_id,

@@ -13,7 +13,7 @@ from kv_transfer.region import KVRegion
 from kv_transfer.sender_hub import SenderHub
 from kv_transfer.transports.catalogue import open_senders
 from kv_transfer.transports.shared_pool import SharedPool
-from prefill_worker.config import engine_spec, transfer_settings
+from prefill_worker.config import engine_spec, tcp_settings, transfer_settings
 from prefill_worker.worker import PrefillWorker
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
@@ -35,6 +35,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
     started_s = time.monotonic()
     host_name, port = listen_address(config.prefill, "prefill", index)
     auth = ClusterAuth(cluster_secret(config))
+    tcp = tcp_settings(config)
     # One rank's pool may lie anywhere; several ranks share theirs, so that this process can send all of it.
     pool = SharedPool if config.prefill.tensor_parallel_size > 1 else None
     parts = await asyncio.to_thread(assemble, engine_spec(config), pool=pool)
@@ -42,7 +43,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
     if memory is None:
         raise ConfigError("engine.device: hand-offs from CUDA memory are not built yet; a prefill worker runs on cpu")
     region = KVRegion.of(memory, parts.layout)
-    senders = open_senders(region, choice=config.transfer.transport)
+    senders = open_senders(region, choice=config.transfer.transport, tcp=tcp)
     async with AsyncExitStack() as stack:
         if parts.pool is not None:
             stack.callback(parts.pool.close)

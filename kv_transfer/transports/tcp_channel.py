@@ -17,6 +17,12 @@ from tandem.errors import TransferError
 class Channel(Protocol):
     """A stream of bytes both ways. Every method may raise OSError."""
 
+    def first_byte(self, timeout_s: float) -> int | None:
+        """What the peer begins with, which stays to be read; None when it has ended. Raises TransferError if late."""
+
+    def say_plainly(self, data: bytes) -> None:
+        """Send a few bytes as they are before anything else, to whoever speaks otherwise than was expected."""
+
     @property
     def piece_bytes(self) -> int:
         """How much to ask for at once: bounds the time in one call."""
@@ -54,6 +60,15 @@ class PlainChannel:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._readable = waiter(sock, POLLIN)
         self._writable = waiter(sock, POLLOUT)
+
+    def first_byte(self, timeout_s: float) -> int | None:
+        """See Channel."""
+        self._readable(timeout_s)
+        return peek(self._sock)
+
+    def say_plainly(self, data: bytes) -> None:
+        """See Channel."""
+        self._sock.send(data)
 
     def receive(self, piece: Piece) -> int | None:
         """See Channel."""
@@ -102,6 +117,12 @@ def waiter(sock: socket.socket, mask: int) -> Callable[[float | None], None]:
             raise TransferError("the peer stalled in the middle of a frame")
 
     return wait
+
+
+def peek(sock: socket.socket) -> int | None:
+    """The next byte of a socket that has one, whatever cipher may have to be put on it; None at the end."""
+    seen = socket.socket.recv(sock, 1, socket.MSG_PEEK)
+    return seen[0] if seen else None
 
 
 def hang_up(sock: socket.socket) -> None:

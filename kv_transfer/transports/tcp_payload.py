@@ -34,7 +34,7 @@ class Payloads:
     def of(
         self, source: PlacedCells, cells: CellRange, reading: Callable[[], AbstractContextManager[None]]
     ) -> Outgoing:
-        """The payload of `cells`; `reading` is entered around each conversion. Raises TransferError for no such cells."""
+        """Of `cells`; `reading` is entered around each conversion. Raises TransferError for cells not held."""
         if not self._departure.converts:
             views = self._departure.views(source, cells)
             return Outgoing(num_bytes=sum(map(len, views)), parts=iter((views,)))

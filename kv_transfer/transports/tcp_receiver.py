@@ -20,7 +20,7 @@ from kv_transfer.transports.grants import TOKEN_BYTES, GrantTable
 from kv_transfer.transports.tcp_channel import Channel, PlainChannel, hang_up
 from kv_transfer.transports.tcp_inbound import Inbound, Peer, answer, next_header
 from kv_transfer.transports.tcp_settings import MAX_STREAMS, NAME, PLAIN, TcpSettings
-from kv_transfer.transports.tcp_tls import TlsChannel, refused_in_clear
+from kv_transfer.transports.tcp_tls import TlsChannel
 from kv_transfer.transports.tcp_wire import Kind
 from tandem.errors import TransferError
 
@@ -58,9 +58,8 @@ class TcpReceiver:
     def offer(self) -> TransportOffer:
         """See KVReceiver."""
         host, port = self._address
-        advert = {"host": host, "port": port, "secret": self._secret.hex()}
-        if self._settings.tls is not None:
-            advert["tls"] = self._settings.tls.fingerprint.hex()
+        tls = self._settings.tls.fingerprint.hex() if self._settings.tls is not None else ""
+        advert = {"host": host, "port": port, "tls": tls, "secret": self._secret.hex()}
         return TransportOffer(name=NAME, advert=json.dumps(advert).encode(), host_id="")
 
     def open_grant(self, key: TransferKey, landing: Landing) -> bytes:
@@ -132,8 +131,9 @@ class TcpReceiver:
     def _serve(self, channel: Channel) -> None:
         name, peer = 0, Peer()
         try:
-            self._secure(channel)
-            name, peer = self._greet(channel)
+            deadline_s = time.monotonic() + self._settings.stall_s
+            self._secure(channel, deadline_s)
+            name, peer = self._greet(channel, deadline_s)
             Inbound(channel, peer, self._grants, stall_s=self._settings.stall_s).run()
         except (OSError, TransferError) as error:
             log.info("tcp sender dropped: %s", error)
@@ -147,18 +147,20 @@ class TcpReceiver:
                 channel.hang_up()
                 channel.close()
 
-    def _secure(self, channel: Channel) -> None:
-        """Finish a TLS handshake, where TLS is spoken."""
-        if not isinstance(channel, TlsChannel):
-            return
-        deadline_s = time.monotonic() + self._settings.stall_s
-        refusal = tcp_wire.pack_answer(Kind.NEEDS_TLS, 0)
-        if refused_in_clear(channel, refusal, deadline_s, first_byte=tcp_wire.TLS_HANDSHAKE):
-            raise TransferError("the sender speaks no TLS, and transfer.tls is set here")
-        channel.shake_hands(deadline_s)
+    def _secure(self, channel: Channel, deadline_s: float) -> None:
+        """Tell whoever speaks TLS here from who does not, which is wrong for one of them; finish its handshake."""
+        first = channel.first_byte(_left_s(deadline_s))
+        if first is not None and (first == tcp_wire.TLS_HANDSHAKE) != isinstance(channel, TlsChannel):
+            if isinstance(channel, TlsChannel):
+                channel.say_plainly(tcp_wire.pack_answer(Kind.NEEDS_TLS, 0))
+                raise TransferError("the sender speaks no TLS, and transfer.tls is set here")
+            channel.say_plainly(tcp_wire.TLS_ALERT)
+            raise TransferError("the sender speaks TLS, and transfer.tls is not set here")
+        if isinstance(channel, TlsChannel):
+            channel.shake_hands(deadline_s)
 
-    def _greet(self, channel: Channel) -> tuple[int, Peer]:
-        header = next_header(channel, within_s=self._settings.stall_s)
+    def _greet(self, channel: Channel, deadline_s: float) -> tuple[int, Peer]:
+        header = next_header(channel, within_s=_left_s(deadline_s))
         if header is None or header.kind is not Kind.HELLO or not hmac.compare_digest(header.token, self._secret):
             raise TransferError("no HELLO, or a wrong secret")
         name = header.write_id
@@ -182,3 +184,7 @@ class TcpReceiver:
             del self._peers[name]
         for channel in peer.channels:
             channel.hang_up()
+
+
+def _left_s(deadline_s: float) -> float:
+    return max(0.0, deadline_s - time.monotonic())

@@ -20,6 +20,7 @@ from kv_transfer.transports.tcp_channel import Channel, PlainChannel, receive_ex
 from kv_transfer.transports.tcp_payload import Payloads
 from kv_transfer.transports.tcp_settings import NAME, PLAIN, STALL_S, TcpSettings
 from kv_transfer.transports.tcp_stream import TcpStream
+from kv_transfer.transports.tcp_tls import tls_reason
 from kv_transfer.transports.tcp_wire import Header, Kind
 from tandem.errors import TransferError
 
@@ -115,7 +116,7 @@ class TcpSender:
         except (OSError, TransferError) as error:
             for channel in channels:
                 channel.close()
-            reason = f"TLS: {error.reason}" if isinstance(error, ssl.SSLError) and error.reason else error
+            reason = tls_reason(error) if isinstance(error, ssl.SSLError) else error
             raise TransferError(f"tcp {advert.host}:{advert.port}: {reason}") from None
         return TcpWriter(self._region, channels, pairing, stall_s=self._settings.stall_s)
 
@@ -141,7 +142,12 @@ class TcpSender:
 def _greet(channel: Channel, secret: bytes, name: int, deadline_s: float) -> None:
     left_s = max(0.0, deadline_s - time.monotonic())
     hello = Header(kind=Kind.HELLO, write_id=name, token=secret, cells=tcp_wire.NO_CELLS, payload_bytes=0)
-    send_exactly(channel, tcp_wire.pack_header(hello), stall_s=left_s)
+    try:
+        send_exactly(channel, tcp_wire.pack_header(hello), stall_s=left_s)
+    except OSError:
+        # Whoever refuses our certificate says so after our half of the handshake: this raises what was said.
+        channel.receive([memoryview(bytearray(1))])
+        raise
     data = receive_exactly(channel, tcp_wire.ANSWER_BYTES, within_s=left_s)
     answer = None if data is None else tcp_wire.unpack_answer(data)
     if answer == (Kind.NEEDS_TLS, 0):
@@ -157,9 +163,9 @@ def _parse(data: bytes) -> _Advert:
             host=str(fields["host"]),
             port=int(fields["port"]),
             secret=bytes.fromhex(fields["secret"]),
-            fingerprint=bytes.fromhex(fields.get("tls", "")),
+            fingerprint=bytes.fromhex(fields["tls"]),
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError):
         raise TransferError("not an advert of the tcp transport") from None
     if len(advert.secret) != TOKEN_BYTES:
         raise TransferError("not an advert of the tcp transport")

@@ -1,8 +1,9 @@
 """How a worker's `tcp` ends are opened."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from kv_transfer.transports.tcp_tls import TlsIdentity
+from kv_transfer.transports.tcp_tls import TlsFiles, TlsIdentity
 
 NAME = "tcp"
 STALL_S = 5.0
@@ -27,3 +28,8 @@ class TcpSettings:
 
 
 PLAIN = TcpSettings()
+
+
+def open_identity(*, cert: str, key: str, ca: str) -> TlsIdentity:
+    """From paths of PEM files. Raises ConfigError."""
+    return TlsIdentity(TlsFiles(cert=Path(cert), key=Path(key), ca=Path(ca)))

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from select import POLLIN, POLLOUT
 
-from kv_transfer.transports.tcp_channel import hang_up, waiter
+from kv_transfer.transports.tcp_channel import hang_up, peek, waiter
 from kv_transfer.transports.tcp_pieces import Piece
-from tandem.errors import ConfigError, TransferError
+from tandem.errors import ConfigError
 
 _FLIGHTS = 4
 """More than a handshake has."""
@@ -104,14 +104,13 @@ class TlsChannel:
             except ssl.SSLWantWriteError:
                 self._reading[POLLOUT](left_s)
 
-    def first_byte(self, deadline_s: float) -> int | None:
-        """What the peer begins with, which stays to be read; None when it has ended. Raises as `shake_hands` does."""
-        self._reading[POLLIN](max(0.0, deadline_s - time.monotonic()))
-        seen = socket.socket.recv(self._sock, 1, socket.MSG_PEEK)
-        return seen[0] if seen else None
+    def first_byte(self, timeout_s: float) -> int | None:
+        """See Channel."""
+        self._reading[POLLIN](timeout_s)
+        return peek(self._sock)
 
     def say_plainly(self, data: bytes) -> None:
-        """Send `data` in the clear, before any handshake, to whoever speaks no TLS. Raises OSError."""
+        """See Channel."""
         socket.socket.send(self._sock, data)
 
     def peer_fingerprint(self) -> bytes:
@@ -186,15 +185,13 @@ class TlsChannel:
         self._sock.close()
 
 
-def refused_in_clear(channel: TlsChannel, answer: bytes, deadline_s: float, *, first_byte: int) -> bool:
-    """Whether the peer does not begin with `first_byte`, as TLS does; it is sent `answer` then. Raises OSError."""
-    seen = channel.first_byte(deadline_s)
-    if seen is None:
-        raise TransferError("the peer ended before it said anything")
-    if seen == first_byte:
-        return False
-    channel.say_plainly(answer)
-    return True
+def tls_reason(error: ssl.SSLError) -> str:
+    """Why a handshake failed, for people."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the peer's certificate is refused: {error.verify_message}"
+    if error.reason == "TLSV1_ALERT_PROTOCOL_VERSION":
+        return "the peer speaks no TLS 1.3, and transfer.tls is set here"
+    return f"TLS: {error.reason or error}"
 
 
 def _ready(sock: socket.socket) -> socket.socket:

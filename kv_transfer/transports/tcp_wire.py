@@ -71,8 +71,6 @@ def pack_header(header: Header) -> bytes:
 
 def unpack_header(data: bytes) -> Header:
     """A header from HEADER_BYTES bytes. Raises TransferError."""
-    if data[0] == TLS_HANDSHAKE:
-        raise TransferError("the sender speaks TLS, and transfer.tls is not set here")
     magic, version, kind, write_id, token, *box, payload_bytes = _HEADER.unpack(_unsealed(data))
     if magic != _MAGIC or version != VERSION or kind not in FRAMES:
         raise TransferError("not a frame of the tcp transport")
