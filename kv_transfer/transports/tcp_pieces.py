@@ -15,17 +15,17 @@ def pieces(views: Iterable[memoryview], piece_bytes: int) -> Iterator[Piece]:
     piece: Piece = []
     room = piece_bytes
     for whole in views:
-        view = whole
-        while (size := len(view)) >= room:
+        view, size = whole, len(whole)
+        while size > room:
             piece.append(view[:room])
             yield piece
-            view, piece, room = view[room:], [], piece_bytes
-        if size:
-            piece.append(view)
-            room -= size
-            if len(piece) == MAX_VIEWS:
-                yield piece
-                piece, room = [], piece_bytes
+            view, size = view[room:], size - room
+            piece, room = [], piece_bytes
+        piece.append(view)
+        room -= size
+        if not room or len(piece) == MAX_VIEWS:
+            yield piece
+            piece, room = [], piece_bytes
     if piece:
         yield piece
 
@@ -33,19 +33,22 @@ def pieces(views: Iterable[memoryview], piece_bytes: int) -> Iterator[Piece]:
 def take(piece: Piece, count: int, value: int) -> int:
     """Drop the first `count` bytes, which have just been moved; returns their CRC-32, going on from `value`."""
     crc32 = checksum.crc32
-    if len(piece) == 1 and count == len(piece[0]):
-        return crc32(piece.pop(), value)
-    num_whole = 0
+    if count == sum(map(len, piece)):
+        for view in piece:
+            value = crc32(view, value)
+        piece.clear()
+        return value
+    left, num_whole = count, 0
     for view in piece:
         size = len(view)
-        if count < size:
+        if left < size:
             break
         value = crc32(view, value)
-        count -= size
+        left -= size
         num_whole += 1
-    if count:
+    if left:
         view = piece[num_whole]
-        value = crc32(view[:count], value)
-        piece[num_whole] = view[count:]
+        value = crc32(view[:left], value)
+        piece[num_whole] = view[left:]
     del piece[:num_whole]
     return value

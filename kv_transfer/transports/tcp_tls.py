@@ -120,22 +120,23 @@ class TlsChannel:
     def receive(self, piece: Piece) -> int | None:
         """See Channel."""
         received = 0
-        for view in piece:
-            filled = 0
-            while filled < len(view):
-                try:
-                    with self._lock:
+        try:
+            with self._lock:
+                for view in piece:
+                    filled = 0
+                    while filled < len(view):
+                        # One record at most.
                         count = self._sock.recv_into(view[filled:])
-                except ssl.SSLWantReadError:
-                    self._reading_needs = POLLIN
-                    return received or None
-                except ssl.SSLWantWriteError:
-                    self._reading_needs = POLLOUT
-                    return received or None
-                if not count:
-                    return received
-                filled += count
-                received += count
+                        if not count:
+                            return received
+                        filled += count
+                        received += count
+        except ssl.SSLWantReadError:
+            self._reading_needs = POLLIN
+            return received or None
+        except ssl.SSLWantWriteError:
+            self._reading_needs = POLLOUT
+            return received or None
         return received
 
     def send(self, piece: Piece) -> int:
