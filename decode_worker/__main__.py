@@ -5,16 +5,15 @@ import logging
 import sys
 import time
 from contextlib import AsyncExitStack, suppress
+from typing import Any
 
-from decode_worker.config import engine_spec, tcp_settings, transfer_settings
+from decode_worker.config import engine_spec
 from decode_worker.worker import DecodeWorker
-from engine.assembly import EngineParts, assemble
+from engine.assembly import assemble
 from engine.host import EngineHost
-from kv_transfer.peer import LocalWorker
-from kv_transfer.receiver_hub import ReceiverHub
-from kv_transfer.receiver_link import Dialer
+from fabric.config import tcp_settings, transfer_settings
+from fabric.service import FabricPlan, Spawn, open_fabric
 from kv_transfer.region import KVRegion
-from kv_transfer.transports.catalogue import open_receivers
 from kv_transfer.transports.shared_pool import SharedPool
 from kv_transfer.transports.tcp_settings import TcpSettings
 from tandem.config import ClusterConfig
@@ -22,7 +21,7 @@ from tandem.ids import WorkerId
 from tandem.model_path import model_name
 from tandem.process import Lifetime, announce, worker_main
 from tandem.roles import WorkerRole
-from tandem.rpc import ClusterAuth, listen, make_server, open_channel
+from tandem.rpc import ClusterAuth, listen, make_server
 from tandem.v1.session_pb2_grpc import add_WorkerServicer_to_server
 from tandem.worker_config import cluster_secret, listen_address
 from tandem.worker_identity import WorkerIdentity, draw_incarnation
@@ -36,7 +35,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
     started_s = time.monotonic()
     host_name, port = listen_address(config.decode, "decode", index)
     auth = ClusterAuth(cluster_secret(config))
-    tcp = tcp_settings(config)
+    tcp = tcp_settings(config.transfer)  # bad files are told before a model is loaded
     parts = await asyncio.to_thread(assemble, engine_spec(config), pool=SharedPool)
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
@@ -54,7 +53,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         sessions = WorkerSessions(worker)
         host.start(on_output=worker.on_output, ports=lambda: sessions.ports)
         stack.push_async_callback(host.stop)
-        await _with_handoffs(stack, worker, parts, config, tcp)
+        await _with_fabric(stack, server, worker, host, config, tcp, tasks.create_task)
         add_WorkerServicer_to_server(sessions, server)  # type: ignore[no-untyped-call]
         await server.start()
         stack.push_async_callback(server.stop, 0.5)
@@ -70,30 +69,33 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
                 await worker.drain()
 
 
-async def _with_handoffs(
-    stack: AsyncExitStack, worker: DecodeWorker, parts: EngineParts, config: ClusterConfig, tcp: TcpSettings
+async def _with_fabric(
+    stack: AsyncExitStack,
+    server: Any,
+    worker: DecodeWorker,
+    host: EngineHost,
+    config: ClusterConfig,
+    tcp: TcpSettings,
+    spawn: Spawn,
 ) -> None:
     """Let prompts be computed elsewhere, where the KV pool is host memory that peers can reach."""
+    parts = host.parts
     memory = parts.kv_memory()
     if memory is None or parts.pool is None:
         return
     stack.callback(parts.pool.close)
-    region = KVRegion.of(memory, parts.layout, fd=parts.pool.fd)
-    # Bytes come in where orders do: whoever can reach this worker can reach both.
-    kv_host = worker.identity.address.rpartition(":")[0].strip("[]")
-    receivers = open_receivers(region, choice=config.transfer.transport, host=kv_host, tcp=tcp)
-    hub = ReceiverHub(
-        LocalWorker(
-            worker_id=worker.identity.worker_id,
-            incarnation=worker.identity.incarnation,
-            region=region,
-        ),
-        owner=worker.handoffs,
-        receivers=receivers,
-        dialer=Dialer(open_channel=open_channel, metadata=ClusterAuth(cluster_secret(config)).client_metadata()),
-        settings=transfer_settings(config),
+    plan = FabricPlan(
+        identity=worker.identity,
+        host=host,
+        region=KVRegion.of(memory, parts.layout, fd=parts.pool.fd),
+        transport=config.transfer.transport,
+        settings=transfer_settings(config.transfer),
+        tcp=tcp,
+        auth=ClusterAuth(cluster_secret(config)),
+        spawn=spawn,
+        handoffs=worker.handoffs,
     )
-    worker.use(await stack.enter_async_context(hub), tuple(receiver.name for receiver in receivers))
+    worker.use(await open_fabric(stack, server, plan))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """From the cluster's configuration to what a decode worker needs."""
 
 from engine.assembly import EngineSpec
-from kv_transfer.config import TransferSettings
-from kv_transfer.transports.tcp_settings import TcpSettings, open_identity
 from tandem.config import ClusterConfig
 from tandem.model_path import model_directory
 from tandem.worker_config import cluster_secret, num_ranks
@@ -19,20 +17,3 @@ def engine_spec(config: ClusterConfig) -> EngineSpec:
         secret=cluster_secret(config),
         tensor_parallel_size=config.decode.tensor_parallel_size,
     )
-
-
-def transfer_settings(config: ClusterConfig) -> TransferSettings:
-    """The hand-off layer's bounds."""
-    transfer = config.transfer
-    return TransferSettings(
-        lease_s=transfer.lease_s,
-        chunk_bytes=transfer.chunk_bytes,
-        wire_dtype="" if transfer.wire_dtype == "auto" else transfer.wire_dtype,
-    )
-
-
-def tcp_settings(config: ClusterConfig) -> TcpSettings:
-    """How KV travels over tcp. Raises ConfigError for files of `transfer.tls` that are no good."""
-    tls = config.transfer.tls
-    identity = None if tls is None else open_identity(cert=tls.cert, key=tls.key, ca=tls.ca)
-    return TcpSettings(streams=config.transfer.tcp_streams, tls=identity)

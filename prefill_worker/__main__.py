@@ -6,14 +6,13 @@ import sys
 import time
 from contextlib import AsyncExitStack, suppress
 
-from engine.assembly import assemble
+from engine.assembly import EngineParts, assemble
 from engine.host import EngineHost
-from kv_transfer.peer import LocalWorker
+from fabric.config import tcp_settings, transfer_settings
+from fabric.service import FabricPlan, open_fabric
 from kv_transfer.region import KVRegion
-from kv_transfer.sender_hub import SenderHub
-from kv_transfer.transports.catalogue import open_senders
 from kv_transfer.transports.shared_pool import SharedPool
-from prefill_worker.config import engine_spec, tcp_settings, transfer_settings
+from prefill_worker.config import engine_spec
 from prefill_worker.worker import PrefillWorker
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
@@ -35,15 +34,9 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
     started_s = time.monotonic()
     host_name, port = listen_address(config.prefill, "prefill", index)
     auth = ClusterAuth(cluster_secret(config))
-    tcp = tcp_settings(config)
-    # One rank's pool may lie anywhere; several ranks share theirs, so that this process can send all of it.
-    pool = SharedPool if config.prefill.tensor_parallel_size > 1 else None
-    parts = await asyncio.to_thread(assemble, engine_spec(config), pool=pool)
-    memory = parts.kv_memory()
-    if memory is None:
-        raise ConfigError("engine.device: hand-offs from CUDA memory are not built yet; a prefill worker runs on cpu")
-    region = KVRegion.of(memory, parts.layout)
-    senders = open_senders(region, choice=config.transfer.transport, tcp=tcp)
+    tcp = tcp_settings(config.transfer)  # bad files are told before a model is loaded
+    parts = await asyncio.to_thread(assemble, engine_spec(config), pool=SharedPool)
+    region = _region(parts)
     async with AsyncExitStack() as stack:
         if parts.pool is not None:
             stack.callback(parts.pool.close)
@@ -58,14 +51,22 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
             address=f"{host_name}:{bound}",
         )
         host = EngineHost(parts, on_fatal=lifetime.fail)
-        worker = PrefillWorker(identity, host, tuple(sender.name for sender in senders))
+        worker = PrefillWorker(identity, host)
         sessions = WorkerSessions(worker)
         host.start(on_output=worker.on_output, on_layers=worker.on_layers, ports=lambda: sessions.ports)
         stack.push_async_callback(host.stop)
-        local = LocalWorker(worker_id=identity.worker_id, incarnation=identity.incarnation, region=region)
-        hub = SenderHub(local, owner=worker, senders=senders, settings=transfer_settings(config))
-        worker.hub = await stack.enter_async_context(hub)
-        hub.register(server)
+        plan = FabricPlan(
+            identity=identity,
+            host=host,
+            region=region,
+            transport=config.transfer.transport,
+            settings=transfer_settings(config.transfer),
+            tcp=tcp,
+            auth=auth,
+            spawn=tasks.create_task,
+            prompts=worker,
+        )
+        worker.fabric = await open_fabric(stack, server, plan)
         add_WorkerServicer_to_server(sessions, server)  # type: ignore[no-untyped-call]
         await server.start()
         stack.push_async_callback(server.stop, 0.5)
@@ -79,6 +80,13 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         with suppress(TimeoutError):
             async with asyncio.timeout(config.prefill.drain_s):
                 await worker.drain()
+
+
+def _region(parts: EngineParts) -> KVRegion:
+    memory = parts.kv_memory()
+    if memory is None or parts.pool is None:
+        raise ConfigError("engine.device: hand-offs from CUDA memory are not built yet; a prefill worker runs on cpu")
+    return KVRegion.of(memory, parts.layout, fd=parts.pool.fd)
 
 
 if __name__ == "__main__":
