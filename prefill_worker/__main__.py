@@ -33,8 +33,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
     """Load, serve until told to stop, drain. What is entered last leaves first."""
     started_s = time.monotonic()
     host_name, port = listen_address(config.prefill, "prefill", index)
-    auth = ClusterAuth(cluster_secret(config))
-    tcp = tcp_settings(config.transfer)  # bad files are told before a model is loaded
+    auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer)
     parts = await asyncio.to_thread(assemble, engine_spec(config), pool=SharedPool)
     region = _region(parts)
     async with AsyncExitStack() as stack:
