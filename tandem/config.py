@@ -124,7 +124,7 @@ class TransferConfig(Section):
     """A hand-off whose peer is silent this long is given up."""
     chunk_bytes: PositiveInt = 8 << 20
     """Most bytes under one checksum."""
-    tcp_streams: int = Field(default=1, ge=1, le=16)
+    tcp_streams: int = Field(default=2, ge=1, le=16)
     """Connections of `tcp` from a prefill worker to a decode worker."""
     tls: TlsConfig | None = None
     """KV over `tcp` in TLS 1.3, with certificates on both sides; in the clear when absent."""

@@ -16,7 +16,7 @@ MAX_STREAMS = 16
 class TcpSettings:
     """The same for every peer of one worker. Raises ValueError."""
 
-    streams: int = 1
+    streams: int = 2
     """Connections to each receiver, 1 to MAX_STREAMS."""
     tls: TlsIdentity | None = None
     """None: in the clear, and nobody who speaks TLS is taken."""

@@ -161,7 +161,7 @@ def test_a_sender_takes_answers_once_and_in_order(answers: list[tuple[Kind, int]
 
         thread = threading.Thread(target=greet)
         thread.start()
-        writer = TcpSender(source).connect(advert, PAIRING)
+        writer = TcpSender(source, settings=TcpSettings(streams=1)).connect(advert, PAIRING)
         thread.join()
         future = writer.write(order(KEY, bytes(16), box(0, 1), [2]))
         accepted[0].recv(tcp_wire.HEADER_BYTES + LAYOUT.block_bytes, socket.MSG_WAITALL)
