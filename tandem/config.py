@@ -89,6 +89,13 @@ class EngineConfig(Section):
     offload_bytes: int = Field(default=0, ge=0)
     """Host memory of a decode worker for the KV of preempted requests, where copying beats computing again; 0: none.
     Taken, and counted in `memory_bytes` on a CPU, at start."""
+    host_cache_bytes: int = Field(default=0, ge=0)
+    """Host memory of each worker for cached blocks that its pool evicts; 0: none. Taken like `offload_bytes`. On a CPU
+    the pool itself is host memory: there it serves the disk below it."""
+    disk_cache_bytes: int = Field(default=0, ge=0)
+    """Of files of each worker for what `host_cache_bytes` has no room for, at most 262,144 blocks; 0: none."""
+    disk_cache_path: str | None = None
+    """Folder for these files: they are not encrypted, and survive a restart if `secret` is stated. One rank only."""
     pipelined: Switch = "auto"
     """Launch a step before the one before has ended; `auto` does so on a GPU. Never over several ranks."""
     num_threads: PositiveInt | None = None
