@@ -21,6 +21,7 @@ from kv_transfer.sender_attempt import SenderOwner
 from kv_transfer.sender_hub import SenderHub
 from kv_transfer.transports.catalogue import open_receivers, open_senders
 from kv_transfer.transports.memory import MemoryFabric
+from kv_transfer.transports.tcp_settings import PLAIN, TcpSettings
 from tandem.rpc import ClusterAuth, open_channel
 from tandem.tracing import NoTracer, Tracer
 from tandem.v1 import session_pb2 as pb
@@ -75,6 +76,7 @@ class FabricPlan:
     tracer: Tracer = field(default_factory=NoTracer)
     in_process: MemoryFabric | None = None
     """Joins workers that live in one process."""
+    tcp: TcpSettings = PLAIN
 
 
 async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> Fabric:
@@ -85,8 +87,8 @@ async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> F
     identity, region = plan.identity, plan.region
     # Bytes come in where orders do: whoever can reach this worker can reach both.
     kv_host = identity.address.rpartition(":")[0].strip("[]")
-    senders = open_senders(region, choice=plan.transport, fabric=plan.in_process)
-    receivers = open_receivers(region, choice=plan.transport, host=kv_host, fabric=plan.in_process)
+    senders = open_senders(region, choice=plan.transport, fabric=plan.in_process, tcp=plan.tcp)
+    receivers = open_receivers(region, choice=plan.transport, host=kv_host, fabric=plan.in_process, tcp=plan.tcp)
     local = LocalWorker(worker_id=identity.worker_id, incarnation=identity.incarnation, region=region)
     name = f"{identity.worker_id}/{identity.incarnation}"
     fetcher = Fetcher(plan.host, name=name, spawn=plan.spawn, tracer=plan.tracer)

@@ -1,5 +1,7 @@
 """Where one attempt's chunks land: in the pool itself, or beside it until they are verified and converted."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from kv_transfer import placing
@@ -56,16 +58,23 @@ class Landing:
         staged = self._staged.get(cells)
         return None if staged is None else checksum_of([staged.data])
 
-    def settle(self, cells: CellRange) -> None:
-        """Put verified cells into place: convert what is staged, copy what several ranks hold."""
+    def num_pieces(self, cells: CellRange) -> int:
+        """Steps in which verified cells are put into place, none of them long; 0 where they landed in it."""
+        in_place = self._converter is None and not self.cells.fan_out(cells).lanes
+        return 0 if in_place else cells.num_layers
+
+    def settle(self, cells: CellRange, piece: int) -> None:
+        """Put one layer of verified cells into place: convert what is staged, copy what several ranks hold."""
+        layer = replace(cells, first_layer=cells.first_layer + piece, num_layers=1)
         pool = self._region.array()
         if self._converter is not None:
-            payload = self.cells.payload(cells)
+            payload = self.cells.payload(layer)
+            staged = self._staged[cells].reshape(cells.num_layers, -1)[piece]
             converted = np.empty(payload.num_bytes(self._converter.destination), np.uint8)
-            self._converter.convert(payload, self._staged.pop(cells), converted)
-            placing.scatter(self.cells.writes(cells), converted, pool)
-        placing.copy(self.cells.fan_out(cells), pool, pool)
+            self._converter.convert(payload, staged, converted)
+            placing.scatter(self.cells.writes(layer), converted, pool)
+        placing.copy(self.cells.fan_out(layer), pool, pool)
 
     def discard(self, cells: CellRange) -> None:
-        """Forget a damaged payload."""
+        """Forget a payload that is damaged, or in place."""
         self._staged.pop(cells, None)

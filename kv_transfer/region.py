@@ -1,12 +1,11 @@
 """A worker's whole KV pool as bytes."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.runs import Run
+from kv_transfer.runs import Runs
 from tandem.kv_layout import KVLayout
 
 Bytes = npt.NDArray[np.uint8]
@@ -31,10 +30,14 @@ class KVRegion:
             raise ValueError(f"{flat.nbytes} bytes are not a writable pool of {layout.worker_block_bytes}-byte blocks")
         return cls(buffer=flat, num_blocks=num_blocks, layout=layout, fd=fd)
 
-    def views(self, runs: Iterable[Run]) -> list[memoryview]:
-        """These bytes, without copying."""
-        buffer = self.buffer
-        return [buffer[offset : offset + length] for offset, length in runs]
+    def views(self, runs: Runs) -> list[memoryview]:
+        """These bytes, without copying; what is the same in all layers is worked out once."""
+        views: list[memoryview] = []
+        parts = [[slice(offset, offset + length) for offset, length in pattern] for pattern in runs.patterns]
+        for plane, pattern in runs.lanes:
+            lane = self.buffer[plane * runs.plane_bytes : (plane + 1) * runs.plane_bytes]
+            views += [lane[part] for part in parts[pattern]]
+        return views
 
     def array(self) -> Bytes:
         """All bytes, without copying."""

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, suppress
 
 from engine.assembly import EngineParts, assemble
 from engine.host import EngineHost
-from fabric.config import transfer_settings
+from fabric.config import tcp_settings, transfer_settings
 from fabric.service import FabricPlan, open_fabric
 from kv_transfer.region import KVRegion
 from kv_transfer.transports.shared_pool import SharedPool
@@ -34,7 +34,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
     """Load, serve until told to stop, drain. What is entered last leaves first."""
     started_s = time.monotonic()
     host_name, port = listen_address(config.prefill, "prefill", index)
-    auth = ClusterAuth(cluster_secret(config))
+    auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer)
     parts = await asyncio.to_thread(assemble, engine_spec(config), pool=SharedPool)
     region = _region(parts)
     async with AsyncExitStack() as stack:
@@ -61,6 +61,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
             region=region,
             transport=config.transfer.transport,
             settings=transfer_settings(config.transfer),
+            tcp=tcp,
             auth=auth,
             spawn=tasks.create_task,
             prompts=worker,

@@ -10,6 +10,7 @@ from kv_transfer.transports.shm_receiver import ShmReceiver
 from kv_transfer.transports.shm_sender import ShmSender
 from kv_transfer.transports.tcp_receiver import TcpReceiver
 from kv_transfer.transports.tcp_sender import TcpSender
+from kv_transfer.transports.tcp_settings import PLAIN, TcpSettings
 from tandem.errors import ConfigError
 
 AUTO = "auto"
@@ -18,7 +19,12 @@ NAMES = ("memory", "shm", "tcp")
 
 
 def open_receivers(
-    region: KVRegion, *, choice: str = AUTO, host: str = "127.0.0.1", fabric: MemoryFabric | None = None
+    region: KVRegion,
+    *,
+    choice: str = AUTO,
+    host: str = "127.0.0.1",
+    fabric: MemoryFabric | None = None,
+    tcp: TcpSettings = PLAIN,
 ) -> tuple[KVReceiver, ...]:
     """Receiving ends of a decode worker: all that can work here, or the one that is forced.
 
@@ -33,11 +39,13 @@ def open_receivers(
     if choice == "shm" or (choice == AUTO and region.fd is not None):
         receivers.append(ShmReceiver(region))
     if choice in (AUTO, "tcp"):
-        receivers.append(TcpReceiver(region, host=host))
+        receivers.append(TcpReceiver(host=host, settings=tcp))
     return tuple(receivers)
 
 
-def open_senders(region: KVRegion, *, choice: str = AUTO, fabric: MemoryFabric | None = None) -> tuple[KVSender, ...]:
+def open_senders(
+    region: KVRegion, *, choice: str = AUTO, fabric: MemoryFabric | None = None, tcp: TcpSettings = PLAIN
+) -> tuple[KVSender, ...]:
     """Sending ends of a prefill worker, best first. Raises ConfigError when the forced one cannot work here."""
     _check(choice, fabric)
     senders: list[KVSender] = []
@@ -46,7 +54,7 @@ def open_senders(region: KVRegion, *, choice: str = AUTO, fabric: MemoryFabric |
     if choice in (AUTO, "shm"):
         senders.append(ShmSender(region))
     if choice in (AUTO, "tcp"):
-        senders.append(TcpSender(region))
+        senders.append(TcpSender(region, settings=tcp))
     return tuple(senders)
 
 

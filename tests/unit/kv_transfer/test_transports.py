@@ -19,8 +19,11 @@ from kv_transfer.region import KVRegion
 from kv_transfer.transport import KVReceiver, KVSender, PeerWriter
 from kv_transfer.transports.catalogue import NAMES, candidates, open_receivers, open_senders
 from kv_transfer.transports.memory import MemoryFabric
+from kv_transfer.transports.tcp_settings import TcpSettings
+from kv_transfer.transports.tcp_tls import TlsFiles, TlsIdentity
 from tandem.errors import TransferError
 from tandem.ids import TransferId
+from tests.unit.kv_transfer.certificates import Authority
 from tests.unit.kv_transfer.transport_peer import (
     LAYOUT,
     NUM_BLOCKS,
@@ -34,6 +37,8 @@ from tests.unit.kv_transfer.transport_peer import (
 
 KEY = TransferKey(transfer_id=TransferId("t"), attempt=1)
 WAIT_S = 20.0
+MODES = (*NAMES, "tcp streams", "tls", "tls streams")
+"""Each transport, and `tcp` in its other ways."""
 
 
 @dataclass
@@ -47,21 +52,34 @@ class Pair:
     quieted: threading.Event
 
 
-@pytest.fixture(params=NAMES)
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    with opened(request.param) as pair:
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+    return Authority().issue(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(params=MODES)
+def pair(request: pytest.FixtureRequest, files: TlsFiles) -> Iterator[Pair]:
+    with opened(request.param, files) as pair:
         yield pair
 
 
+def way(mode: str, files: TlsFiles) -> tuple[str, TcpSettings]:
+    """The transport's name, and how `tcp` is opened."""
+    tls = TlsIdentity(files) if "tls" in mode else None
+    streams = 3 if "streams" in mode else 1
+    return mode if mode in NAMES else "tcp", TcpSettings(streams=streams, tls=tls)
+
+
 @contextmanager
-def opened(name: str) -> Iterator[Pair]:
+def opened(mode: str, files: TlsFiles) -> Iterator[Pair]:
     source, target = make_region(seed=1), make_region(seed=0)
     fabric = MemoryFabric()
-    [receiver] = open_receivers(target, choice=name, fabric=fabric)
+    name, tcp = way(mode, files)
+    [receiver] = open_receivers(target, choice=name, fabric=fabric, tcp=tcp)
     quiet: list[TransferKey] = []
     quieted = threading.Event()
     receiver.listen_quiet(lambda key: (quiet.append(key), quieted.set()))
-    [(sender, offer)] = candidates([receiver.offer()], open_senders(source, fabric=fabric))
+    [(sender, offer)] = candidates([receiver.offer()], open_senders(source, fabric=fabric, tcp=tcp))
     writer = sender.connect(offer, PAIRING)
     try:
         yield Pair(target, source, receiver, sender, writer, quiet, quieted)
@@ -218,14 +236,14 @@ def test_connecting_needs_the_secret(pair: Pair) -> None:
         pair.sender.connect(replace(offer, advert=b"nonsense"), PAIRING)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_closing_leaks_neither_threads_nor_descriptors(name: str) -> None:
-    with opened(name):
+@pytest.mark.parametrize("mode", MODES)
+def test_closing_leaks_neither_threads_nor_descriptors(mode: str, files: TlsFiles) -> None:
+    with opened(mode, files):
         pass
     gc.collect()
     threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
     for _ in range(5):
-        with opened(name) as pair:
+        with opened(mode, files) as pair:
             grant = pair.receiver.open_grant(KEY, landing(pair.target, 1))
             pair.writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
             del pair
@@ -237,8 +255,10 @@ def test_closing_leaks_neither_threads_nor_descriptors(name: str) -> None:
 class Peer:
     """The sending side in a process of its own."""
 
-    def __init__(self, offer: TransportOffer) -> None:
-        args = [offer.name, offer.advert.hex(), offer.host_id]
+    def __init__(self, offer: TransportOffer, tcp: TcpSettings, files: TlsFiles) -> None:
+        args = [offer.name, offer.advert.hex(), offer.host_id, str(tcp.streams)]
+        if tcp.tls is not None:
+            args += map(str, (files.cert, files.key, files.ca))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.unit.kv_transfer.transport_peer", *args],
             stdin=subprocess.PIPE,
@@ -255,13 +275,16 @@ class Peer:
         return self.process.stdout.readline().strip()
 
 
-@pytest.fixture(params=["shm", "tcp"])
-def remote(request: pytest.FixtureRequest) -> Iterator[tuple[KVRegion, KVReceiver, Peer, threading.Event]]:
+@pytest.fixture(params=["shm", "tcp", "tls streams"])
+def remote(
+    request: pytest.FixtureRequest, files: TlsFiles
+) -> Iterator[tuple[KVRegion, KVReceiver, Peer, threading.Event]]:
     target = make_region(seed=0)
-    [receiver] = open_receivers(target, choice=request.param)
+    name, tcp = way(request.param, files)
+    [receiver] = open_receivers(target, choice=name, tcp=tcp)
     quieted = threading.Event()
     receiver.listen_quiet(lambda _key: quieted.set())
-    peer = Peer(receiver.offer())
+    peer = Peer(receiver.offer(), tcp, files)
     yield target, receiver, peer, quieted
     peer.process.kill()
     peer.process.communicate()

@@ -1,10 +1,11 @@
-"""A second process for transport tests: `python -m ...transport_peer NAME ADVERT_HEX HOST_ID`.
+"""A second process for transport tests: `python -m ...transport_peer NAME ADVERT_HEX HOST_ID STREAMS [CERT KEY CA]`.
 
 It fills its own pool with a pattern, then obeys lines on stdin: `write GRANT_HEX FIRST COUNT`, answering the checksum.
 """
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from kv_transfer.landing import Landing
 from kv_transfer.messages import CellRange, TransferKey, TransportOffer
@@ -13,6 +14,8 @@ from kv_transfer.region import KVRegion
 from kv_transfer.transport import WriteOrder
 from kv_transfer.transports.catalogue import candidates, open_senders
 from kv_transfer.transports.shared_pool import SharedPool
+from kv_transfer.transports.tcp_settings import TcpSettings
+from kv_transfer.transports.tcp_tls import TlsFiles, TlsIdentity
 from tandem.errors import TransferError
 from tandem.ids import BlockId, TransferId
 from tandem.kv_layout import KVLayout
@@ -72,10 +75,15 @@ def _say(line: str) -> None:
 
 def main() -> None:
     """See the module's docstring."""
-    name, advert, host_id = sys.argv[1:4]
+    name, advert, host_id, streams = sys.argv[1:5]
+    tls = None
+    if sys.argv[5:]:
+        cert, key, ca = map(Path, sys.argv[5:])
+        tls = TlsIdentity(TlsFiles(cert=cert, key=key, ca=ca))
+    tcp = TcpSettings(streams=int(streams), tls=tls)
     region = make_region(seed=5)
     offer = TransportOffer(name=name, advert=bytes.fromhex(advert), host_id=host_id)
-    [(sender, offer)] = candidates([offer], open_senders(region, choice=name))
+    [(sender, offer)] = candidates([offer], open_senders(region, choice=name, tcp=tcp))
     writer = sender.connect(offer, PAIRING)
     key = TransferKey(transfer_id=TransferId("t"), attempt=1)
     _say("ready")
