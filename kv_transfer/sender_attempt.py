@@ -17,7 +17,15 @@ from kv_transfer.actions import (
     SubmitPrefill,
 )
 from kv_transfer.attempt import Attempt
-from kv_transfer.events import SenderEvent, SubmitRefused, Submitted, WriteFailed, WritesQuiet, Written
+from kv_transfer.events import (
+    SenderEvent,
+    SubmitRefused,
+    Submitted,
+    WriteFailed,
+    WritesEnding,
+    WritesQuiet,
+    Written,
+)
 from kv_transfer.messages import Body, Failure, PrefillJob, TransferKey
 from kv_transfer.pairing import Pairing
 from kv_transfer.sender import Sender
@@ -118,7 +126,7 @@ class SenderAttempt(Attempt[Sender, SenderEvent]):
             case AbortPrefill():
                 owner.abort(transfer_id)
             case CancelWrites():
-                return WritesQuiet() if self.peer.writer.cancel(self.key) else None
+                return WritesQuiet() if self.peer.writer.cancel(self.key) else WritesEnding()
             case ReleaseSources():
                 owner.release(transfer_id)
         return None

@@ -45,7 +45,7 @@ class RegionCopier:
     def _copy(self, copies: Iterable[Copy], may_move: MayMove) -> tuple[int, int]:
         checksum = total = 0
         buffer, here_bytes, there_bytes = self._source.buffer, self._from, self._to
-        for piece in _pieces(copies):
+        for piece in pieces(copies):
             with may_move():
                 for here, there, size in piece:
                     # numpy lets go of the GIL while it copies; slices of memoryviews would not.
@@ -55,10 +55,10 @@ class RegionCopier:
         return checksum, total
 
 
-def _pieces(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
-    """The same copies in groups of at most PIECE_BYTES."""
+def pieces(copies: Iterable[Copy], piece_bytes: int = PIECE_BYTES) -> Iterator[list[Copy]]:
+    """The same copies in groups of at most `piece_bytes`."""
     piece: list[Copy] = []
-    room = PIECE_BYTES
+    room = piece_bytes
     for start, target, length in copies:
         here, there, left = start, target, length
         while left:
@@ -67,6 +67,6 @@ def _pieces(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
             here, there, left, room = here + size, there + size, left - size, room - size
             if not room:
                 yield piece
-                piece, room = [], PIECE_BYTES
+                piece, room = [], piece_bytes
     if piece:
         yield piece
