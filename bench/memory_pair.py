@@ -17,8 +17,8 @@ from engine.host import EngineHost
 from kv_transfer.peer import LocalWorker
 from kv_transfer.receiver_hub import ReceiverHub
 from kv_transfer.receiver_link import Dialer
-from kv_transfer.sender_hub import SenderHub
 from kv_transfer.region import KVRegion
+from kv_transfer.sender_hub import SenderHub
 from kv_transfer.transports.catalogue import open_receivers, open_senders
 from kv_transfer.transports.memory import NAME, MemoryFabric
 from prefill_worker.worker import PrefillWorker

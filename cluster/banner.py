@@ -107,10 +107,6 @@ def _summary(config: ClusterConfig, processes: Sequence[ProcessView], model: str
     pools = {"prefill": config.prefill, "decode": config.decode}
     counts = [f"{pool.replicas} {name}{_ranks(pool)}" for name, pool in pools.items()]
     table.add_row("pools", Text(f"{' + '.join(counts)}, KV by {config.transfer.transport}"))
-    if config.prefill.replicas and config.prefill.tensor_parallel_size != config.decode.tensor_parallel_size:
-        sizes = " and ".join(f"{name}.tensor_parallel_size {pool.tensor_parallel_size}" for name, pool in pools.items())
-        idle = f"{sizes}: hand-offs need equal sizes, so the prefill pool will stay idle"
-        table.add_row("", Text(idle, style="bold yellow"))
     return table
 
 

@@ -10,7 +10,7 @@ from tandem.worker_config import cluster_secret, num_ranks
 def engine_spec(config: ClusterConfig) -> EngineSpec:
     """The engine of one worker. Raises ConfigError."""
     return EngineSpec(
-        **config.engine.model_dump(),
+        **config.engine_of(config.decode).model_dump(),
         model_path=model_directory(config.model.path),
         dtype=config.model.dtype,
         max_model_len=config.model.max_model_len,
@@ -22,4 +22,9 @@ def engine_spec(config: ClusterConfig) -> EngineSpec:
 
 def transfer_settings(config: ClusterConfig) -> TransferSettings:
     """The hand-off layer's bounds."""
-    return TransferSettings(lease_s=config.transfer.lease_s, chunk_bytes=config.transfer.chunk_bytes)
+    transfer = config.transfer
+    return TransferSettings(
+        lease_s=transfer.lease_s,
+        chunk_bytes=transfer.chunk_bytes,
+        wire_dtype="" if transfer.wire_dtype == "auto" else transfer.wire_dtype,
+    )

@@ -73,7 +73,7 @@ class ChunkPlanner:
         ]
 
     def _by_units(self, end: int) -> list[CellRange]:
-        """What is there in all layers: a few units at a time, so that whole blocks have landed when a transfer fails."""
+        """What is there in all layers: a few units at a time, so that whole blocks have landed if it fails midway."""
         all_layers = self._shape.num_layers
         units = self._units_at_once(all_layers)
         layers = self._layers_at_once(units)

@@ -20,9 +20,7 @@ from tandem.kv_layout import KVLayout
 class Ladder:
     """What survives an attempt of one hand-off."""
 
-    def __init__(
-        self, job: PrefillJob, *, own: Incarnation, layout: KVLayout, settings: TransferSettings
-    ) -> None:
+    def __init__(self, job: PrefillJob, *, own: Incarnation, layout: KVLayout, settings: TransferSettings) -> None:
         """`own`: of this process."""
         self.job = job
         """What is still missing: `held_tokens` and `resume` grow with the attempts."""

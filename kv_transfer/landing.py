@@ -30,7 +30,7 @@ class Landing:
         return self.cells.payload(cells).num_bytes(self.pairing.wire_dtype)
 
     def room(self, cells: CellRange) -> list[memoryview]:
-        """Where their payload goes, in the order of the wire. Raises TransferError for cells outside the reservation."""
+        """Where their payload goes, in the order of the wire. Raises TransferError for cells not reserved."""
         runs = self.cells.writes(cells)
         self._checksums.pop(cells, None)
         if self._converter is None:

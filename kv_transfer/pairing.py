@@ -39,7 +39,9 @@ class Pairing:
             head_scales=head_scales,
         )
 
-    def at_source(self, held_tokens: int, first_block: int, blocks: tuple[BlockId, ...], pool_blocks: int) -> PlacedCells:
+    def at_source(
+        self, held_tokens: int, first_block: int, blocks: tuple[BlockId, ...], pool_blocks: int
+    ) -> PlacedCells:
         """Cells in some of a prompt's blocks at the source, beginning with the prompt's `first_block`."""
         at = TokenBlocks(blocks=blocks, first_block=first_block, pool_blocks=pool_blocks)
         return PlacedCells(mapping=self.mapping, held_tokens=held_tokens, at=at)

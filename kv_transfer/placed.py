@@ -10,7 +10,7 @@ from kv_transfer.runs import Copies, Runs
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlacedCells:
-    """Some of a hand-off's blocks, on either side. Every method raises TransferError for cells that they do not hold."""
+    """Some of a hand-off's blocks, on either side. Methods raise TransferError for cells that they do not hold."""
 
     mapping: CellMapping
     held_tokens: int

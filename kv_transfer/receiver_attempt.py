@@ -28,8 +28,8 @@ from kv_transfer.landing import Landing
 from kv_transfer.messages import Failure, FirstToken, TransferKey
 from kv_transfer.receiver import Receiver
 from kv_transfer.receiver_link import ReceiverLink
-from kv_transfer.stats import TransferStats
 from kv_transfer.region import KVRegion
+from kv_transfer.stats import TransferStats
 from kv_transfer.transport import KVReceiver
 from tandem.errors import InvariantError, ServingError
 from tandem.ids import BlockId, TransferId

@@ -86,9 +86,7 @@ class ReceiverLink:
     def send(self, key: TransferKey | None, body: Body) -> None:
         """Send, or drop while the link is down: the hand-offs on it have failed then."""
         if self.peer is not None:
-            self._outbox.put(
-                Envelope(incarnation=self._local.incarnation, addressee=self.peer, key=key, body=body)
-            )
+            self._outbox.put(Envelope(incarnation=self._local.incarnation, addressee=self.peer, key=key, body=body))
 
     def poke(self) -> None:
         """Somebody wants the link now: dial without waiting for the backoff to pass."""

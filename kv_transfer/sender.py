@@ -314,9 +314,7 @@ class Sender:
         end_token = first_token + chunk.cells.num_units * self.plan.unit_tokens
         first, end = first_token // self.plan.block_size, -(-end_token // self.plan.block_size)
         sources = tuple(self._sources[first - self._held_blocks : end - self._held_blocks])
-        return StartWrite(
-            seq=chunk.seq, rewrite=chunk.rewrite, cells=chunk.cells, first_block=first, sources=sources
-        )
+        return StartWrite(seq=chunk.seq, rewrite=chunk.rewrite, cells=chunk.cells, first_block=first, sources=sources)
 
     def _on_written(self, event: Written) -> Actions:
         self._writes_under_way.discard((event.seq, event.rewrite))

@@ -150,9 +150,7 @@ class SenderAttempt(Attempt[Sender, SenderEvent]):
             reason = f"granted through another transport than {self.peer.transport}"
             return WriteFailed(seq=action.seq, rewrite=action.rewrite, reason=reason)
         held_tokens = self.machine.plan.job.held_tokens
-        source = self.peer.pairing.at_source(
-            held_tokens, action.first_block, action.sources, self._context.pool_blocks
-        )
+        source = self.peer.pairing.at_source(held_tokens, action.first_block, action.sources, self._context.pool_blocks)
         order = WriteOrder(key=self.key, grant=reserve.grant, cells=action.cells, source=source)
         self._context.stats.nacks += action.rewrite > 0
         future = self.peer.writer.write(order)

@@ -85,7 +85,12 @@ class SenderHub:
         self._draining = False
         self._renewed_s = 0.0
         self._context = SenderContext(
-            owner=owner, pool_blocks=local.region.num_blocks, stats=self.stats, now=self._reaper.now, spawn=self._spawn, closed=self._closed
+            owner=owner,
+            pool_blocks=local.region.num_blocks,
+            stats=self.stats,
+            now=self._reaper.now,
+            spawn=self._spawn,
+            closed=self._closed,
         )
 
     def register(self, server: Any) -> None:

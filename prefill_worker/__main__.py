@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack, suppress
 from engine.assembly import assemble
 from engine.host import EngineHost
 from kv_transfer.peer import LocalWorker
-from kv_transfer.sender_hub import SenderHub
 from kv_transfer.region import KVRegion
+from kv_transfer.sender_hub import SenderHub
 from kv_transfer.transports.catalogue import open_senders
 from kv_transfer.transports.shared_pool import SharedPool
 from prefill_worker.config import engine_spec, transfer_settings
@@ -61,9 +61,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         sessions = WorkerSessions(worker)
         host.start(on_output=worker.on_output, on_layers=worker.on_layers, ports=lambda: sessions.ports)
         stack.push_async_callback(host.stop)
-        local = LocalWorker(
-            worker_id=identity.worker_id, incarnation=identity.incarnation, region=region
-        )
+        local = LocalWorker(worker_id=identity.worker_id, incarnation=identity.incarnation, region=region)
         hub = SenderHub(local, owner=worker, senders=senders, settings=transfer_settings(config))
         worker.hub = await stack.enter_async_context(hub)
         hub.register(server)

@@ -11,7 +11,7 @@ def engine_spec(config: ClusterConfig) -> EngineSpec:
     """The engine of one worker. Raises ConfigError."""
     return EngineSpec(
         # Prompts under a hand-off are never preempted: nothing would ever be saved.
-        **config.engine.model_dump() | {"offload_bytes": 0},
+        **config.engine_of(config.prefill).model_dump() | {"offload_bytes": 0},
         model_path=model_directory(config.model.path),
         dtype=config.model.dtype,
         max_model_len=config.model.max_model_len,

@@ -31,6 +31,8 @@ def _switch(value: Any) -> Any:
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
+BlockSize = Literal[16, 32, 64]
+CacheDtype = Literal["auto", "int8", "fp8_e4m3"]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 MAX_REPLICAS = 256
 """Workers of one pool that one machine is asked to start."""
@@ -62,7 +64,7 @@ class EngineConfig(Section):
     """One worker's model execution."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    block_size: Literal[16] = 16
+    block_size: BlockSize = 16
     """Tokens per physical KV block."""
     num_blocks: PositiveInt | None = None
     """KV blocks; when absent as many as `memory_bytes` holds, or on a CPU 32 full contexts."""
@@ -95,9 +97,9 @@ class EngineConfig(Section):
     """`auto` takes compiled kernels (C++ on a CPU, Triton on CUDA) where they can be had, and says so when not."""
     quantization: Literal["none", "int8"] = "none"
     """`int8` keeps and multiplies the layers' matrices in eight bits (W8A8); see docs/measurements.md for its cost."""
-    kv_dtype: Literal["auto", "int8", "fp8_e4m3"] = "auto"
-    """What keys and values are cached in: `auto` is the model's dtype, the others take about half of bfloat16's memory;
-    the same on every worker. See docs/measurements.md for their cost."""
+    kv_dtype: CacheDtype = "auto"
+    """What keys and values are cached in: `auto` is the model's dtype, the others take about half of bfloat16's memory.
+    See docs/measurements.md for their cost."""
     deterministic: bool = False
     """Results never depend on the batch, the chunk size or the step at which a token is computed."""
 
@@ -111,6 +113,9 @@ class TransferConfig(Section):
     """A hand-off whose peer is silent this long is given up."""
     chunk_bytes: PositiveInt = 8 << 20
     """Most bytes under one checksum."""
+    wire_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8_e4m3"] = "auto"
+    """What keys and values travel in where the receiver can convert them (over tcp): `auto` is the smaller of what the
+    two workers cache in; over shared memory they always travel as they are to rest."""
 
 
 class RouterConfig(Section):
@@ -149,6 +154,11 @@ class PoolConfig(Section):
     """Ranks, each a process (on a GPU machine, with a GPU) of its own, that share the model of one worker."""
     drain_s: Seconds = 30.0
     """Most time to finish outstanding work after SIGTERM."""
+    block_size: BlockSize | None = None
+    """This pool's own `engine.block_size`."""
+    kv_dtype: CacheDtype | None = None
+    """This pool's own `engine.kv_dtype`. What the prefill pool caches in the model's dtype is converted on its way to
+    a decode pool that caches codes, and the other way round; codes are never made of other codes."""
 
 
 class ClusterConfig(Section):
@@ -164,6 +174,11 @@ class ClusterConfig(Section):
     """Keys block names and authenticates workers and routers to each other; `tandem up` draws one when absent."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
+    def engine_of(self, pool: PoolConfig) -> EngineConfig:
+        """The engine section with what the pool has of its own."""
+        own = {name: value for name in ("block_size", "kv_dtype") if (value := getattr(pool, name)) is not None}
+        return self.engine.model_copy(update=own)
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.decode.replicas < 1:
@@ -172,6 +187,9 @@ class ClusterConfig(Section):
             raise ValueError("secret must have 16 to 64 characters")
         if self.router.port == self.router.grpc_port != 0:
             raise ValueError(f"router.port and router.grpc_port are both {self.router.port}")
+        kv_dtypes = {self.engine_of(pool).kv_dtype for pool in (self.prefill, self.decode)}
+        if self.prefill.replicas and {"int8", "fp8_e4m3"} <= kv_dtypes:
+            raise ValueError("prefill.kv_dtype and decode.kv_dtype: codes are never made of other codes")
         if self.engine.prefill_chunk_tokens > self.engine.max_batched_tokens:
             raise ValueError("engine.prefill_chunk_tokens must not exceed engine.max_batched_tokens")
         return self

@@ -39,7 +39,7 @@ class RegionCopier:
             with may_move():
                 payload = self._departure.convert(order.source, order.cells)
                 placing.scatter(target.writes(order.cells), payload, self._to)
-            return crc32(payload), payload.nbytes
+            return crc32(payload.data), payload.nbytes
         return self._copy(order.source.copies_to(target, order.cells), may_move)
 
     def _copy(self, copies: Iterable[Copy], may_move: MayMove) -> tuple[int, int]:

@@ -29,9 +29,7 @@ _ZEROS = bytes(256 << 10)
 class TcpWriter(QueuedWriter):
     """PeerWriter of the `tcp` transport."""
 
-    def __init__(
-        self, source: KVRegion, sock: socket.socket, pairing: Pairing, *, stall_s: float = STALL_S
-    ) -> None:
+    def __init__(self, source: KVRegion, sock: socket.socket, pairing: Pairing, *, stall_s: float = STALL_S) -> None:
         self._departure = Departure(source, pairing)
         self._sock = sock
         self._stall_s = stall_s

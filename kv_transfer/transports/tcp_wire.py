@@ -5,8 +5,8 @@
     receiver -> sender   DONE | REFUSED   for each frame, in order
 
 A frame has a fixed header with a CRC-32 of its own: a flipped bit there would put good bytes in a wrong place, which no
-checksum of the payload could tell. Frames of a connection are numbered, so that none counts twice. A frame names a grant
-by its random token and cells by index in that grant.
+checksum of the payload could tell. Frames of a connection are numbered, so that none counts twice. A frame names a
+grant by its random token and cells by index in that grant.
 """
 
 import socket

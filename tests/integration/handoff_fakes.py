@@ -15,8 +15,8 @@ from kv_transfer.messages import FirstToken, PrefillJob
 from kv_transfer.peer import LocalWorker, Route
 from kv_transfer.receiver_hub import ReceiverHub
 from kv_transfer.receiver_link import Dialer
-from kv_transfer.sender_hub import SenderHub
 from kv_transfer.region import KVRegion
+from kv_transfer.sender_hub import SenderHub
 from kv_transfer.transport import KVReceiver, KVSender
 from kv_transfer.transports.shared_pool import SharedPool
 from tandem.errors import RequestTooLarge, ServingError, Unavailable
@@ -267,9 +267,7 @@ async def decode_worker(
     settings: TransferSettings = SETTINGS,
 ) -> AsyncIterator[tuple[ReceiverHub, DecodeOwner]]:
     owner = DecodeOwner(pool)
-    local = LocalWorker(
-        worker_id=WorkerId("d"), incarnation=Incarnation(incarnation), region=pool.region
-    )
+    local = LocalWorker(worker_id=WorkerId("d"), incarnation=Incarnation(incarnation), region=pool.region)
     options = (*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
     dialer = Dialer(open_channel=lambda address: grpc.aio.insecure_channel(address, options=options))
     async with AsyncExitStack() as stack:

@@ -93,7 +93,9 @@ def prefill_message(name: str, num_tokens: int, **overrides: object) -> pb.Hando
         "hash_root": bytes(16),
         "lease_s": 2.0,
     }
-    return pb.HandoffMessage(incarnation=77, addressee=11, transfer_id=name, attempt=1, prefill=pb.Prefill(**{**fields, **overrides}))
+    return pb.HandoffMessage(
+        incarnation=77, addressee=11, transfer_id=name, attempt=1, prefill=pb.Prefill(**{**fields, **overrides})
+    )
 
 
 async def test_malformed_messages_harm_only_their_own_hand_off() -> None:
@@ -125,7 +127,9 @@ async def test_malformed_messages_harm_only_their_own_hand_off() -> None:
             pb.HandoffMessage(incarnation=77),
             pb.HandoffMessage(incarnation=77, addressee=12, transfer_id="x", attempt=1, abort=pb.Abort()),
             pb.HandoffMessage(incarnation=78, addressee=11, transfer_id="x", attempt=1, abort=pb.Abort()),
-            pb.HandoffMessage(incarnation=77, addressee=11, transfer_id="x", attempt=1, reserve=pb.Reserve(num_units=2**31)),
+            pb.HandoffMessage(
+                incarnation=77, addressee=11, transfer_id="x", attempt=1, reserve=pb.Reserve(num_units=2**31)
+            ),
             pb.HandoffMessage(incarnation=77, addressee=11, transfer_id="y", attempt=3, commit_ack=pb.CommitAck()),
         ]
         for message in harmless:
@@ -134,8 +138,12 @@ async def test_malformed_messages_harm_only_their_own_hand_off() -> None:
         while (reply := await stream.read()).transfer_id != "good":
             assert reply.WhichOneof("kind") in ("reject", "renew")
         assert reply.WhichOneof("kind") == "offer"
-        await stream.write(pb.HandoffMessage(incarnation=77, addressee=11, transfer_id="good", attempt=1, abort=pb.Abort()))
-        await stream.write(pb.HandoffMessage(incarnation=77, addressee=11, transfer_id="never", attempt=1, abort=pb.Abort()))
+        await stream.write(
+            pb.HandoffMessage(incarnation=77, addressee=11, transfer_id="good", attempt=1, abort=pb.Abort())
+        )
+        await stream.write(
+            pb.HandoffMessage(incarnation=77, addressee=11, transfer_id="never", attempt=1, abort=pb.Abort())
+        )
         drained = set()
         while drained != {"good", "never"}:
             reply = await stream.read()

@@ -81,8 +81,9 @@ class Frozen(HandoffServicer):
     async def Connect(self, _requests: object, stream: Any) -> None:
         hello = wire.decode(await stream.read()).body
         chosen = replace(hello, transports=hello.transports[:1], wire_dtype=hello.layout.dtype)
-        await stream.write(wire.encode(Envelope(
-            incarnation=Incarnation(1), addressee=Incarnation(22), key=None, body=chosen)))
+        await stream.write(
+            wire.encode(Envelope(incarnation=Incarnation(1), addressee=Incarnation(22), key=None, body=chosen))
+        )
         await asyncio.Event().wait()
 
 

@@ -167,18 +167,6 @@ def test_in_a_narrow_terminal_nothing_is_cut_off():
     assert "…" not in text
 
 
-def test_a_pool_that_will_stay_idle_is_named():
-    asked = load(None, {"decode.tensor_parallel_size": 2, "engine.deterministic": True})
-    effective = make_effective(asked)
-    text = show(asked, effective, make_views(effective), width=160)
-    assert "1 prefill + 1 decode of 2 ranks each" in text
-    assert "prefill.tensor_parallel_size 1 and decode.tensor_parallel_size 2" in text
-    assert "the prefill pool will stay idle" in text
-    assert "true" in text
-    alone = load(None, {"decode.tensor_parallel_size": 2, "prefill.replicas": 0})
-    assert "idle" not in show(alone, make_effective(alone), make_views(make_effective(alone)))
-
-
 def test_the_curl_line_survives_a_shell():
     config = ClusterConfig(router=RouterConfig(port=9000))
     words = shlex.split(banner.curl_line(config, "it's"))

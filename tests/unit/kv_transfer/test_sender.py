@@ -83,6 +83,40 @@ def test_blocks_are_written_as_they_become_whole_and_the_last_one_in_part() -> N
     assert half.state is HandoffState.CLOSED
 
 
+def coming(num_tokens: int, coming_tokens: int, num_layers: int) -> ev.Progress:
+    return ev.Progress(
+        num_computed_tokens=num_tokens, blocks=BLOCKS, coming_tokens=coming_tokens, num_layers=num_layers
+    )
+
+
+def test_layers_of_a_step_under_way_are_written_before_it_ends() -> None:
+    half = offered(window=8, chunk_bytes=30)
+    half.hear(RESERVE)
+    [first] = half.see(coming(0, 10, 1))
+    assert (first.cells.first_layer, first.cells.num_layers, first.cells.num_units) == (0, 1, 3)
+    assert (first.first_block, first.sources) == (0, BLOCKS)
+    [rest] = half.see(progress(10))
+    assert (rest.cells.first_layer, rest.cells.num_layers, rest.cells.num_units) == (1, 1, 3)
+    assert kinds(half.see(FINISHED)) == ["Seal"]
+
+
+def test_a_partly_filled_block_waits_for_its_step() -> None:
+    half = offered(window=8, chunk_bytes=10)
+    half.hear(RESERVE)
+    [only] = half.see(coming(0, 6, 1))
+    assert (only.cells.first_unit, only.cells.num_units, only.sources) == (0, 1, BLOCKS[:1])
+
+
+def test_cells_are_counted_in_the_smaller_block_of_the_two() -> None:
+    """The peer's blocks hold two tokens, and it holds six already: the first block here is read from its middle."""
+    half = offered(job=replace(JOB, held_tokens=6), window=8, unit_tokens=2)
+    assert half.see(progress(8)) == ()
+    [first] = half.hear(Reserve(num_units=2, transport="x", grant=b"g"))
+    assert (first.cells.first_unit, first.cells.num_units, first.first_block, first.sources) == (0, 1, 1, BLOCKS[1:2])
+    [second] = half.see(progress(10))
+    assert (second.cells.first_unit, second.first_block, second.sources) == (1, 2, BLOCKS[2:])
+
+
 def test_a_late_reservation_finds_everything_computed() -> None:
     half = offered(window=8)
     half.see(progress(10))

@@ -19,8 +19,17 @@ from kv_transfer.transports import shm_receiver, tcp_wire
 from kv_transfer.transports.catalogue import candidates, open_receivers, open_senders
 from kv_transfer.transports.tcp_receiver import MAX_CONNECTIONS, TcpReceiver
 from tandem.errors import TransferError
-from tandem.ids import BlockId, TransferId
-from tests.unit.kv_transfer.transport_peer import LAYOUT, NUM_BLOCKS, box, make_region, order
+from tandem.ids import TransferId
+from tests.unit.kv_transfer.transport_peer import (
+    LAYOUT,
+    NUM_BLOCKS,
+    PAIRING,
+    block_views,
+    box,
+    landing,
+    make_region,
+    order,
+)
 
 KEY = TransferKey(transfer_id=TransferId("t"), attempt=1)
 WAIT_S = 20.0
@@ -91,13 +100,13 @@ def test_a_crowd_of_strangers_does_not_close_the_door() -> None:
     os.close(source.fd)
 
 
-def frame(token: bytes, payload_bytes: int, num_blocks: int = 1, num_layers: int = 1) -> bytes:
+def frame(token: bytes, payload_bytes: int, num_units: int = 1, num_layers: int = 1) -> bytes:
     return tcp_wire.pack_header(
         tcp_wire.Header(
             kind=tcp_wire.Kind.WRITE,
-            write_id=7,
+            write_id=1,
             token=token,
-            cells=box(0, num_blocks, num_layers=num_layers),
+            cells=box(0, num_units, num_layers=num_layers),
             payload_bytes=payload_bytes,
         )
     )
@@ -113,7 +122,7 @@ def frame(token: bytes, payload_bytes: int, num_blocks: int = 1, num_layers: int
         (True, b"TK"),
         (True, random.Random(2).randbytes(4096)),
         (True, frame(bytes(16), 2**63)),
-        (True, frame(bytes(16), 2**40, num_blocks=2**31, num_layers=2**31)),
+        (True, frame(bytes(16), 2**40, num_units=2**31, num_layers=2**31)),
         (True, frame(bytes(16), LAYOUT.layer_block_bytes - 1)),
         (True, frame(bytes(16), LAYOUT.layer_block_bytes) + b"half"),
     ],
@@ -147,7 +156,7 @@ def test_a_frame_for_a_revoked_grant_is_read_past(tcp) -> None:
         target.buffer[:] = bytes(target.buffer.nbytes)
         sock.sendall(b"x" * (size - size // 2))
         answer = sock.recv(tcp_wire.ANSWER_BYTES, socket.MSG_WAITALL)
-        assert tcp_wire.unpack_answer(answer) == (tcp_wire.Kind.REFUSED, 7)
+        assert tcp_wire.unpack_answer(answer) == (tcp_wire.Kind.REFUSED, 1)
         assert not any(target.buffer)
 
 
@@ -159,9 +168,9 @@ def test_a_receiver_that_stops_reading_fails_the_connection() -> None:
 
         sock = socket.create_connection(server.getsockname())
         peer, _ = server.accept()
-        writer = TcpWriter(source, sock, stall_s=0.2)
+        writer = TcpWriter(source, sock, PAIRING, stall_s=0.2)
         with pytest.raises(TransferError, match="stalled"):
-            writer.write(order(KEY, bytes(16), box(0, 4096), list(range(4096)))).result(WAIT_S)
+            writer.write(order(KEY, bytes(16), box(0, 4096), list(range(4096)), pool_blocks=4096)).result(WAIT_S)
         assert writer.closed
         writer.close()
         peer.close()

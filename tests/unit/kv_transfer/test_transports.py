@@ -20,8 +20,17 @@ from kv_transfer.transport import KVReceiver, KVSender, PeerWriter
 from kv_transfer.transports.catalogue import NAMES, candidates, open_receivers, open_senders
 from kv_transfer.transports.memory import MemoryFabric
 from tandem.errors import TransferError
-from tandem.ids import BlockId, TransferId
-from tests.unit.kv_transfer.transport_peer import LAYOUT, NUM_BLOCKS, box, make_region, order
+from tandem.ids import TransferId
+from tests.unit.kv_transfer.transport_peer import (
+    LAYOUT,
+    NUM_BLOCKS,
+    PAIRING,
+    block_views,
+    box,
+    landing,
+    make_region,
+    order,
+)
 
 KEY = TransferKey(transfer_id=TransferId("t"), attempt=1)
 WAIT_S = 20.0
@@ -174,7 +183,7 @@ def test_a_wrong_token_is_refused(pair: Pair) -> None:
 )
 def test_cells_outside_the_reservation_are_refused(pair: Pair, cells: object) -> None:
     grant = pair.receiver.open_grant(KEY, landing(pair.target, 1))
-    assert_refused(pair, KEY, grant, cells, [5] * cells.num_blocks)
+    assert_refused(pair, KEY, grant, cells, [5] * cells.num_units)
     assert not any(pair.target.buffer)
     pair.writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
 

@@ -70,18 +70,18 @@ def test_every_message_survives_the_wire(body: Body) -> None:
         pb.HandoffMessage(),
         pb.HandoffMessage(transfer_id="t", attempt=1),
         pb.HandoffMessage(transfer_id="t", hello=pb.HandoffHello()),
-        pb.HandoffMessage(chunk=pb.Chunk(num_blocks=1)),
+        pb.HandoffMessage(chunk=pb.Chunk(num_units=1)),
         pb.HandoffMessage(transfer_id="t" * 200, drained=pb.Drained()),
-        pb.HandoffMessage(transfer_id="t", chunk=pb.Chunk(seq=2**31, num_blocks=1, num_layers=1, num_heads=1)),
-        pb.HandoffMessage(transfer_id="t", chunk=pb.Chunk(num_blocks=0, num_layers=1, num_heads=1)),
+        pb.HandoffMessage(transfer_id="t", chunk=pb.Chunk(seq=2**31, num_units=1, num_layers=1, num_heads=1)),
+        pb.HandoffMessage(transfer_id="t", chunk=pb.Chunk(num_units=0, num_layers=1, num_heads=1)),
         pb.HandoffMessage(
-            transfer_id="t", chunk=pb.Chunk(num_blocks=1, num_layers=1, num_heads=1, write_s=float("inf"))
+            transfer_id="t", chunk=pb.Chunk(num_units=1, num_layers=1, num_heads=1, write_s=float("inf"))
         ),
-        pb.HandoffMessage(transfer_id="t", offer=pb.Offer(num_blocks=2**31)),
-        pb.HandoffMessage(transfer_id="t", offer=pb.Offer(num_blocks=1, queue_s=float("nan"))),
+        pb.HandoffMessage(transfer_id="t", offer=pb.Offer(num_units=2**31)),
+        pb.HandoffMessage(transfer_id="t", offer=pb.Offer(num_units=1, queue_s=float("nan"))),
         pb.HandoffMessage(transfer_id="t", seal=pb.Seal(num_chunks=0)),
         pb.HandoffMessage(transfer_id="t", seal=pb.Seal(num_chunks=1, tail_hash=b"short")),
-        pb.HandoffMessage(transfer_id="t", reserve=pb.Reserve(num_blocks=1)),
+        pb.HandoffMessage(transfer_id="t", reserve=pb.Reserve(num_units=1)),
         pb.HandoffMessage(renew=pb.Renew(transfer_ids=["x"] * 5000)),
     ],
 )

@@ -4,7 +4,6 @@ It fills its own pool with a pattern, then obeys lines on stdin: `write GRANT_HE
 """
 
 import sys
-
 from collections.abc import Sequence
 
 from kv_transfer.landing import Landing

@@ -158,7 +158,9 @@ class World:
         for other in mine:
             self._run_receiver(other, self.receivers[other].on_message(envelope, self.now))
         if not mine and isinstance(envelope.body, Offer | Chunk | Seal):
-            self._post(envelope.incarnation, Envelope(incarnation=DECODE, key=key, body=Abort(reason="unknown")))
+            abort = Abort(reason="unknown")
+            answer = Envelope(incarnation=DECODE, addressee=envelope.incarnation, key=key, body=abort)
+            self._post(envelope.incarnation, answer)
 
     def _post(self, incarnation: Incarnation, envelope: Envelope) -> None:
         """To the process of that incarnation, if it still runs."""
@@ -256,7 +258,9 @@ class World:
             case act.Send():
                 name, incarnation = self.routes[key]
                 if self.processes[name].incarnation == incarnation:
-                    self.wire.append((name, Envelope(incarnation=DECODE, addressee=incarnation, key=key, body=action.body)))
+                    self.wire.append(
+                        (name, Envelope(incarnation=DECODE, addressee=incarnation, key=key, body=action.body))
+                    )
             case act.BindBlocks():
                 self.pending.append(partial(self._bind, key, action.num_blocks))
             case act.OpenGrant():

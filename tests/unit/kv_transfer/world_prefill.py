@@ -73,9 +73,7 @@ class Process:
     def do_sender(self, key: TransferKey, action: act.Action) -> None:
         match action:
             case act.Send():
-                envelope = Envelope(
-                    incarnation=self.incarnation, addressee=DECODE, key=key, body=action.body
-                )
+                envelope = Envelope(incarnation=self.incarnation, addressee=DECODE, key=key, body=action.body)
                 self.world.wire.append(("d", envelope))
             case act.SubmitPrefill():
                 self.world.pending.append(partial(self.submit, key))
@@ -176,7 +174,9 @@ class Process:
             self.senders[key] = Sender(plan, self.world.now)
             self.run_sender(key, self.senders[key].start())
         elif isinstance(body, Abort):
-            self.world.wire.append(("d", Envelope(incarnation=self.incarnation, addressee=DECODE, key=key, body=Drained())))
+            self.world.wire.append(
+                ("d", Envelope(incarnation=self.incarnation, addressee=DECODE, key=key, body=Drained()))
+            )
 
     def serve_revoke(self, key: TransferKey) -> None:
         if self.world.processes[self.name] is not self:
