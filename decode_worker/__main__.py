@@ -79,7 +79,10 @@ async def _with_handoffs(
     region = KVRegion.of(memory, parts.layout, fd=parts.pool.fd)
     # Bytes come in where orders do: whoever can reach this worker can reach both.
     kv_host = worker.identity.address.rpartition(":")[0].strip("[]")
-    receivers = open_receivers(region, choice=config.transfer.transport, host=kv_host)
+    transfer = config.transfer
+    receivers = open_receivers(
+        region, choice=transfer.transport, host=kv_host, isolated_network=transfer.isolated_network
+    )
     hub = ReceiverHub(
         LocalWorker(
             worker_id=worker.identity.worker_id,

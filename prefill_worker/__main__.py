@@ -42,7 +42,8 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
     if memory is None:
         raise ConfigError("engine.device: hand-offs from CUDA memory are not built yet; a prefill worker runs on cpu")
     region = KVRegion.of(memory, parts.layout)
-    senders = open_senders(region, choice=config.transfer.transport)
+    transfer = config.transfer
+    senders = open_senders(region, choice=transfer.transport, isolated_network=transfer.isolated_network)
     async with AsyncExitStack() as stack:
         if parts.pool is not None:
             stack.callback(parts.pool.close)

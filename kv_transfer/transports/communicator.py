@@ -50,6 +50,8 @@ class Communicator:
 
     def post(self, slot: int, num_bytes: int) -> None:
         """Sender: let the first bytes of a slot go; receiver: let them come. Raises CommunicatorBroken."""
+        if self._group is None:
+            raise CommunicatorBroken("the communicator is closed")
         tensors = [self._tensors[slot][:num_bytes]]
         try:
             move = self._group.send if self._peer == RECEIVER else self._group.recv

@@ -9,6 +9,7 @@ UCX's shared-memory lanes are left out: there the writing process copies by itse
 """
 
 import importlib
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from kv_transfer.runs import Copy
+from kv_transfer.transports.host import has_rdma
 from tandem.errors import TransferError
 
 BACKEND = "UCX"
@@ -26,6 +28,18 @@ _LOOPBACK_LANES = "TLS=^sm,NET_DEVICES=lo"
 _POLL_US = 100_000
 """Longest sleep of an idle agent's thread: it wakes by itself when bytes come."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 2e-3
+
+
+def _prepare_environment() -> None:
+    """UCX takes no other word for these. What somebody has set stays.
+
+    Without an RDMA device its module for them is of no use, and one of the libraries that it brings, met by the
+    system's own copy, ends the process by a signal at exit. Messages go where they cannot mix with what a program says.
+    """
+    if not has_rdma():
+        os.environ.setdefault("UCX_MODULES", "^ib")
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")
+    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
 
 
 def problem() -> str | None:
@@ -43,6 +57,7 @@ class NixlAgent:
     """Raises ImportError without nixl, TransferError where NIXL fails. Not for two threads at once, `close` excepted."""
 
     def __init__(self, name: str, memory: memoryview, *, loopback: bool) -> None:
+        _prepare_environment()
         self._nixl = importlib.import_module("nixl._bindings")
         self._errors = _errors_of(self._nixl)
         self._memory = np.frombuffer(memory, np.uint8)
@@ -71,7 +86,8 @@ class NixlAgent:
     def meet(self, metadata: bytes, base: int, size_bytes: int) -> None:
         """Learn where the peer's memory is."""
         with self._translated():
-            self._remote = (str(self._agent.loadRemoteMD(metadata)), base, size_bytes)
+            name = self._agent.loadRemoteMD(metadata)
+            self._remote = (name.decode() if isinstance(name, bytes) else str(name), base, size_bytes)
 
     def post(self, copies: Sequence[Copy], grain_bytes: int) -> int:
         """Begin to write these copies into the peer's memory; the handle is for `wait`, once.

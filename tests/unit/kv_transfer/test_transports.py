@@ -21,6 +21,7 @@ from kv_transfer.transports.catalogue import NAMES, candidates, open_receivers, 
 from kv_transfer.transports.memory import MemoryFabric
 from tandem.errors import TransferError
 from tandem.ids import TransferId
+from tests.unit.kv_transfer.transport_needs import require
 from tests.unit.kv_transfer.transport_peer import (
     LAYOUT,
     NUM_BLOCKS,
@@ -55,13 +56,14 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 @contextmanager
 def opened(name: str) -> Iterator[Pair]:
+    require(name)
     source, target = make_region(seed=1), make_region(seed=0)
     fabric = MemoryFabric()
     [receiver] = open_receivers(target, choice=name, fabric=fabric)
     quiet: list[TransferKey] = []
     quieted = threading.Event()
     receiver.listen_quiet(lambda key: (quiet.append(key), quieted.set()))
-    [(sender, offer)] = candidates([receiver.offer()], open_senders(source, fabric=fabric))
+    [(sender, offer)] = candidates([receiver.offer()], open_senders(source, choice=name, fabric=fabric))
     writer = sender.connect(offer, PAIRING)
     try:
         yield Pair(target, source, receiver, sender, writer, quiet, quieted)
@@ -158,7 +160,7 @@ def test_cancel_stops_reading_sources(pair: Pair) -> None:
         key = replace(KEY, attempt=attempt)
         grant = pair.receiver.open_grant(key, landing(pair.target, *range(20)))
         futures = [pair.writer.write(order(key, grant, box(0, 20), list(range(20)))) for _ in range(4)]
-        assert pair.writer.cancel(key)
+        pair.writer.cancel(key)
         for future in futures:
             with suppress(TransferError):
                 future.result(WAIT_S)
@@ -211,7 +213,7 @@ def test_the_end_of_the_sender_is_a_proof(pair: Pair) -> None:
 def test_connecting_needs_the_secret(pair: Pair) -> None:
     offer = pair.receiver.offer()
     middle = offer.advert[:-10] + b"0" * 8 + offer.advert[-2:]
-    forged = middle if offer.name == "tcp" else bytes(16) + offer.advert[16:]
+    forged = bytes(16) + offer.advert[16:] if offer.name in ("memory", "shm") else middle
     with pytest.raises(TransferError):
         pair.sender.connect(replace(offer, advert=forged), PAIRING)
     with pytest.raises(TransferError):
@@ -255,8 +257,13 @@ class Peer:
         return self.process.stdout.readline().strip()
 
 
-@pytest.fixture(params=["shm", "tcp"])
+FROZEN = {"shm": None, "nixl": "late", "torch_dist": "at once", "tcp": "at once"}
+"""When a revocation is proven whose writer is frozen: one with a mapping proves nothing, with NIXL it is shut out."""
+
+
+@pytest.fixture(params=FROZEN)
 def remote(request: pytest.FixtureRequest) -> Iterator[tuple[KVRegion, KVReceiver, Peer, threading.Event]]:
+    require(request.param)
     target = make_region(seed=0)
     [receiver] = open_receivers(target, choice=request.param)
     quieted = threading.Event()
@@ -278,8 +285,16 @@ def test_between_processes_and_through_a_kill(remote) -> None:
     assert block_bytes(target, [9, 8, 1, 2]) == block_bytes(expected, [0, 1, 2, 3])
     os.close(expected.fd)
     peer.process.send_signal(signal.SIGSTOP)
+    proof = FROZEN[receiver.name]
     proven = receiver.revoke(KEY)
-    assert proven is (not receiver.drain_proves_quiet), "a frozen writer with a mapping proves nothing"
+    assert proven is (proof == "at once")
     assert not quieted.is_set()
+    if proof == "late":
+        assert quieted.wait(WAIT_S), "it was shut out"
+        target.buffer[:] = bytes(target.buffer.nbytes)
+        peer.process.send_signal(signal.SIGCONT)
+        peer.ask(f"write {grant.hex()} 0 4")
+        assert peer.answer().startswith("failed")
+        assert not any(target.buffer), "bytes landed after the proof"
     peer.process.kill()
     assert proven or quieted.wait(WAIT_S), "its death does"
