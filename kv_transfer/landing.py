@@ -8,6 +8,7 @@ from kv_transfer.messages import CellRange
 from kv_transfer.pairing import Pairing
 from kv_transfer.placed import PlacedCells
 from kv_transfer.region import Bytes, KVRegion
+from kv_transfer.runs import Runs
 from tandem.errors import TransferError
 
 
@@ -19,6 +20,7 @@ class Landing:
         self.pairing = pairing
         self._region = region
         self._converter = pairing.at_arrival()
+        self._device = region.device
         num_tokens = len(cells.at.blocks) * pairing.destination.block_size
         num_units = num_tokens // pairing.mapping.unit
         self._max_staged_bytes = num_units * pairing.destination.num_layers * pairing.unit_layer_bytes
@@ -33,13 +35,13 @@ class Landing:
         """Where their payload goes, in the order of the wire. Raises TransferError for cells not reserved."""
         runs = self.cells.writes(cells)
         self._checksums.pop(cells, None)
-        if self._converter is None:
+        if self._converter is None and self._device is None:
             return self._region.views(runs)
         others = sum(staged.nbytes for of, staged in self._staged.items() if of != cells)
         num_bytes = self.num_bytes(cells)
         if others + num_bytes > self._max_staged_bytes:
             raise TransferError("more is on the way than was reserved")
-        staged = self._staged[cells] = np.empty(num_bytes, np.uint8)
+        staged = self._staged[cells] = self._allocate(num_bytes)
         return [staged.data]
 
     def landed(self, cells: CellRange, checksum: int) -> None:
@@ -51,20 +53,43 @@ class Landing:
         known = self._checksums.pop(cells, None)
         if known is not None:
             return known
-        if self._converter is None:
-            return checksum_of(self._region.views(self.cells.writes(cells)))
         staged = self._staged.get(cells)
-        return None if staged is None else checksum_of([staged.data])
+        if staged is not None:
+            return checksum_of([staged.data])
+        if self._converter is not None:
+            return None
+        writes = self.cells.writes(cells)
+        # What a peer put there by itself never was in host memory: it names another sum (see torch_pool).
+        return checksum_of(self._region.views(writes)) if self._device is None else self._device.checksum(writes)
 
     def settle(self, cells: CellRange) -> None:
         """Put verified cells into place: convert what is staged, copy what several ranks hold."""
-        pool = self._region.array()
-        if self._converter is not None:
-            payload = self.cells.payload(cells)
-            converted = np.empty(payload.num_bytes(self._converter.destination), np.uint8)
-            self._converter.convert(payload, self._staged.pop(cells), converted)
-            placing.scatter(self.cells.writes(cells), converted, pool)
-        placing.copy(self.cells.fan_out(cells), pool, pool)
+        staged = self._staged.pop(cells, None)
+        if staged is not None:
+            self._place(self.cells.writes(cells), self._converted(cells, staged))
+        fan_out = self.cells.fan_out(cells)
+        if self._device is not None:
+            self._device.copy(fan_out)
+        else:
+            pool = self._region.array()
+            placing.copy(fan_out, pool, pool)
+
+    def _converted(self, cells: CellRange, staged: Bytes) -> Bytes:
+        if self._converter is None:
+            return staged
+        payload = self.cells.payload(cells)
+        converted = self._allocate(payload.num_bytes(self._converter.destination))
+        self._converter.convert(payload, staged, converted)
+        return converted
+
+    def _place(self, runs: Runs, payload: Bytes) -> None:
+        if self._device is not None:
+            self._device.scatter(runs, payload)
+        else:
+            placing.scatter(runs, payload, self._region.array())
+
+    def _allocate(self, num_bytes: int) -> Bytes:
+        return np.empty(num_bytes, np.uint8) if self._device is None else self._device.allocate(num_bytes)
 
     def discard(self, cells: CellRange) -> None:
         """Forget a damaged payload."""

@@ -107,9 +107,9 @@ class EngineConfig(Section):
 class TransferConfig(Section):
     """Moving KV between workers."""
 
-    transport: Literal["auto", "shm", "nixl", "torch_dist", "tcp"] = "auto"
-    """`auto` takes the best that both workers can do: between processes of one host shm, where both have RDMA and
-    `isolated_network` is set nixl (an extra: `pip install tandem-serve[nixl]`), else tcp."""
+    transport: Literal["auto", "cuda_ipc", "shm", "nixl", "torch_dist", "tcp"] = "auto"
+    """`auto` takes the best that both workers can do: on one host cuda_ipc between GPUs, else shm; where both have
+    RDMA and `isolated_network` is set nixl (an extra: `pip install tandem-serve[nixl]`); else tcp."""
     isolated_network: bool = False
     """Nobody but this cluster can reach the network between its workers. nixl and torch_dist neither encrypt nor
     authenticate what they move, so off a single machine they start only with `true`."""

@@ -6,13 +6,16 @@ is slower than tcp and knows no secret.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kv_transfer.messages import TransportOffer
 from kv_transfer.region import KVRegion
 from kv_transfer.transport import KVReceiver, KVSender
 from kv_transfer.transports import communicator, nixl_agent
+from kv_transfer.transports.cuda_ipc_receiver import CudaIpcReceiver
+from kv_transfer.transports.cuda_ipc_sender import CudaIpcSender
+from kv_transfer.transports.device_sharing import CudaSharing, DeviceSharing
 from kv_transfer.transports.dial import is_loopback
 from kv_transfer.transports.host import has_rdma
 from kv_transfer.transports.memory import MemoryFabric, MemoryReceiver, MemorySender
@@ -39,6 +42,7 @@ class Place:
     """Where a receiver listens; None for a sender, which finds out whom it reaches."""
     fabric: MemoryFabric | None = None
     isolated_network: bool = False
+    sharing: DeviceSharing = field(default_factory=CudaSharing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,17 +56,26 @@ class _Transport:
 
 
 def _no_fabric(place: Place) -> str | None:
-    return None if place.fabric else "joins the workers of one process; between processes use shm or tcp"
+    if place.fabric is None:
+        return "joins the workers of one process; between processes use shm or tcp"
+    return _beyond_reach(place)
+
+
+def _beyond_reach(place: Place) -> str | None:
+    """Writers cannot reach GPU memory as they reach the host's; what a receiver takes in itself it can put there."""
+    if place.host is None or place.region.device is None:
+        return None
+    return "cannot write into a KV pool in GPU memory; cuda_ipc, tcp and torch_dist can"
 
 
 def _no_shared_memory(place: Place) -> str | None:
     if place.host is None or place.region.fd is not None:
         return None
-    return "needs a KV pool in shared memory"
+    return _beyond_reach(place) or "needs a KV pool in shared memory"
 
 
 def _no_nixl(place: Place) -> str | None:
-    return _open_network(place) or nixl_agent.problem()
+    return _open_network(place) or _beyond_reach(place) or nixl_agent.problem()
 
 
 def _no_communicator(place: Place) -> str | None:
@@ -80,6 +93,11 @@ _TRANSPORTS: Mapping[str, _Transport] = {
         receiver=lambda p: MemoryReceiver(p.region, _given(p.fabric)),
         sender=lambda p: MemorySender(p.region, _given(p.fabric)),
         obstacle=_no_fabric,
+    ),
+    "cuda_ipc": _Transport(
+        receiver=lambda p: CudaIpcReceiver(p.region, p.sharing),
+        sender=lambda p: CudaIpcSender(p.region, p.sharing),
+        obstacle=lambda p: p.sharing.problem(p.region),
     ),
     "shm": _Transport(
         receiver=lambda p: ShmReceiver(p.region), sender=lambda p: ShmSender(p.region), obstacle=_no_shared_memory
@@ -114,20 +132,28 @@ def open_receivers(
     host: str = "127.0.0.1",
     fabric: MemoryFabric | None = None,
     isolated_network: bool = False,
+    sharing: DeviceSharing | None = None,
 ) -> tuple[KVReceiver, ...]:
     """Receiving ends of a decode worker: all that can work here, or the one that is forced.
 
     Raises ConfigError when the forced one cannot work here, OSError when `host` cannot be listened on.
     """
-    place = Place(region=region, host=host, fabric=fabric, isolated_network=isolated_network)
+    place = Place(
+        region=region, host=host, fabric=fabric, isolated_network=isolated_network, sharing=sharing or CudaSharing()
+    )
     return tuple(_TRANSPORTS[name].receiver(place) for name in _chosen(choice, place))
 
 
 def open_senders(
-    region: KVRegion, *, choice: str = AUTO, fabric: MemoryFabric | None = None, isolated_network: bool = False
+    region: KVRegion,
+    *,
+    choice: str = AUTO,
+    fabric: MemoryFabric | None = None,
+    isolated_network: bool = False,
+    sharing: DeviceSharing | None = None,
 ) -> tuple[KVSender, ...]:
     """Sending ends of a prefill worker, best first. Raises ConfigError when the forced one cannot work here."""
-    place = Place(region=region, fabric=fabric, isolated_network=isolated_network)
+    place = Place(region=region, fabric=fabric, isolated_network=isolated_network, sharing=sharing or CudaSharing())
     return tuple(_TRANSPORTS[name].sender(place) for name in _chosen(choice, place))
 
 

@@ -28,8 +28,7 @@ class RegionCopier:
     def __init__(self, source: KVRegion, target: KVRegion, pairing: Pairing) -> None:
         if pairing.wire_dtype != pairing.destination.dtype:
             raise TransferError("what is written into a peer's memory must be what it holds")
-        self._source, self._target = source, target
-        self._from, self._to = source.array(), target.array()
+        self._source, self._to = source, target.array()
         self._departure = Departure(source, pairing)
 
     def copy(self, job: WriteJob, target: PlacedCells, may_move: MayMove) -> tuple[int, int]:
@@ -44,7 +43,7 @@ class RegionCopier:
 
     def _copy(self, copies: Iterable[Copy], may_move: MayMove) -> tuple[int, int]:
         checksum = total = 0
-        buffer, here_bytes, there_bytes = self._source.buffer, self._from, self._to
+        buffer, here_bytes, there_bytes = self._source.buffer, self._source.array(), self._to
         for piece in pieces(copies):
             with may_move():
                 for here, there, size in piece:

@@ -72,9 +72,7 @@ class NixlAgent:
                 raise TransferError(f"NIXL has no {BACKEND} backend")
             lanes = _LOOPBACK_LANES if loopback else _LANES
             self._backend = agent.createBackend(BACKEND, {"engine_config": lanes})
-            self._registered = self._nixl.nixlRegDList(
-                self._nixl.DRAM_SEG, [(self.base, self._memory.nbytes, 0, "")]
-            )
+            self._registered = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(self.base, self._memory.nbytes, 0, "")])
             agent.registerMem(self._registered, [self._backend])
             self._agent = agent
 

@@ -29,6 +29,7 @@ from tandem.errors import TransferError
 from tandem.ids import BlockId
 
 PIECE_BYTES = 1 << 20
+BOUNCE_BYTES = 8 << 20
 DEPTH = 3
 """Pieces under way at once: one on the wire, one behind it, one whose checksum is being computed."""
 
@@ -39,17 +40,17 @@ class NixlWriter(ClaimingWriter):
     def __init__(self, source: KVRegion, sock: socket.socket, pairing: Pairing, *, loopback: bool) -> None:
         self._pairing = pairing
         self._departure = Departure(source, pairing)
-        self._loopback = loopback
         self._broken = threading.Event()
         self._moving = threading.Lock()
-        metadata, base, size_bytes = self._pool = unpack_pool(claim_wire.receive_blob(sock))
+        metadata, base, size_bytes = unpack_pool(claim_wire.receive_blob(sock))
         self._pool_blocks, rest = divmod(size_bytes, pairing.destination.worker_block_bytes)
         if rest or not self._pool_blocks:
             raise TransferError("the receiver's pool is not of its layout")
         here, there = pairing.source.layer_block_bytes, pairing.destination.layer_block_bytes
         self._grain = here if here == there else min(here, there, PIECE_BYTES)
-        self._buffer = source.buffer
-        self._agent = NixlAgent(f"kv-{secrets.token_hex(8)}", source.buffer, loopback=loopback)
+        # What does not leave the pool as it lies there leaves from memory beside it.
+        self._memory = memoryview(bytearray(BOUNCE_BYTES)) if self._departure.converts else source.buffer
+        self._agent = NixlAgent(f"kv-{secrets.token_hex(8)}", self._memory, loopback=loopback)
         self._agent.meet(metadata, base, size_bytes)
         sock.settimeout(None)
         super().__init__(sock, NAME)
@@ -65,57 +66,50 @@ class NixlWriter(ClaimingWriter):
         token, slots = claim_wire.unpack_grant(order.grant)
         blocks = tuple(BlockId(slot) for slot in slots)
         target = self._pairing.at_destination(order.source.held_tokens, blocks, self._pool_blocks)
-        if self._departure.converts:
-            writes = target.writes(order.cells)
-            with self._queue.lock:
-                job.check()
-                payload = self._departure.convert(order.source, order.cells)
+        if not self._departure.converts:
+            copies = order.source.copies_to(target, order.cells)
             self._claim(job, token)
-            job.succeed(*self._write_copy(job, token, payload.data, paired([(0, payload.nbytes)], writes)))
-            return
-        copies = order.source.copies_to(target, order.cells)
-        self._claim(job, token)
-        with self._moving, self._under_way(job, token):
-            job.succeed(*self._write(job, self._agent, self._buffer, copies))
-
-    def _write_copy(self, job: WriteJob, token: bytes, payload: memoryview, copies: Iterable[Copy]) -> tuple[int, int]:
-        """What lies nowhere in the pool leaves through an agent of its own, whose memory it is."""
-        agent = NixlAgent(f"kv-{secrets.token_hex(8)}", payload, loopback=self._loopback)
-        try:
-            agent.meet(*self._pool)
             with self._moving, self._under_way(job, token):
-                return self._write(job, agent, payload, copies)
-        finally:
-            agent.close()
+                job.succeed(*self._write(job, copies))
+            return
+        with self._queue.lock:
+            job.check()
+            payload = self._departure.convert(order.source, order.cells)
+        self._claim(job, token)
+        checksum = 0
+        with self._moving, self._under_way(job, token):
+            for part in pieces(paired([(0, payload.nbytes)], target.writes(order.cells)), BOUNCE_BYTES):
+                begin, size = part[0][0], sum(copy[2] for copy in part)
+                self._memory[:size] = payload[begin : begin + size].data
+                checksum, _ = self._write(job, [(at - begin, there, length) for at, there, length in part], checksum)
+            job.succeed(checksum, payload.nbytes)
 
-    def _write(
-        self, job: WriteJob, agent: NixlAgent, buffer: memoryview, copies: Iterable[Copy]
-    ) -> tuple[int, int]:
-        """Checksum and bytes. Raises TransferError, and then `agent` does nothing any more, or nothing is under way."""
-        checksum = total = 0
+    def _write(self, job: WriteJob, copies: Iterable[Copy], checksum: int = 0) -> tuple[int, int]:
+        """Checksum and bytes. Raises TransferError, and then nothing is under way any more."""
+        total = 0
         flying: deque[int] = deque()
         try:
             for piece in pieces(copies, max(1, PIECE_BYTES // self._grain) * self._grain):
                 if job.stopped:
                     break
-                flying.append(agent.post(piece, self._grain))
+                flying.append(self._agent.post(piece, self._grain))
                 for here, _, size in piece:
                     # While the piece is on its way: the bytes are in the cache for one of the two.
-                    checksum = crc32(buffer[here : here + size], checksum)
+                    checksum = crc32(self._memory[here : here + size], checksum)
                     total += size
                 while len(flying) >= DEPTH:
-                    self._await(agent, flying)
+                    self._await(flying)
             while flying:
-                self._await(agent, flying)
+                self._await(flying)
         except TransferError as error:
-            agent.close(flying)
+            self._agent.close(flying)
             self._break(error.message)
             raise
         job.check()
         return checksum, total
 
-    def _await(self, agent: NixlAgent, flying: deque[int]) -> None:
-        if not agent.wait(flying[0], self._broken):
+    def _await(self, flying: deque[int]) -> None:
+        if not self._agent.wait(flying[0], self._broken):
             raise TransferError("connection closed")
         flying.popleft()
 

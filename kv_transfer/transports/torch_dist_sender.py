@@ -74,9 +74,7 @@ class TorchDistWriter(QueuedWriter):
         except OSError as error:
             raise TransferError(f"torch_dist connection lost: {error}") from None
         address = self._sock.getsockname()[0]
-        return Communicator(
-            self._store, self._meeting, number, SENDER, address=address, limit_s=self._stall_s
-        )
+        return Communicator(self._store, self._meeting, number, SENDER, address=address, limit_s=self._stall_s)
 
     def _drop_group(self) -> None:
         group, self._group = self._group, None

@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class WriteJob:
-    """One order under way. Its sources are read only under the queue's `lock` and while not `stopped`, or while `reading`.
+    """One order. Its sources are read only under the queue's `lock` while not `stopped`, or else while `reading`.
 
-    `reading` says that something reads them by itself, which nobody can stop; then the future ends after that has ended.
+    `reading` says that something reads them by itself, which nobody can stop: then the future ends when that has ended.
     """
 
     order: WriteOrder
