@@ -10,16 +10,15 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from decode_worker.config import engine_spec, transfer_settings
+from decode_worker.config import engine_spec
 from decode_worker.worker import DecodeWorker
 from engine.assembly import EngineParts, assemble
 from engine.host import EngineHost
-from kv_transfer.peer import LocalWorker
-from kv_transfer.receiver_hub import ReceiverHub
-from kv_transfer.receiver_link import Dialer
+from fabric.config import transfer_settings
+from fabric.service import FabricPlan, open_fabric
+from kv_transfer.receiver_attempt import ReceiverOwner
 from kv_transfer.region import KVRegion
-from kv_transfer.sender_hub import SenderHub
-from kv_transfer.transports.catalogue import open_receivers, open_senders
+from kv_transfer.sender_attempt import SenderOwner
 from kv_transfer.transports.memory import NAME, MemoryFabric
 from prefill_worker.worker import PrefillWorker
 from tandem.config import ClusterConfig
@@ -28,7 +27,7 @@ from tandem.ids import WorkerId
 from tandem.model_path import model_name
 from tandem.process import Lifetime, announce, worker_main
 from tandem.roles import WorkerRole
-from tandem.rpc import ClusterAuth, listen, make_server, open_channel
+from tandem.rpc import ClusterAuth, listen, make_server
 from tandem.v1.session_pb2_grpc import add_WorkerServicer_to_server
 from tandem.worker_config import cluster_secret, listen_address
 from tandem.worker_identity import WorkerIdentity, draw_incarnation
@@ -50,15 +49,11 @@ class Pair:
         """The sender's side."""
         parts, identity, server = await self._open(WorkerRole.PREFILL)
         host = EngineHost(parts, on_fatal=self.lifetime.fail)
-        worker = PrefillWorker(identity, host, (NAME,))
+        worker = PrefillWorker(identity, host)
         sessions = WorkerSessions(worker)
-        host.start(on_output=worker.on_output, ports=lambda: sessions.ports)
+        host.start(on_output=worker.on_output, on_layers=worker.on_layers, ports=lambda: sessions.ports)
         self.stack.push_async_callback(host.stop)
-        local = _local(identity, parts)
-        senders = open_senders(local.region, choice=NAME, fabric=self.fabric)
-        hub = SenderHub(local, owner=worker, senders=senders, settings=transfer_settings(self.config))
-        worker.hub = await self.stack.enter_async_context(hub)
-        hub.register(server)
+        worker.fabric = await open_fabric(self.stack, server, self._plan(identity, host, prompts=worker))
         await self._serve(server, sessions)
 
     async def start_decode(self) -> None:
@@ -69,16 +64,32 @@ class Pair:
         sessions = WorkerSessions(worker)
         host.start(on_output=worker.on_output, ports=lambda: sessions.ports)
         self.stack.push_async_callback(host.stop)
-        local = _local(identity, parts)
-        hub = ReceiverHub(
-            local,
-            owner=worker.handoffs,
-            receivers=open_receivers(local.region, choice=NAME, fabric=self.fabric),
-            dialer=Dialer(open_channel=open_channel, metadata=self.auth.client_metadata()),
-            settings=transfer_settings(self.config),
-        )
-        worker.use(await self.stack.enter_async_context(hub), (NAME,))
+        worker.use(await open_fabric(self.stack, server, self._plan(identity, host, handoffs=worker.handoffs)))
         await self._serve(server, sessions)
+
+    def _plan(
+        self,
+        identity: WorkerIdentity,
+        host: EngineHost,
+        *,
+        prompts: SenderOwner | None = None,
+        handoffs: ReceiverOwner | None = None,
+    ) -> FabricPlan:
+        memory = host.parts.runner.kv_cache.host_view()
+        if memory is None:
+            raise ConfigError("engine.device: the memory transport moves host memory; use cpu")
+        return FabricPlan(
+            identity=identity,
+            host=host,
+            region=KVRegion.of(memory, host.parts.layout),
+            transport=NAME,
+            settings=transfer_settings(self.config.transfer),
+            auth=self.auth,
+            spawn=self.tasks.create_task,
+            prompts=prompts,
+            handoffs=handoffs,
+            in_process=self.fabric,
+        )
 
     async def _open(self, role: WorkerRole) -> tuple[EngineParts, WorkerIdentity, grpc.aio.Server]:
         parts = await asyncio.to_thread(assemble, engine_spec(self.config))
@@ -100,17 +111,6 @@ class Pair:
         self.stack.push_async_callback(server.stop, 0.5)
         self.stack.callback(sessions.finish)
         self.stack.callback(self.tasks.create_task(sessions.tell_load()).cancel)
-
-
-def _local(identity: WorkerIdentity, parts: EngineParts) -> LocalWorker:
-    memory = parts.runner.kv_cache.host_view()
-    if memory is None:
-        raise ConfigError("engine.device: the memory transport moves host memory; use cpu")
-    return LocalWorker(
-        worker_id=identity.worker_id,
-        incarnation=identity.incarnation,
-        region=KVRegion.of(memory, parts.layout),
-    )
 
 
 async def serve(config: ClusterConfig, _index: int, ready_fd: int | None, lifetime: Lifetime) -> None:

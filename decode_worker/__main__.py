@@ -5,23 +5,22 @@ import logging
 import sys
 import time
 from contextlib import AsyncExitStack, suppress
+from typing import Any
 
-from decode_worker.config import engine_spec, transfer_settings
+from decode_worker.config import engine_spec
 from decode_worker.worker import DecodeWorker
-from engine.assembly import EngineParts, assemble
+from engine.assembly import assemble
 from engine.host import EngineHost
-from kv_transfer.peer import LocalWorker
-from kv_transfer.receiver_hub import ReceiverHub
-from kv_transfer.receiver_link import Dialer
-from kv_transfer.region import KVRegion
-from kv_transfer.transports.catalogue import open_receivers
+from fabric.config import transfer_settings
+from fabric.region import region_of
+from fabric.service import FabricPlan, Spawn, open_fabric
 from kv_transfer.transports.shared_pool import SharedPool
 from tandem.config import ClusterConfig
 from tandem.ids import WorkerId
 from tandem.model_path import model_name
 from tandem.process import Lifetime, announce, worker_main
 from tandem.roles import WorkerRole
-from tandem.rpc import ClusterAuth, listen, make_server, open_channel
+from tandem.rpc import ClusterAuth, listen, make_server
 from tandem.v1.session_pb2_grpc import add_WorkerServicer_to_server
 from tandem.worker_config import cluster_secret, listen_address
 from tandem.worker_identity import WorkerIdentity, draw_incarnation
@@ -52,7 +51,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         sessions = WorkerSessions(worker)
         host.start(on_output=worker.on_output, ports=lambda: sessions.ports)
         stack.push_async_callback(host.stop)
-        await _with_handoffs(stack, worker, parts, config)
+        await _with_fabric(stack, server, worker, host, config, tasks.create_task)
         add_WorkerServicer_to_server(sessions, server)  # type: ignore[no-untyped-call]
         await server.start()
         stack.push_async_callback(server.stop, 0.5)
@@ -68,33 +67,27 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
                 await worker.drain()
 
 
-async def _with_handoffs(
-    stack: AsyncExitStack, worker: DecodeWorker, parts: EngineParts, config: ClusterConfig
+async def _with_fabric(
+    stack: AsyncExitStack, server: Any, worker: DecodeWorker, host: EngineHost, config: ClusterConfig, spawn: Spawn
 ) -> None:
-    """Let prompts be computed elsewhere, where the KV pool is host memory that peers can reach."""
-    memory = parts.kv_memory()
-    if memory is None or parts.pool is None:
+    """Let prompts be computed elsewhere, where the KV pool is in one piece that peers can reach."""
+    region = region_of(host.parts)
+    if region is None:
         return
-    stack.callback(parts.pool.close)
-    region = KVRegion.of(memory, parts.layout, fd=parts.pool.fd)
-    # Bytes come in where orders do: whoever can reach this worker can reach both.
-    kv_host = worker.identity.address.rpartition(":")[0].strip("[]")
-    transfer = config.transfer
-    receivers = open_receivers(
-        region, choice=transfer.transport, host=kv_host, isolated_network=transfer.isolated_network
+    if host.parts.pool is not None:
+        stack.callback(host.parts.pool.close)
+    plan = FabricPlan(
+        identity=worker.identity,
+        host=host,
+        region=region,
+        transport=config.transfer.transport,
+        isolated_network=config.transfer.isolated_network,
+        settings=transfer_settings(config.transfer),
+        auth=ClusterAuth(cluster_secret(config)),
+        spawn=spawn,
+        handoffs=worker.handoffs,
     )
-    hub = ReceiverHub(
-        LocalWorker(
-            worker_id=worker.identity.worker_id,
-            incarnation=worker.identity.incarnation,
-            region=region,
-        ),
-        owner=worker.handoffs,
-        receivers=receivers,
-        dialer=Dialer(open_channel=open_channel, metadata=ClusterAuth(cluster_secret(config)).client_metadata()),
-        settings=transfer_settings(config),
-    )
-    worker.use(await stack.enter_async_context(hub), tuple(receiver.name for receiver in receivers))
+    worker.use(await open_fabric(stack, server, plan))
 
 
 if __name__ == "__main__":

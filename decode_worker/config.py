@@ -1,7 +1,6 @@
 """From the cluster's configuration to what a decode worker needs."""
 
 from engine.assembly import EngineSpec
-from kv_transfer.config import TransferSettings
 from tandem.config import ClusterConfig
 from tandem.model_path import model_directory
 from tandem.worker_config import cluster_secret, num_ranks
@@ -17,14 +16,4 @@ def engine_spec(config: ClusterConfig) -> EngineSpec:
         num_workers_here=num_ranks(config),
         secret=cluster_secret(config),
         tensor_parallel_size=config.decode.tensor_parallel_size,
-    )
-
-
-def transfer_settings(config: ClusterConfig) -> TransferSettings:
-    """The hand-off layer's bounds."""
-    transfer = config.transfer
-    return TransferSettings(
-        lease_s=transfer.lease_s,
-        chunk_bytes=transfer.chunk_bytes,
-        wire_dtype="" if transfer.wire_dtype == "auto" else transfer.wire_dtype,
     )

@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
-from decode_worker.destinations import Destinations
 from decode_worker.reports import StepReports, ask_for_route
 from decode_worker.task import DecodeTask, TaskPhase
 from decode_worker.taskbook import TaskBook
@@ -20,6 +19,7 @@ from engine.limits import finish_reason
 from engine.request import Request
 from engine.reservations import Grant
 from engine.scheduler import Scheduler
+from fabric.destinations import Destinations
 from kv_transfer.actions import CommitInfo
 from kv_transfer.messages import FirstToken
 from kv_transfer.receiver_hub import ReceiverHub

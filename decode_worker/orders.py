@@ -8,6 +8,7 @@ from kv_transfer.peer import Route
 from tandem.block_hash import HASH_BYTES
 from tandem.errors import InvalidRequest
 from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
+from tandem.prefix_holder import PrefixHolder, holder_from_pb
 from tandem.v1 import session_pb2 as pb
 from tandem.wire import sampling_from_pb
 
@@ -52,3 +53,13 @@ def route_from_pb(route: pb.PrefillRoute) -> tuple[TransferId, Route]:
         address=route.address,
         attempt=route.attempt,
     )
+
+
+def holder_of(submit: pb.Submit) -> PrefixHolder | None:
+    """Who is thought to hold more of the prompt than whoever is to compute it. Raises InvalidRequest."""
+    part = submit.prefill if submit.HasField("prefill") else submit
+    if not part.HasField("holder"):
+        return None
+    if not part.holder.worker_id or not part.holder.address:
+        raise InvalidRequest("holder needs worker_id and address", param="holder")
+    return holder_from_pb(part.holder)

@@ -8,6 +8,7 @@ from engine.request import Request
 from kv_transfer.peer import Route
 from tandem.ids import BlockId, RequestId, TransferId
 from tandem.outputs import PhaseTimes, SampledToken
+from tandem.prefix_holder import PrefixHolder
 from tandem.session_port import SessionPort
 
 
@@ -34,6 +35,8 @@ class DecodeTask:
     request: Request
     route: Route | None
     transfer_id: TransferId | None
+    holder: PrefixHolder | None
+    """Who is thought to hold more of the prompt than whoever computes it."""
     arrived_s: float
     phase: TaskPhase = TaskPhase.ENGINE
     reservation: TransferId | None = None

@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 from decode_worker.handoffs import Handoffs
-from decode_worker.orders import request_from_pb, route_from_pb
+from decode_worker.orders import holder_of, request_from_pb, route_from_pb
 from decode_worker.reports import StepReports, refuse, refuse_order
 from decode_worker.task import DecodeTask, TaskPhase
 from decode_worker.taskbook import TaskBook
@@ -21,9 +21,9 @@ from engine.request import Request, SampledToken, TokenEvent
 from engine.scheduler import Scheduler
 from engine.step import StepOutput
 from engine.wire import hello_to_pb
+from fabric.service import Fabric
 from kv_transfer.messages import PrefillJob
 from kv_transfer.peer import Route
-from kv_transfer.receiver_hub import ReceiverHub
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.errors import DeadlineExceeded, InternalError, ServingError, Unavailable
 from tandem.ids import BlockHash, RequestId
@@ -40,7 +40,7 @@ class DecodeWorker:
 
     def __init__(self, identity: WorkerIdentity, host: EngineHost, tasks: asyncio.TaskGroup) -> None:
         self.identity = identity
-        self.transports: tuple[str, ...] = ()
+        self._fabric: Fabric | None = None
         self._host = host
         self._group = tasks
         self._serial = count(1)
@@ -51,10 +51,10 @@ class DecodeWorker:
         self._book = TaskBook(self._idle.set)
         self.handoffs = Handoffs(host, self._book, self._reports, spawn=self._spawn, clock=time.monotonic)
 
-    def use(self, hub: ReceiverHub, transports: tuple[str, ...]) -> None:
+    def use(self, fabric: Fabric) -> None:
         """From now on prompts may be computed elsewhere."""
-        self.handoffs.hub = hub
-        self.transports = transports
+        self.handoffs.hub = fabric.receiver_hub
+        self._fabric = fabric
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._group.create_task(coroutine)
@@ -63,7 +63,7 @@ class DecodeWorker:
 
     def hello(self) -> pb.WorkerHello:
         """Who this worker is."""
-        return hello_to_pb(self._host.parts, self.identity, self.transports)
+        return hello_to_pb(self._host.parts, self.identity, self._fabric.transports if self._fabric else ())
 
     def opened(self, port: SessionPort) -> None:
         """A router joined."""
@@ -110,6 +110,7 @@ class DecodeWorker:
                 request=request,
                 route=route if self.handoffs.hub is not None else None,
                 transfer_id=transfer_id,
+                holder=holder_of(submit),
                 arrived_s=now_s,
                 next_index=len(submit.generated_token_ids),
             )
@@ -128,13 +129,21 @@ class DecodeWorker:
             return
         try:
             if task.route is None:
-                await self._host.call(lambda scheduler: scheduler.add(task.request))
+                await self._queue(task)
             else:
                 await self._hand_off(task, task.route)
         except ServingError as error:
             if not task.is_over:
                 self._book.remove(task)
                 refuse(task, error)
+
+    async def _queue(self, task: DecodeTask) -> None:
+        """Compute the prompt here, behind what a peer has of it."""
+        if task.holder is not None and self._fabric is not None:
+            await self._fabric.fetcher.bring(task.request, task.holder)
+            if task.is_over:
+                return
+        await self._host.call(lambda scheduler: scheduler.add(task.request))
 
     async def _hand_off(self, task: DecodeTask, route: Route) -> None:
         """Reserve room, then ask the prefill worker. Without room it is refused: another worker may have some."""
@@ -158,6 +167,7 @@ class DecodeWorker:
             priority=task.request.priority,
             timeout_s=_time_left_s(task.request),
             tail_hash=self._tail_hash(task, token_ids),
+            holder=task.holder,
         )
         try:
             hub.start(job, route)
@@ -268,8 +278,8 @@ class DecodeWorker:
         """Take no new work; wait for what is here."""
         self._draining = True
         await self._idle.wait()
-        if self.handoffs.hub is not None:
-            await self.handoffs.hub.drain()
+        if self._fabric is not None:
+            await self._fabric.drain()
 
 
 def _time_left_s(request: Request) -> float | None:

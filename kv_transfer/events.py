@@ -89,7 +89,9 @@ class Scheduled:
 
     queue_s: float
     tail_hash: BlockHash | None
-    """Name of the prompt's last full hash block, as the engine has it."""
+    """Name of the last full hash block of what will be sent, as the engine has it."""
+    num_tokens: int | None = None
+    """For a fetch: how many of the tokens are held; None: all will be there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,11 @@ def unexpected_size(announced: Offer | Reserve, expected: int) -> bool:
     return announced.num_units != expected
 
 
+def impossible_fetch(offer: Offer, most_units: int, units_per_block: int) -> bool:
+    """More is offered than was asked for, or part of a block."""
+    return not 0 < offer.num_units <= most_units or offer.num_units % units_per_block != 0
+
+
 def wrong_binding(num_bound: int, expected: int) -> bool:
     """The owner bound another number of blocks than travel."""
     return num_bound != expected

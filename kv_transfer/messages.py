@@ -8,10 +8,12 @@ HELLO is exchanged once per link. Payload bytes never travel here (see `transpor
 
 from dataclasses import dataclass
 
+from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.errors import ServingError
 from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
 from tandem.kv_layout import KVLayout
 from tandem.outputs import PhaseTimes, SampledToken
+from tandem.prefix_holder import PrefixHolder
 from tandem.sampling import SamplingParams
 
 PROTOCOL_VERSION = 2
@@ -79,6 +81,19 @@ class PrefillJob:
     """What follows `token_ids` is already sampled: compute KV, sample nothing."""
     tail_hash: BlockHash | None = None
     """Name of the last full hash block of `token_ids`, checked at the offer; stays on the decode worker."""
+
+    fetch: bool = False
+    """Nothing is computed: what the sender holds of the prefix travels, as whole blocks of both workers."""
+    names: tuple[BlockHash, ...] = ()
+    """For a fetch, names of all full hash blocks of `token_ids`; they stay on the receiving worker."""
+    holder: PrefixHolder | None = None
+    """Who is thought to hold more of the prefix than the prefill worker."""
+
+    def expected_tail(self, num_tokens: int) -> BlockHash | None:
+        """Name of the last full hash block of the first `num_tokens`, which are all unless this is a fetch."""
+        if not self.fetch:
+            return self.tail_hash
+        return self.names[num_tokens // HASH_BLOCK_TOKENS - 1]
 
     def num_blocks(self, block_size: int) -> int:
         """Blocks, or units, of so many tokens that travel: all that hold tokens, less those that are held whole."""

@@ -56,7 +56,7 @@ from kv_transfer.messages import (
 )
 from kv_transfer.states import NEXT, HandoffState
 from tandem.errors import InvariantError, TransferError
-from tandem.ids import BlockId, Incarnation
+from tandem.ids import BlockHash, BlockId, Incarnation
 from tandem.kv_layout import KVLayout
 
 
@@ -94,7 +94,7 @@ class Receiver:
         self.state = HandoffState.NEW
         self._num_blocks = plan.job.num_blocks(plan.layout.block_size)
         self._units_per_block = 1
-        self._coverage = self._nothing_covered()
+        self._coverage = self._nothing_covered(self._num_blocks)
         self._lease = Lease(plan.lease_s, now)
         self._progress = Lease(plan.queue_s, now)
         self._drain = Lease(plan.drain_s, now)
@@ -107,15 +107,14 @@ class Receiver:
         self._seal: Seal | None = None
         self._sealed_at = now
 
-    def _nothing_covered(self) -> Coverage:
+    def _nothing_covered(self, num_units: int) -> Coverage:
         layout = self.plan.layout
-        num_units = self.plan.job.num_blocks(layout.block_size // self._units_per_block)
         return Coverage(num_units=num_units, num_layers=layout.num_layers, num_heads=layout.num_kv_heads)
 
     def start(self, unit_tokens: int) -> Actions:
         """Ask for the prefill. `unit_tokens`: what cells are counted in with this peer; divides the block size."""
         self._units_per_block = self.plan.layout.block_size // unit_tokens
-        self._coverage = self._nothing_covered()
+        self._coverage = self._nothing_covered(self.plan.job.num_blocks(unit_tokens))
         return (Send(body=Prefill(job=self.plan.job, lease_s=self.plan.lease_s)),)
 
     def renew(self, now: float) -> None:
@@ -197,10 +196,16 @@ class Receiver:
     def _on_offer(self, offer: Offer, now: float) -> Actions:
         if self.state is not HandoffState.NEW:
             return ()
-        if guards.unexpected_size(offer, self._coverage.num_units):
-            return self._violation(f"offers {offer.num_units} units, {self._coverage.num_units} travel", now)
+        job, most = self.plan.job, self._coverage.num_units
+        if job.fetch:
+            if guards.impossible_fetch(offer, most, self._units_per_block):
+                return self._violation(f"offers {offer.num_units} units of at most {most}", now)
+            self._num_blocks = offer.num_units // self._units_per_block
+            self._coverage = self._nothing_covered(offer.num_units)
+        elif guards.unexpected_size(offer, most):
+            return self._violation(f"offers {offer.num_units} units, {most} travel", now)
         # Before anything is bound: what lands in an attempt that fails later is kept under these tokens' names.
-        if guards.wrong_identity(offer.tail_hash, self.plan.job.tail_hash):
+        if guards.wrong_identity(offer.tail_hash, self._expected_tail()):
             return self._violation("computes other tokens than were asked for", now)
         self._move(HandoffState.OFFERED)
         self._progress = Lease(self.plan.stall_s, now)
@@ -289,12 +294,17 @@ class Receiver:
             return self._violation("seal before a reservation", now)
         if not 0 < seal.num_chunks <= self._coverage.num_cells or max(self._landings, default=-1) >= seal.num_chunks:
             return self._violation(f"seal of {seal.num_chunks} chunks contradicts those announced", now)
-        if guards.wrong_identity(seal.tail_hash, self.plan.job.tail_hash):
+        if guards.wrong_identity(seal.tail_hash, self._expected_tail()):
             return self._violation("computed other tokens than were asked for", now, keep=False)
         self._seal = seal
         self._sealed_at = now
         self._move(HandoffState.SEALED)
         return self._commit_if_complete(now)
+
+    def _expected_tail(self) -> BlockHash | None:
+        """Of all tokens that are here once everything has landed."""
+        job = self.plan.job
+        return job.expected_tail(job.held_tokens + self._num_blocks * self.plan.layout.block_size)
 
     def _commit_if_complete(self, now: float) -> Actions:
         num_verified = sum(landing.verified for landing in self._landings.values())

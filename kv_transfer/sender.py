@@ -54,7 +54,7 @@ from kv_transfer.messages import (
     TransferKey,
 )
 from kv_transfer.states import NEXT, HandoffState
-from tandem.errors import DeadlineExceeded, InvariantError
+from tandem.errors import DeadlineExceeded, InvariantError, Unavailable
 from tandem.ids import BlockId, Incarnation
 
 
@@ -70,7 +70,9 @@ class SenderPlan:
     block_size: int
     """Tokens in a block here."""
     unit_tokens: int
-    """What cells are counted in with this peer."""
+    """What cells are counted in with this peer: the smaller block of the two workers."""
+    whole_tokens: int
+    """The larger block of the two."""
     cells: CellShape
     lease_s: float
     stall_s: float
@@ -98,6 +100,8 @@ class Sender:
     def __init__(self, plan: SenderPlan, now: float) -> None:
         self.plan = plan
         self.state = HandoffState.NEW
+        self._end_tokens = len(plan.job.token_ids)
+        """Of the tokens that will have been sent, held ones included."""
         self._num_units = plan.job.num_blocks(plan.unit_tokens)
         self._num_blocks = plan.job.num_blocks(plan.block_size)
         self._held_blocks = plan.job.held_tokens // plan.block_size
@@ -242,9 +246,19 @@ class Sender:
     def _on_scheduled(self, event: Scheduled, now: float) -> Actions:
         if self.state is not HandoffState.NEW:
             return ()
+        if self.plan.job.fetch and not self._narrow(event.num_tokens or 0):
+            return self._give_up(Failure(kind=Unavailable, message="nothing more of the prefix is held here"))
         self._move(HandoffState.OFFERED)
         self._progress = Lease(self.plan.stall_s, now)
         return (Send(body=Offer(num_units=self._num_units, queue_s=event.queue_s, tail_hash=event.tail_hash)),)
+
+    def _narrow(self, num_tokens: int) -> bool:
+        """Send no more than these tokens, in whole blocks of both workers; False when nothing is left to send."""
+        plan = self.plan
+        self._end_tokens = num_tokens // plan.whole_tokens * plan.whole_tokens
+        self._num_units = (self._end_tokens - plan.job.held_tokens) // plan.unit_tokens
+        self._num_blocks = self._end_tokens // plan.block_size - self._held_blocks
+        return self._num_units > 0
 
     def _on_reserve(self, reserve: Reserve) -> Actions:
         if self.state is not HandoffState.OFFERED:
@@ -265,7 +279,7 @@ class Sender:
 
     def _told_blocks(self, num_tokens: int, blocks: Sequence[BlockId]) -> int:
         """Of the table's blocks those that these tokens fill, and with the last token all."""
-        if num_tokens >= len(self.plan.job.token_ids):
+        if num_tokens >= self._end_tokens:
             return min(self._held_blocks + self._num_blocks, len(blocks))
         return min(num_tokens // self.plan.block_size, len(blocks))
 

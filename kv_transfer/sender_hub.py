@@ -47,6 +47,7 @@ from kv_transfer.sender_link import SenderLink
 from kv_transfer.states import LIVE
 from kv_transfer.stats import TransferStats
 from kv_transfer.transport import KVSender
+from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.errors import InvalidRequest, InvariantError, Overloaded, ServingError, Unavailable
 from tandem.ids import BlockHash, BlockId, TransferId
 from tandem.outputs import PhaseTimes, SampledToken
@@ -156,6 +157,21 @@ class SenderHub:
     def scheduled(self, transfer_id: TransferId, queue_s: float, tail_hash: BlockHash | None = None) -> None:
         """The prompt has left the queue; `tail_hash` names its last full hash block."""
         self._tell(transfer_id, Scheduled(queue_s=queue_s, tail_hash=tail_hash))
+
+    def lent(self, transfer_id: TransferId, names: Sequence[BlockHash], block_ids: Sequence[BlockId]) -> None:
+        """Answer to a fetch: the prefix's full blocks that are held here, and the names of their hash blocks.
+
+        They stay until `owner.release`, as computed blocks do.
+        """
+        attempt = self._attempts.get(transfer_id)
+        if attempt is None:
+            return
+        whole = attempt.machine.plan.whole_tokens
+        num_tokens = len(block_ids) * self._local.layout.block_size // whole * whole
+        tail_hash = names[num_tokens // HASH_BLOCK_TOKENS - 1] if num_tokens else None
+        attempt.on_event(Scheduled(queue_s=0.0, tail_hash=tail_hash, num_tokens=num_tokens))
+        attempt.on_event(Progress(num_computed_tokens=num_tokens, blocks=tuple(block_ids)))
+        attempt.on_event(Finished(cached_tokens=num_tokens, times=PhaseTimes(), tail_hash=tail_hash))
 
     def progress(
         self,
@@ -300,6 +316,7 @@ class SenderHub:
             job=body.job,
             block_size=layout.block_size,
             unit_tokens=pairing.mapping.unit,
+            whole_tokens=max(layout.block_size, pairing.destination.block_size),
             cells=CellShape(
                 num_layers=layout.num_layers,
                 num_heads=layout.num_kv_heads,

@@ -29,6 +29,7 @@ from kv_transfer.messages import (
 from tandem import wire
 from tandem.block_hash import HASH_BYTES
 from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
+from tandem.prefix_holder import PrefixHolder, holder_from_pb, holder_to_pb
 from tandem.sampling import MAX_TOP_LOGPROBS
 from tandem.v1 import common_pb2
 from tandem.v1 import handoff_pb2 as pb
@@ -115,6 +116,8 @@ def _encode_prefill(body: Prefill) -> pb.Prefill:
         request_id=job.request_id,
         lease_s=body.lease_s,
         resume=job.resume,
+        fetch=job.fetch,
+        holder=holder_to_pb(job.holder),
     )
 
 
@@ -203,8 +206,20 @@ def _decode_prefill(message: pb.Prefill, key: TransferKey | None) -> Prefill:
         priority=message.priority,
         timeout_s=timeout_s,
         resume=message.resume,
+        fetch=message.fetch,
+        holder=_holder(message),
     )
     return Prefill(job=job, lease_s=message.lease_s)
+
+
+def _holder(message: pb.Prefill) -> PrefixHolder | None:
+    if not message.HasField("holder"):
+        return None
+    holder = message.holder
+    _check("holder.worker_id length", len(holder.worker_id), 1, MAX_ID_CHARS)
+    _check("holder.address length", len(holder.address), 1, MAX_TEXT_CHARS)
+    _check("holder.num_tokens", holder.num_tokens, 0, MAX_TOKENS)
+    return holder_from_pb(holder)
 
 
 def _decode_offer(message: pb.Offer, _key: TransferKey | None) -> Offer:

@@ -8,12 +8,11 @@ from contextlib import AsyncExitStack, suppress
 
 from engine.assembly import assemble
 from engine.host import EngineHost
-from kv_transfer.peer import LocalWorker
-from kv_transfer.region import KVRegion
-from kv_transfer.sender_hub import SenderHub
-from kv_transfer.transports.catalogue import open_senders
+from fabric.config import transfer_settings
+from fabric.region import region_of
+from fabric.service import FabricPlan, open_fabric
 from kv_transfer.transports.shared_pool import SharedPool
-from prefill_worker.config import engine_spec, transfer_settings
+from prefill_worker.config import engine_spec
 from prefill_worker.worker import PrefillWorker
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
@@ -35,15 +34,10 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
     started_s = time.monotonic()
     host_name, port = listen_address(config.prefill, "prefill", index)
     auth = ClusterAuth(cluster_secret(config))
-    # One rank's pool may lie anywhere; several ranks share theirs, so that this process can send all of it.
-    pool = SharedPool if config.prefill.tensor_parallel_size > 1 else None
-    parts = await asyncio.to_thread(assemble, engine_spec(config), pool=pool)
-    memory = parts.kv_memory()
-    if memory is None:
-        raise ConfigError("engine.device: hand-offs from CUDA memory are not built yet; a prefill worker runs on cpu")
-    region = KVRegion.of(memory, parts.layout)
-    transfer = config.transfer
-    senders = open_senders(region, choice=transfer.transport, isolated_network=transfer.isolated_network)
+    parts = await asyncio.to_thread(assemble, engine_spec(config), pool=SharedPool)
+    region = region_of(parts)
+    if region is None:
+        raise ConfigError("prefill.tensor_parallel_size: hand-offs from the memory of several GPUs are not built yet")
     async with AsyncExitStack() as stack:
         if parts.pool is not None:
             stack.callback(parts.pool.close)
@@ -58,14 +52,22 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
             address=f"{host_name}:{bound}",
         )
         host = EngineHost(parts, on_fatal=lifetime.fail)
-        worker = PrefillWorker(identity, host, tuple(sender.name for sender in senders))
+        worker = PrefillWorker(identity, host)
         sessions = WorkerSessions(worker)
         host.start(on_output=worker.on_output, on_layers=worker.on_layers, ports=lambda: sessions.ports)
         stack.push_async_callback(host.stop)
-        local = LocalWorker(worker_id=identity.worker_id, incarnation=identity.incarnation, region=region)
-        hub = SenderHub(local, owner=worker, senders=senders, settings=transfer_settings(config))
-        worker.hub = await stack.enter_async_context(hub)
-        hub.register(server)
+        plan = FabricPlan(
+            identity=identity,
+            host=host,
+            region=region,
+            transport=config.transfer.transport,
+            isolated_network=config.transfer.isolated_network,
+            settings=transfer_settings(config.transfer),
+            auth=auth,
+            spawn=tasks.create_task,
+            prompts=worker,
+        )
+        worker.fabric = await open_fabric(stack, server, plan)
         add_WorkerServicer_to_server(sessions, server)  # type: ignore[no-untyped-call]
         await server.start()
         stack.push_async_callback(server.stop, 0.5)

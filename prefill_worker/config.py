@@ -1,7 +1,6 @@
 """From the cluster's configuration to what a prefill worker needs."""
 
 from engine.assembly import EngineSpec
-from kv_transfer.config import TransferSettings
 from tandem.config import ClusterConfig
 from tandem.model_path import model_directory
 from tandem.worker_config import cluster_secret, num_ranks
@@ -19,8 +18,3 @@ def engine_spec(config: ClusterConfig) -> EngineSpec:
         secret=cluster_secret(config),
         tensor_parallel_size=config.prefill.tensor_parallel_size,
     )
-
-
-def transfer_settings(config: ClusterConfig) -> TransferSettings:
-    """The hand-off layer's bounds."""
-    return TransferSettings(lease_s=config.transfer.lease_s, chunk_bytes=config.transfer.chunk_bytes)

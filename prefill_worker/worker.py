@@ -13,6 +13,7 @@ from engine.request import Request, TokenEvent
 from engine.scheduler import Scheduler
 from engine.step import LayersDone, PrefillProgress, StepOutput
 from engine.wire import hello_to_pb
+from fabric.service import Fabric
 from kv_transfer.messages import PrefillJob
 from kv_transfer.sender_hub import SenderHub
 from prefill_worker.task import PrefillTask
@@ -30,10 +31,9 @@ _log = logging.getLogger(__name__)
 class PrefillWorker:
     """Handles sessions and owns the hand-offs' sources (SessionHandler, SenderOwner). On the event loop's thread."""
 
-    def __init__(self, identity: WorkerIdentity, host: EngineHost, transports: tuple[str, ...]) -> None:
+    def __init__(self, identity: WorkerIdentity, host: EngineHost) -> None:
         self.identity = identity
-        self.hub: SenderHub | None = None
-        self._transports = transports
+        self.fabric: Fabric | None = None
         self._host = host
         self._tasks: dict[TransferId, PrefillTask] = {}
 
@@ -41,7 +41,7 @@ class PrefillWorker:
 
     def hello(self) -> pb.WorkerHello:
         """Who this worker is."""
-        return hello_to_pb(self._host.parts, self.identity, self._transports)
+        return hello_to_pb(self._host.parts, self.identity, self.fabric.transports if self.fabric else ())
 
     def opened(self, port: SessionPort) -> None:
         """A router joined."""
@@ -60,6 +60,8 @@ class PrefillWorker:
 
     async def load(self) -> pb.LoadSnapshot:
         """How busy this worker is."""
+        if self.fabric is not None:
+            self._host.kv_bytes_per_s = self.fabric.receiver_hub.stats.bytes_per_s
         return await self._host.load()
 
     # SenderOwner
@@ -85,6 +87,8 @@ class PrefillWorker:
         )
         # The engine needs these names anyway; here they also say what is going to be sent.
         self._host.parts.hasher.extend(request.hash_root, request.block_hashes, request.token_ids)
+        if job.holder is not None and self.fabric is not None:
+            await self.fabric.fetcher.bring(request, job.holder)
         task = PrefillTask(job=job, request=request)
 
         def add(scheduler: Scheduler) -> None:
@@ -119,33 +123,34 @@ class PrefillWorker:
 
     def on_output(self, output: StepOutput) -> None:
         """One engine step."""
-        if self.hub is None:
+        if self.fabric is None:
             return
+        hub = self.fabric.sender_hub
         now_s = time.monotonic()
         for admission in output.admissions:
             task = self._tasks.get(TransferId(admission.request_id))
             if task is not None:
                 task.queued_s, task.admitted_s = admission.queued_s, now_s
                 task.cached_tokens = admission.num_cached_tokens
-                self.hub.scheduled(task.job.transfer_id, admission.queued_s, task.tail_hash())
+                hub.scheduled(task.job.transfer_id, admission.queued_s, task.tail_hash())
         # Tokens first: they wait for no block.
         for event in output.events:
             task = self._tasks.get(TransferId(event.request_id))
             if task is not None:
-                self._on_event(self.hub, task, event)
+                self._on_event(hub, task, event)
         for progress in output.progress:
             task = self._tasks.get(TransferId(progress.request_id))
             if task is not None:
-                self._on_progress(self.hub, task, progress, now_s)
+                self._on_progress(hub, task, progress, now_s)
 
     def on_layers(self, done: LayersDone) -> None:
         """Within an engine step: what is computed can leave already."""
-        if self.hub is None:
+        if self.fabric is None:
             return
         for prompt in done.prompts:
             task = self._tasks.get(TransferId(prompt.request_id))
             if task is not None:
-                self.hub.progress(
+                self.fabric.sender_hub.progress(
                     task.job.transfer_id,
                     prompt.num_computed_tokens,
                     prompt.block_ids,
@@ -178,5 +183,5 @@ class PrefillWorker:
 
     async def drain(self) -> None:
         """Take no new prompts; serve what is outstanding."""
-        if self.hub is not None:
-            await self.hub.drain()
+        if self.fabric is not None:
+            await self.fabric.drain()

@@ -115,7 +115,7 @@ class ChoiceRun:
             number = progress.begin_attempt()
             self._route = self._first_route(assignment)
             try:
-                assignment.port.submit(self._order(number), partial(self._post, self._index, number))
+                assignment.port.submit(self._order(number, assignment), partial(self._post, self._index, number))
             except Unavailable as error:
                 self._note_failure(assignment, error)
                 if not progress.may_retry(RetryReason.REFUSED, error, self._around.budget):
@@ -260,7 +260,7 @@ class ChoiceRun:
             told = progress.last_error
             raise told if isinstance(told, RequestTooLarge) else computed from None
 
-    def _order(self, attempt: int) -> SubmitOrder:
+    def _order(self, attempt: int, assignment: Assignment) -> SubmitOrder:
         request = self._request
         timeout_s = None if request.deadline_s is None else max(0.0, request.deadline_s - self._around.clock())
         return SubmitOrder(
@@ -274,6 +274,7 @@ class ChoiceRun:
             priority=request.priority,
             timeout_s=timeout_s,
             prefill=self._route,
+            holder=assignment.holder if self._route is None else None,
         )
 
     def _names(self) -> Sequence[BlockHash]:
@@ -293,6 +294,7 @@ class ChoiceRun:
             address=prefill.info.handoff_address,
             transfer_id=TransferId(f"{self._request_id}.{self._progress.attempt}"),
             attempt=1,
+            holder=assignment.holder,
         )
 
     def _reroute(self, assignment: Assignment, failed: TransferFailed) -> None:
@@ -318,7 +320,11 @@ class ChoiceRun:
             None
             if prefill is None
             else replace(
-                route, worker=prefill.info.key, address=prefill.info.handoff_address, attempt=route.attempt + 1
+                route,
+                worker=prefill.info.key,
+                address=prefill.info.handoff_address,
+                attempt=route.attempt + 1,
+                holder=assignment.holder,
             )
         )
         self._around.observer.retried(RetryReason.TRANSFER_FAILED.value)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from router.holders import best_holder
 from router.placement import CostModel, Demand, Placement, place, place_prefill
 from router.session_events import WorkerPort
 from router.worker_view import WorkerKey, WorkerSnapshot
@@ -11,6 +12,7 @@ from router.workers import WorkerRegistry
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.errors import InvariantError
 from tandem.ids import BlockHash
+from tandem.prefix_holder import PrefixHolder
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,6 +27,8 @@ class Assignment:
     """Who computes the prompt, at the moment."""
     tokens_to_compute: int
     """Not known to be computed yet."""
+    holder: PrefixHolder | None = None
+    """Who is thought to hold more of the prefix than `computing`."""
 
     @property
     def decode(self) -> WorkerKey:
@@ -55,7 +59,8 @@ class Placer:
         """
         registry = self.registry
         demand = self._demand(num_tokens, names, excluded, pool_tokens_above)
-        placement = place(demand, registry.snapshots(), self._model, self._rng)
+        workers = registry.snapshots()
+        placement = place(demand, workers, self._model, self._rng)
         decode, computing = placement.decode.info.key, placement.computing.info.key
         port = registry.port(decode)
         if port is None:
@@ -67,6 +72,7 @@ class Placer:
             num_tokens=num_tokens,
             computing=computing,
             tokens_to_compute=placement.uncached_tokens,
+            holder=best_holder(demand, placement.computing, workers),
         )
         registry.assign(decode, 0 if placement.prefill else placement.uncached_tokens)
         if placement.prefill:
@@ -79,7 +85,9 @@ class Placer:
         """Another prefill worker after a failed hand-off; None: the decode worker computes the prompt itself."""
         self._stop_computing(assignment)
         demand = self._demand(assignment.num_tokens, assignment.names, excluded)
-        prefill = place_prefill(demand, assignment.placement.decode, self.registry.snapshots(), self._model, self._rng)
+        workers = self.registry.snapshots()
+        prefill = place_prefill(demand, assignment.placement.decode, workers, self._model, self._rng)
+        assignment.holder = best_holder(demand, prefill, workers) if prefill else None
         self._compute_on(assignment, assignment.decode if prefill is None else prefill.info.key)
         return prefill
 

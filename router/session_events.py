@@ -8,6 +8,7 @@ from router.worker_view import WorkerKey
 from tandem.errors import ServingError
 from tandem.ids import BlockHash, RequestId, TransferId
 from tandem.outputs import FinishReason, PhaseTimes, SampledToken
+from tandem.prefix_holder import PrefixHolder
 from tandem.sampling import SamplingParams
 
 CLOSED_HERE = "the router closed the session"
@@ -22,6 +23,8 @@ class PrefillRoute:
     """host:port of the prefill worker's hand-off service."""
     transfer_id: TransferId
     attempt: int
+    holder: PrefixHolder | None = None
+    """Who is thought to hold more of the prompt's prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,8 @@ class SubmitOrder:
     priority: int
     timeout_s: float | None
     prefill: PrefillRoute | None
+    holder: PrefixHolder | None = None
+    """Without a route: who is thought to hold more of the prompt's prefix than the decode worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from router.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
 from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
 from tandem.kv_layout import DTYPE_BYTES
 from tandem.outputs import FinishReason
+from tandem.prefix_holder import holder_to_pb
 from tandem.roles import WorkerRole
 from tandem.session_port import PROTOCOL_VERSION
 from tandem.v1 import session_pb2 as pb
@@ -81,6 +82,7 @@ def submit_to_pb(order: SubmitOrder) -> pb.RouterMessage:
         priority=order.priority,
         timeout_s=order.timeout_s,
         prefill=_route_to_pb(order.prefill),
+        holder=holder_to_pb(order.holder),
     )
     return pb.RouterMessage(submit=submit)
 
@@ -105,6 +107,7 @@ def _route_to_pb(route: PrefillRoute | None) -> pb.PrefillRoute | None:
         address=route.address,
         transfer_id=route.transfer_id,
         attempt=route.attempt,
+        holder=holder_to_pb(route.holder),
     )
 
 

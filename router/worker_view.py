@@ -42,12 +42,15 @@ class WorkerInfo:
         """Bytes of one token's KV over all layers and ranks."""
         return self.layout.block_bytes * self.layout.tp_size // self.layout.block_size
 
-    def cannot_pair(self, other: "WorkerInfo") -> str | None:
-        """Why KV cannot travel between the two, or None."""
+    def cannot_pair(self, prefill: "WorkerInfo") -> str | None:
+        """Why prompts that `prefill` computes cannot be decoded here, or None."""
+        return prefill.cannot_send_to(self)
+
+    def cannot_send_to(self, other: "WorkerInfo") -> str | None:
+        """Why KV cannot travel from here to `other`, or None."""
         if self.transports and other.transports and not self.transports & other.transports:
             return f"transports: {sorted(self.transports)} here, {sorted(other.transports)} there"
-        prefill, decode = (other, self) if other.role is WorkerRole.PREFILL else (self, other)
-        return agree(prefill.layout, decode.layout)
+        return agree(self.layout, other.layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ class WorkerIdentity:
 
     @property
     def handoff_address(self) -> str:
-        """Prefill workers serve hand-offs on the same server."""
-        return self.address if self.role is WorkerRole.PREFILL else ""
+        """Hand-offs are served on the same server: prompts by prefill workers, prefixes by all."""
+        return self.address
 
     def facts(self) -> dict[str, str]:
         """For the line that says that the process serves."""

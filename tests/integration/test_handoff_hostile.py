@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import grpc.aio
 
@@ -98,6 +99,11 @@ def prefill_message(name: str, num_tokens: int, **overrides: object) -> pb.Hando
     )
 
 
+def told(name: str, *, attempt: int = 1, incarnation: int = 77, addressee: int = 11, **body: Any) -> pb.HandoffMessage:
+    """A message about one attempt."""
+    return pb.HandoffMessage(incarnation=incarnation, addressee=addressee, transfer_id=name, attempt=attempt, **body)
+
+
 async def test_malformed_messages_harm_only_their_own_hand_off() -> None:
     fabric = MemoryFabric()
     pool = Pool(48)
@@ -116,7 +122,7 @@ async def test_malformed_messages_harm_only_their_own_hand_off() -> None:
             prefill_message("bad4", 8, hash_root=b"short"),
             prefill_message("bad5", 8, lease_s=float("nan")),
             prefill_message("bad6", 0),
-            pb.HandoffMessage(incarnation=77, addressee=11, transfer_id="bad7", attempt=1),
+            told("bad7"),
         ]
         for message in bad:
             await stream.write(message)
@@ -125,12 +131,10 @@ async def test_malformed_messages_harm_only_their_own_hand_off() -> None:
             assert reply.reject.failure.code == "InvalidRequest"
         harmless = [
             pb.HandoffMessage(incarnation=77),
-            pb.HandoffMessage(incarnation=77, addressee=12, transfer_id="x", attempt=1, abort=pb.Abort()),
-            pb.HandoffMessage(incarnation=78, addressee=11, transfer_id="x", attempt=1, abort=pb.Abort()),
-            pb.HandoffMessage(
-                incarnation=77, addressee=11, transfer_id="x", attempt=1, reserve=pb.Reserve(num_units=2**31)
-            ),
-            pb.HandoffMessage(incarnation=77, addressee=11, transfer_id="y", attempt=3, commit_ack=pb.CommitAck()),
+            told("x", addressee=12, abort=pb.Abort()),
+            told("x", incarnation=78, abort=pb.Abort()),
+            told("x", reserve=pb.Reserve(num_units=2**31)),
+            told("y", attempt=3, commit_ack=pb.CommitAck()),
         ]
         for message in harmless:
             await stream.write(message)
@@ -138,12 +142,8 @@ async def test_malformed_messages_harm_only_their_own_hand_off() -> None:
         while (reply := await stream.read()).transfer_id != "good":
             assert reply.WhichOneof("kind") in ("reject", "renew")
         assert reply.WhichOneof("kind") == "offer"
-        await stream.write(
-            pb.HandoffMessage(incarnation=77, addressee=11, transfer_id="good", attempt=1, abort=pb.Abort())
-        )
-        await stream.write(
-            pb.HandoffMessage(incarnation=77, addressee=11, transfer_id="never", attempt=1, abort=pb.Abort())
-        )
+        for name in ("good", "never"):
+            await stream.write(told(name, abort=pb.Abort()))
         drained = set()
         while drained != {"good", "never"}:
             reply = await stream.read()

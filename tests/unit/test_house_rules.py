@@ -44,7 +44,8 @@ PURE = (
     "router.workers",
     "tandem.kv_agreement",
     "cluster.supervisor",
-    "decode_worker.destinations",
+    "fabric.destinations",
+    "fabric.cost",
 )
 IMPURE = ("torch", "triton", "grpc", "redis", "asyncio", "opentelemetry")
 

@@ -1,9 +1,9 @@
 import pytest
 
-from decode_worker.destinations import Destinations
 from decode_worker.orders import request_from_pb, route_from_pb
 from decode_worker.task import DecodeTask, TaskPhase
 from decode_worker.taskbook import TaskBook
+from fabric.destinations import Destinations
 from tandem.errors import InvalidRequest, InvariantError
 from tandem.ids import BlockId, Incarnation, RequestId, TransferId
 from tandem.session_port import SessionPort
@@ -49,6 +49,7 @@ def task(port: SessionPort, name: str, *, attempt: int = 1, transfer: TransferId
         request=ledger.request([1, 2, 3]),
         route=None,
         transfer_id=transfer,
+        holder=None,
         arrived_s=0.0,
     )
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,8 +73,8 @@ class Bench:
         self.owner = worker.handoffs
         self.hub = FakeHub()
         self.port = SessionPort(Incarnation(2))
-        hub: Any = self.hub
-        worker.use(hub, ("shm",))
+        fabric: Any = SimpleNamespace(receiver_hub=self.hub, transports=("shm",), drain=self.hub.drain)
+        worker.use(fabric)
 
     def order(self, **fields: Any) -> None:
         self.worker.order(self.port, pb.RouterMessage(**fields))

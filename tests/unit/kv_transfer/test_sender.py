@@ -34,6 +34,7 @@ def sending(
         job=job,
         block_size=LAYOUT.block_size,
         unit_tokens=unit_tokens,
+        whole_tokens=max(LAYOUT.block_size, unit_tokens),
         cells=CellShape(num_layers=2, num_heads=2, unit_layer_bytes=10),
         lease_s=2.0,
         stall_s=30.0,

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,10 +45,12 @@ class FakeHub:
         self.tokens: list[SampledToken] = []
         self.cached: list[int] = []
         self.tail: BlockHash | None = None
+        self.offered_tail: BlockHash | None = None
         self.errors: list[ServingError] = []
         self.done = asyncio.Event()
 
-    def scheduled(self, transfer_id: TransferId, _queue_s: float) -> None:
+    def scheduled(self, transfer_id: TransferId, _queue_s: float, tail_hash: BlockHash | None) -> None:
+        self.offered_tail = tail_hash
         self.said.append(("scheduled", transfer_id))
 
     def progress(self, transfer_id: TransferId, num_computed_tokens: int, blocks: list[BlockId]) -> None:
@@ -86,8 +89,8 @@ class Bench:
         self.host = host
         self.worker = worker
         self.hub = FakeHub()
-        hub: Any = self.hub
-        worker.hub = hub
+        fabric: Any = SimpleNamespace(sender_hub=self.hub, transports=("shm",))
+        worker.fabric = fabric
 
     async def finished(self) -> None:
         async with asyncio.timeout(WAIT_S):
@@ -115,7 +118,7 @@ def job(name: str = "t", **changes: Any) -> PrefillJob:
 async def bench() -> AsyncIterator[Bench]:
     faults: list[BaseException] = []
     host = EngineHost(parts(), on_fatal=faults.append)
-    worker = PrefillWorker(IDENTITY, host, ("shm",))
+    worker = PrefillWorker(IDENTITY, host)
     host.start(on_output=worker.on_output, ports=tuple)
     yield Bench(host, worker)
     await host.stop()
@@ -206,7 +209,7 @@ async def test_what_can_never_run_is_refused_and_leaves_nothing(
 
 async def test_a_prompt_larger_than_the_pool_is_refused() -> None:
     host = EngineHost(parts(num_blocks=4), on_fatal=lambda _: None)
-    worker = PrefillWorker(IDENTITY, host, ("shm",))
+    worker = PrefillWorker(IDENTITY, host)
     host.start(on_output=worker.on_output, ports=tuple)
     try:
         with pytest.raises(RequestTooLarge):

@@ -16,6 +16,10 @@ class Destinations:
     def __len__(self) -> int:
         return len(self._key_of)
 
+    def is_out(self, key: TransferId) -> bool:
+        """Whether some block of this reservation may still be written."""
+        return key in self._remaining
+
     def bind(self, key: TransferId, blocks: Iterable[BlockId]) -> None:
         """These blocks may be written by a peer from now on. InvariantError when one is out already."""
         for block in blocks:

@@ -1,0 +1,266 @@
+"""Bringing prefixes from peers into this worker's cache, when that beats computing them.
+
+Life of a fetch: hint → looked up here → priced → reservation → hand-off of what the peer holds → blocks in the prefix
+index, found by whoever schedules the request next. Whatever goes wrong, what has landed is kept and the rest is
+computed: a fetch never fails a request.
+"""
+
+import asyncio
+import logging
+import time
+from array import array
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from engine.host import EngineHost
+from engine.request import Request
+from engine.scheduler import Scheduler
+from fabric.cost import FetchRates, compute_s, worth_fetching
+from fabric.destinations import Destinations
+from kv_transfer.actions import CommitInfo
+from kv_transfer.messages import FirstToken, PrefillJob
+from kv_transfer.peer import Route
+from kv_transfer.receiver_hub import ReceiverHub
+from tandem.errors import ServingError, TransferError
+from tandem.ids import BlockHash, BlockId, RequestId, TransferId
+from tandem.prefix_holder import PrefixHolder
+from tandem.sampling import SamplingParams
+
+_log = logging.getLogger(__name__)
+
+_SHORTEST_WAIT_S = 0.5
+"""However fast this worker computes: a peer may be in the middle of a step."""
+
+
+@dataclass(slots=True, kw_only=True)
+class FetchStats:
+    """Totals since start."""
+
+    started: int = 0
+    completed: int = 0
+    failed: int = 0
+    declined: int = 0
+    """Hints that were not followed: held here already, or cheaper to compute."""
+    num_tokens: int = 0
+    """Brought here, by those that failed midway too."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Fetch:
+    """One fetch under way; `ended` is set with the tokens gained."""
+
+    probe: Request
+    num_held_tokens: int
+    num_destinations: int = 0
+    ended: "asyncio.Future[int]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def end(self, num_tokens: int) -> None:
+        if not self.ended.done():
+            self.ended.set_result(num_tokens)
+
+
+class Fetcher:
+    """The receiving side of fetches (kv_transfer's ReceiverOwner, for them alone). On the event loop's thread."""
+
+    def __init__(self, host: EngineHost, *, name: str, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+        """`name`: unlike any other process's, for the names of its fetches."""
+        self.hub: ReceiverHub | None = None
+        self.stats = FetchStats()
+        self._host = host
+        self._name = name
+        self._spawn = spawn
+        self._serial = count(1)
+        self._fetches: dict[TransferId, _Fetch] = {}
+        self._destinations = Destinations()
+
+    def owns(self, transfer_id: TransferId) -> bool:
+        """Whether this is one of this worker's fetches, over or not."""
+        return transfer_id.startswith(f"fetch/{self._name}/")
+
+    async def bring(self, request: Request, holder: PrefixHolder) -> int:
+        """Bring what `holder` has of the request's prefix and is not here; the tokens gained. Never raises for a peer.
+
+        The request is neither queued nor changed, but for the names of its blocks.
+        """
+        hub = self.hub
+        num_tokens = min(holder.num_tokens, request.num_tokens - 1)
+        if hub is None or num_tokens <= 0:
+            return 0
+        transfer_id = TransferId(f"fetch/{self._name}/{next(self._serial)}")
+        rates = FetchRates(
+            prefill_tokens_per_s=self._host.rates.prefill_tokens_per_s, bytes_per_s=hub.stats.bytes_per_s
+        )
+        probe = _probe(request, transfer_id, num_tokens)
+        try:
+            held = await self._host.call(lambda s: self._reserve(s, transfer_id, probe, rates))
+        except ServingError as error:
+            _log.info("%s: no room for what a peer holds: %s", request.request_id, error.message)
+            held = None
+        if held is None:
+            self.stats.declined += 1
+            _log.debug("%s: what %s holds is computed here, at %s", request.request_id, holder.worker_id, rates)
+            return 0
+        fetch = self._fetches[transfer_id] = _Fetch(probe=probe, num_held_tokens=held)
+        self.stats.started += 1
+        try:
+            hub.start(_job(transfer_id, request, probe, held), _route(holder))
+        except ServingError as error:
+            self._give_up(transfer_id, error)
+        started_s = time.monotonic()
+        gained = await self._outcome(transfer_id, fetch, compute_s(num_tokens - held, rates))
+        self.stats.num_tokens += gained
+        _log.info(
+            "%s: %d of %d tokens came from %s in %.1f ms",
+            transfer_id, gained, num_tokens - held, holder.worker_id, 1e3 * (time.monotonic() - started_s),
+        )  # fmt: skip
+        return gained
+
+    async def _outcome(self, transfer_id: TransferId, fetch: _Fetch, worth_s: float) -> int:
+        """Wait as long as computing would take; then computing goes on alone."""
+        try:
+            async with asyncio.timeout(max(_SHORTEST_WAIT_S, worth_s)):
+                gained = await asyncio.shield(fetch.ended)
+        except TimeoutError:
+            self._cancel(transfer_id)
+            gained = 0
+        except asyncio.CancelledError:
+            self._cancel(transfer_id)
+            raise
+        return gained
+
+    def _reserve(self, scheduler: Scheduler, transfer_id: TransferId, probe: Request, rates: FetchRates) -> int | None:
+        """On the engine's thread: tokens held here, with room for the rest reserved; None when it is not worth it."""
+        layout = self._host.parts.layout
+        found = scheduler.blocks.match(probe).num_blocks * layout.block_size
+        missing = probe.num_tokens - 1 - found
+        num_bytes = missing * layout.worker_block_bytes // layout.block_size
+        if missing < layout.block_size or not worth_fetching(missing, num_bytes, rates):
+            return None
+        return scheduler.reservations.reserve(transfer_id, probe).num_held_tokens
+
+    def _cancel(self, transfer_id: TransferId) -> None:
+        if self._fetches.pop(transfer_id, None) is None:
+            return
+        self.stats.failed += 1
+        self._host.post(lambda scheduler: scheduler.reservations.quarantine(transfer_id))
+        if self.hub is not None:
+            # A turn later: this may be inside one of the hub's own callbacks.
+            asyncio.get_running_loop().call_soon(self.hub.cancel, transfer_id, "takes longer than computing")
+        if not self._destinations.is_out(transfer_id):
+            self._host.post(lambda scheduler: scheduler.reservations.release_quarantine(transfer_id))
+
+    def _give_up(self, transfer_id: TransferId, error: ServingError) -> None:
+        """It never began: nobody was let in."""
+        fetch = self._fetches.pop(transfer_id)
+        _log.info("%s: not begun: %s", transfer_id, error.message)
+        self.stats.failed += 1
+        self._host.post(lambda scheduler: scheduler.reservations.cancel(transfer_id))
+        fetch.end(0)
+
+    # ReceiverOwner
+
+    async def bind(self, transfer_id: TransferId, num_blocks: int) -> tuple[BlockId, ...]:
+        """Choose destinations for what is offered, which may be less than was asked for."""
+        fetch = self._fetches.get(transfer_id)
+        if fetch is None:
+            raise TransferError("the fetch is over")
+        blocks = await self._host.call(lambda scheduler: scheduler.reservations.bind(transfer_id))
+        if self._fetches.get(transfer_id) is not fetch:
+            raise TransferError("the fetch is over")
+        chosen = blocks[:num_blocks]
+        self._destinations.bind(transfer_id, chosen)
+        fetch.num_destinations = len(chosen)
+        return chosen
+
+    def first_token(self, transfer_id: TransferId, first_token: FirstToken) -> None:
+        """A fetch samples nothing."""
+
+    async def commit(self, transfer_id: TransferId, info: CommitInfo) -> None:
+        """Everything that was offered is here and verified."""
+        fetch = self._fetches.pop(transfer_id, None)
+        if fetch is None:
+            self.released(transfer_id, info.blocks)
+            return
+        self._destinations.settle(info.blocks)
+        self.stats.completed += 1
+        await self._kept(fetch, len(info.blocks), self._keep(transfer_id, fetch, len(info.blocks), quiet=True))
+
+    def failed(self, transfer_id: TransferId, landed: tuple[BlockId, ...], error: ServingError) -> None:
+        """Keep what landed; nobody is asked again."""
+        fetch = self._fetches.pop(transfer_id, None)
+        if fetch is None:
+            self.released(transfer_id, landed)
+            return
+        _log.info("%s failed with %d blocks landed: %s", transfer_id, len(landed), error.message)
+        self.stats.failed += 1
+        self._destinations.settle(landed)
+        quiet = len(landed) == fetch.num_destinations
+        # Posted now: the hub may release the rest before this callback is over.
+        keeping = self._keep(transfer_id, fetch, len(landed), quiet=quiet)
+        self._spawn(self._kept(fetch, len(landed), keeping))
+        if self.hub is not None:
+            asyncio.get_running_loop().call_soon(self.hub.cancel, transfer_id, "computed here")
+
+    def _keep(self, transfer_id: TransferId, fetch: _Fetch, num_blocks: int, *, quiet: bool) -> Awaitable[Request]:
+        """Posted before this returns."""
+        landed = fetch.num_held_tokens + num_blocks * self._host.parts.layout.block_size
+        return self._host.call(lambda s: s.reservations.salvage(transfer_id, landed, writer_is_quiet=quiet))
+
+    async def _kept(self, fetch: _Fetch, num_blocks: int, keeping: Awaitable[Request]) -> None:
+        gained = num_blocks * self._host.parts.layout.block_size
+        try:
+            await keeping
+        except ServingError as error:
+            _log.info("%s: nothing kept: %s", fetch.probe.request_id, error.message)
+            gained = 0
+        fetch.end(gained)
+
+    def expired(self, transfer_id: TransferId) -> None:
+        """Failed fetches are cancelled at once; none waits for another route."""
+
+    def quarantine(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
+        """The engine keeps them out of circulation already; say so."""
+        _log.warning("%s: %d blocks quarantined, their writer may be alive", transfer_id, len(blocks))
+
+    def released(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
+        """Nothing writes there any more."""
+        for key in self._destinations.settle(blocks):
+            self._host.post(_release(key))
+
+
+def _release(key: TransferId) -> Callable[[Scheduler], object]:
+    return lambda scheduler: scheduler.reservations.release_quarantine(key)
+
+
+def _probe(request: Request, transfer_id: TransferId, num_tokens: int) -> Request:
+    """The prefix and one token more, since a reservation leaves one to compute."""
+    return Request(
+        request_id=RequestId(transfer_id),
+        token_ids=array("i", request.token_ids[: num_tokens + 1]),
+        num_prompt_tokens=num_tokens + 1,
+        params=SamplingParams(max_tokens=1),
+        hash_root=request.hash_root,
+        prefill_only=True,
+    )
+
+
+def _job(transfer_id: TransferId, request: Request, probe: Request, held_tokens: int) -> PrefillJob:
+    names: tuple[BlockHash, ...] = tuple(probe.block_hashes)
+    return PrefillJob(
+        transfer_id=transfer_id,
+        request_id=request.request_id,
+        token_ids=tuple(probe.token_ids),
+        num_prompt_tokens=probe.num_tokens,
+        held_tokens=held_tokens,
+        sampling=probe.params,
+        hash_root=request.hash_root,
+        resume=True,
+        fetch=True,
+        names=names,
+    )
+
+
+def _route(holder: PrefixHolder) -> Route:
+    return Route(worker_id=holder.worker_id, incarnation=holder.incarnation, address=holder.address, attempt=1)

@@ -1,0 +1,100 @@
+"""Both hubs of one worker, on its gRPC server: what comes, what leaves, what is fetched and what is lent."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from engine.host import EngineHost
+from fabric.fetching import Fetcher
+from fabric.lending import Lender
+from fabric.owners import Arrivals, Departures
+from kv_transfer.config import TransferSettings
+from kv_transfer.peer import LocalWorker
+from kv_transfer.receiver_attempt import ReceiverOwner
+from kv_transfer.receiver_hub import ReceiverHub
+from kv_transfer.receiver_link import Dialer
+from kv_transfer.region import KVRegion
+from kv_transfer.sender_attempt import SenderOwner
+from kv_transfer.sender_hub import SenderHub
+from kv_transfer.transports.catalogue import open_receivers, open_senders
+from kv_transfer.transports.memory import MemoryFabric
+from tandem.rpc import ClusterAuth, open_channel
+from tandem.worker_identity import WorkerIdentity
+
+Spawn = Callable[[Coroutine[Any, Any, None]], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fabric:
+    """A worker's part in moving KV; alive as long as the stack that it was opened on."""
+
+    sender_hub: SenderHub
+    receiver_hub: ReceiverHub
+    fetcher: Fetcher
+    lender: Lender
+    transports: tuple[str, ...]
+    """It can use, best first."""
+
+    async def drain(self) -> None:
+        """Take no new work; wait until nothing comes, leaves or is read any more."""
+        await asyncio.gather(self.sender_hub.drain(), self.receiver_hub.drain())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FabricPlan:
+    """What a worker brings."""
+
+    identity: WorkerIdentity
+    host: EngineHost
+    region: KVRegion
+    transport: str
+    """A name of kv_transfer's catalogue, or `auto`."""
+    settings: TransferSettings
+    auth: ClusterAuth
+    spawn: Spawn
+    prompts: SenderOwner | None = None
+    """Computes prompts for others."""
+    handoffs: ReceiverOwner | None = None
+    """Has prompts computed by others."""
+    in_process: MemoryFabric | None = None
+    """Joins workers that live in one process."""
+    isolated_network: bool = False
+    """Only this cluster reaches the network between its workers."""
+
+
+async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> Fabric:
+    """Both hubs, entered on `stack` and registered with `server`, which does not serve yet.
+
+    Raises ConfigError when a forced transport cannot work here, OSError when its port cannot be listened on.
+    """
+    identity, region = plan.identity, plan.region
+    # Bytes come in where orders do: whoever can reach this worker can reach both.
+    kv_host = identity.address.rpartition(":")[0].strip("[]")
+    isolated = plan.isolated_network
+    senders = open_senders(region, choice=plan.transport, fabric=plan.in_process, isolated_network=isolated)
+    receivers = open_receivers(
+        region, choice=plan.transport, host=kv_host, fabric=plan.in_process, isolated_network=isolated
+    )
+    local = LocalWorker(worker_id=identity.worker_id, incarnation=identity.incarnation, region=region)
+    fetcher = Fetcher(plan.host, name=f"{identity.worker_id}/{identity.incarnation}", spawn=plan.spawn)
+    lender = Lender(plan.host)
+    receiver_hub = ReceiverHub(
+        local,
+        owner=Arrivals(fetcher, plan.handoffs),
+        receivers=receivers,
+        dialer=Dialer(open_channel=open_channel, metadata=plan.auth.client_metadata()),
+        settings=plan.settings,
+    )
+    sender_hub = SenderHub(local, owner=Departures(lender, plan.prompts), senders=senders, settings=plan.settings)
+    fetcher.hub = await stack.enter_async_context(receiver_hub)
+    lender.hub = await stack.enter_async_context(sender_hub)
+    sender_hub.register(server)
+    return Fabric(
+        sender_hub=sender_hub,
+        receiver_hub=receiver_hub,
+        fetcher=fetcher,
+        lender=lender,
+        transports=tuple(sender.name for sender in senders),
+    )
