@@ -3,9 +3,9 @@
 Runs of a layer are the same in every layer, so each is one strided copy over all layers, into or from a payload that is
 contiguous on the device; host memory is copied as a whole.
 
-`sum32` is the checksum of payload that never leaves devices: its little-endian 32-bit words, the last one filled up with
-zeros, each times an odd number that depends on its place, added modulo 2**32. Any change of a single word shows, any
-other with a probability of 1 - 2**-32; a CRC would have to be computed a byte at a time.
+`sum32` is the checksum of payload that never leaves devices: its little-endian 32-bit words, the last one filled up
+with zeros, each times an odd number that depends on its place, added modulo 2**32. Any change of a single word shows,
+any other with a probability of 1 - 2**-32; a CRC would have to be computed a byte at a time.
 """
 
 import importlib

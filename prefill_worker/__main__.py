@@ -6,11 +6,12 @@ import sys
 import time
 from contextlib import AsyncExitStack, suppress
 
-from engine.assembly import assemble
+from engine.assembly import EngineParts, assemble
 from engine.host import EngineHost
 from fabric.config import transfer_settings
 from fabric.region import region_of
 from fabric.service import FabricPlan, open_fabric
+from kv_transfer.region import KVRegion
 from kv_transfer.transports.shared_pool import SharedPool
 from prefill_worker.config import engine_spec
 from prefill_worker.worker import PrefillWorker
@@ -35,9 +36,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
     host_name, port = listen_address(config.prefill, "prefill", index)
     auth = ClusterAuth(cluster_secret(config))
     parts = await asyncio.to_thread(assemble, engine_spec(config), pool=SharedPool)
-    region = region_of(parts)
-    if region is None:
-        raise ConfigError("prefill.tensor_parallel_size: hand-offs from the memory of several GPUs are not built yet")
+    region = _region(parts)
     async with AsyncExitStack() as stack:
         if parts.pool is not None:
             stack.callback(parts.pool.close)
@@ -81,6 +80,13 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         with suppress(TimeoutError):
             async with asyncio.timeout(config.prefill.drain_s):
                 await worker.drain()
+
+
+def _region(parts: EngineParts) -> KVRegion:
+    region = region_of(parts)
+    if region is None:
+        raise ConfigError("prefill.tensor_parallel_size: hand-offs from the memory of several GPUs are not built yet")
+    return region
 
 
 if __name__ == "__main__":

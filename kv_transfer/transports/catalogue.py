@@ -1,8 +1,8 @@
 """Which transports exist, in order of preference, what each needs, and how a worker opens both kinds of end.
 
-Left to themselves two workers take the first of these that both can do: memory within a process; cuda_ipc or shm on one
-host; nixl where both have RDMA and the network is theirs alone; else tcp. torch_dist is never taken unasked: over gloo it
-is slower than tcp and knows no secret.
+Left to themselves two workers take the first of these that both can do: memory within a process; cuda_ipc or shm on
+one host; nixl where both have RDMA and the network is theirs alone; else tcp. torch_dist is never taken unasked: over
+gloo it is slower than tcp and knows no secret.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,9 +1,9 @@
 """Receiving ends whose memory a writer reaches by itself: who may write is kept track of by claims.
 
-Bytes land without this process doing anything, so a revocation is proven by the writer's own word (QUIET), or by the end
-of its socket: a process that lives ends it only after its last byte, a killed one cannot write. What a transport must
-still do then, before its memory is really quiet, is `_part`. A frozen writer says nothing: it stays unproven, unless the
-transport can shut it out (`shut_out_s`).
+Bytes land without this process doing anything, so a revocation is proven by the writer's own word (QUIET), or by the
+end of its socket: a process that lives ends it only after its last byte, a killed one cannot write. What a transport
+must still do then, before its memory is really quiet, is `_part`. A frozen writer says nothing: it stays unproven,
+unless the transport can shut it out (`shut_out_s`).
 """
 
 import hmac

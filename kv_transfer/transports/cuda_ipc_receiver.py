@@ -1,8 +1,8 @@
 """`cuda_ipc`, receiving end: lends the pool in GPU memory to writers of the same user on the same host.
 
-The checksum is torch_pool's `sum32`, computed on the device on both sides. As with shm, nothing can take a loan back: a
-frozen writer stays unproven. A killed one's last copy may still run on the device when its socket ends; it is a chunk at
-most, so the proof waits for many times as long as a chunk takes.
+The checksum is torch_pool's `sum32`, computed on the device on both sides. As with shm, nothing can take a loan back:
+a frozen writer stays unproven. A killed one's last copy may still run on the device when its socket ends; it is a chunk
+at most, so the proof waits for many times as long as a chunk takes.
 """
 
 import socket

@@ -54,7 +54,7 @@ def problem() -> str | None:
 
 
 class NixlAgent:
-    """Raises ImportError without nixl, TransferError where NIXL fails. Not for two threads at once, `close` excepted."""
+    """For one thread at a time, `close` excepted. Raises ImportError without nixl, TransferError where NIXL fails."""
 
     def __init__(self, name: str, memory: memoryview, *, loopback: bool) -> None:
         _prepare_environment()

@@ -178,7 +178,7 @@ class TorchDistReceiver:
             slot = i % SLOTS
             group.wait(slot)
             piece = group.slots[slot][:size]
-            checksum = crc32(piece, checksum)
+            checksum = crc32(piece.data, checksum)
             if grant is not None and room is not None and not _land(grant, room, piece):
                 room = None
             if i + SLOTS < len(sizes):

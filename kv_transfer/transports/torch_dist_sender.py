@@ -128,7 +128,7 @@ class TorchDistWriter(QueuedWriter):
             with self._queue.lock:
                 if not sent.job.stopped:
                     _gather(views, piece)
-            sent.checksum = crc32(piece, sent.checksum)
+            sent.checksum = crc32(piece.data, sent.checksum)
             group.post(slot, size)
         for slot in range(SLOTS):
             group.wait(slot)

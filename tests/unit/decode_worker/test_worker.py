@@ -73,8 +73,7 @@ class Bench:
         self.owner = worker.handoffs
         self.hub = FakeHub()
         self.port = SessionPort(Incarnation(2))
-        fabric: Any = SimpleNamespace(receiver_hub=self.hub, transports=("shm",), drain=self.hub.drain)
-        worker.use(fabric)
+        worker.use(SimpleNamespace(receiver_hub=self.hub, transports=("shm",), drain=self.hub.drain))
 
     def order(self, **fields: Any) -> None:
         self.worker.order(self.port, pb.RouterMessage(**fields))
