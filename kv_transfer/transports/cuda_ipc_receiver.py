@@ -31,7 +31,8 @@ class CudaIpcReceiver(ClaimReceiver):
     def __init__(self, region: KVRegion, sharing: DeviceSharing) -> None:
         if (obstacle := sharing.problem(region)) is not None or region.device is None:
             raise ConfigError(f"KV transport {NAME!r}: {obstacle}")
-        self._loan = _NUM_BLOCKS.pack(region.num_blocks) + sharing.lend(region.device.memory)
+        self._pool = region.device
+        self._sharing = sharing
         self._address, server = listen_on_this_host()
         super().__init__(server, NAME)
 
@@ -43,7 +44,9 @@ class CudaIpcReceiver(ClaimReceiver):
         return refuses_user(sock)
 
     def _welcome(self, writer: Writer) -> None:
-        claim_wire.send_blob(writer.sock, self._loan)
+        # One loan for each borrower: CUDA's allocator counts them.
+        loan = self._sharing.lend(self._pool.memory)
+        claim_wire.send_blob(writer.sock, _NUM_BLOCKS.pack(self._pool.num_blocks) + loan)
 
     def _part(self, writer: Writer) -> None:
         if writer.claims and not self._closing.is_set():

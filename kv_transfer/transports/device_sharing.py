@@ -19,7 +19,7 @@ class DeviceSharing(Protocol):
         """Why this pool cannot be lent, nor copied from into a lent one; None when it can."""
 
     def lend(self, memory: Any) -> bytes:
-        """What another process needs to open a uint8 tensor. The tensor must outlive its borrowers."""
+        """What one other process needs to open a uint8 tensor, once. The tensor must outlive its borrowers."""
 
     def borrow(self, token: bytes) -> Any:
         """The tensor of another process, to be written. Raises TransferError."""

@@ -22,7 +22,8 @@ from tests.unit.kv_transfer.transport_peer import PAIRING, block_views, box, lan
 
 KEY = TransferKey(transfer_id=TransferId("t"), attempt=1)
 WAIT_S = 20.0
-MANY = 4096
+STALL_S = 0.5
+MANY = 1024
 """Blocks of a chunk that takes a while."""
 
 
@@ -39,7 +40,10 @@ class Victim:
         advert, host_id, grant = self.process.stdout.readline().split()
         offer = TransportOffer(name=name, advert=bytes.fromhex(advert), host_id=host_id if host_id != "-" else "")
         self.grant = bytes.fromhex(grant)
-        [(sender, offer)] = candidates([offer], open_senders(source, choice=name))
+        senders = (
+            [TorchDistSender(source, stall_s=STALL_S)] if name == "torch_dist" else open_senders(source, choice=name)
+        )
+        [(sender, offer)] = candidates([offer], senders)
         self.writer: PeerWriter = sender.connect(offer, PAIRING)
 
     def write(self) -> object:
@@ -64,7 +68,7 @@ def victim(name: str) -> Iterator[Victim]:
 def test_a_killed_receiver_fails_what_is_under_way_and_what_comes(name: str) -> None:
     with victim(name) as peer:
         peer.write().result(WAIT_S)
-        futures = [peer.write() for _ in range(20)]
+        futures = [peer.write() for _ in range(80)]
         peer.process.kill()
         errors = [future.exception(WAIT_S) for future in futures]
         assert isinstance(errors[-1], TransferError)
@@ -82,7 +86,7 @@ def test_a_frozen_receiver_holds_sources_only_until_the_connection_ends(
         peer.write().result(WAIT_S)
         peer.process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, peer.process.pid, os.WSTOPPED)
-        futures = [peer.write() for _ in range(20)]
+        futures = [peer.write() for _ in range(80)]
         with suppress(TimeoutError, TransferError):
             futures[0].result(0.2)
         quiet = peer.writer.cancel(KEY)
@@ -94,8 +98,8 @@ def test_a_frozen_receiver_holds_sources_only_until_the_connection_ends(
 
 def test_a_broken_communicator_is_replaced() -> None:
     source, target = make_region(seed=1, num_blocks=MANY), make_region(seed=0, num_blocks=MANY)
-    receiver = TorchDistReceiver(target, stall_s=1.0)
-    sender = TorchDistSender(source, stall_s=1.0)
+    receiver = TorchDistReceiver(target, stall_s=STALL_S)
+    sender = TorchDistSender(source, stall_s=STALL_S)
     writer = sender.connect(receiver.offer(), PAIRING)
     grant = receiver.open_grant(KEY, landing(target, *range(MANY)))
     chunk = order(KEY, grant, box(0, MANY), list(range(MANY)), pool_blocks=MANY)

@@ -216,3 +216,13 @@ def test_a_chunk_says_how_long_its_write_took() -> None:
     half.hear(RESERVE)
     [sent] = written(half, 0)
     assert sent.body.write_s == 0.5
+
+
+def test_sources_stay_until_reads_that_nobody_can_stop_have_ended() -> None:
+    half = offered()
+    half.see(progress(10))
+    half.hear(RESERVE)
+    assert kinds(half.hear(Abort(reason="left"))) == ["AbortPrefill", "CancelWrites"]
+    assert half.see(ev.WritesEnding()) == ()
+    assert half.see(ev.WriteFailed(seq=1, rewrite=0, reason="cancelled")) == ()
+    assert kinds(half.see(ev.Written(seq=0, rewrite=0, checksum=0, seconds=0.1))) == ["Drained", "ReleaseSources"]

@@ -187,15 +187,23 @@ def test_revocations_during_writes_are_final(pair: Pair) -> None:
 
 
 def test_cancel_stops_reading_sources(pair: Pair) -> None:
+    pattern = bytes(pair.source.buffer)
     for attempt in range(1, 30):
+        pair.source.buffer[:] = bytes([attempt]) * len(pattern)
         key = replace(KEY, attempt=attempt)
         grant = pair.receiver.open_grant(key, landing(pair.lands_in, *range(20)))
         futures = [pair.writer.write(order(key, grant, box(0, 20), list(range(20)))) for _ in range(4)]
-        pair.writer.cancel(key)
+        if pair.writer.cancel(key):
+            assert all(future.done() for future in futures)
         for future in futures:
             with suppress(TransferError):
                 future.result(WAIT_S)
-        pair.receiver.revoke(key)
+        pair.source.buffer[:] = b"\xee" * len(pattern)
+        pair.quieted.clear()
+        if not pair.receiver.revoke(key):
+            assert pair.quieted.wait(WAIT_S)
+        assert b"\xee" not in bytes(pair.target.buffer), "read after the cancel"
+    pair.source.buffer[:] = pattern
     last = replace(KEY, attempt=99)
     grant = pair.receiver.open_grant(last, landing(pair.lands_in, 4))
     arrive(pair, order(last, grant, box(0, 1), [7]))
