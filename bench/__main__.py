@@ -13,6 +13,7 @@ from bench import report
 from bench.engine_bench import options as engine_options
 from bench.errors import CannotMeasure
 from bench.report import Row
+from bench.transfer_bench import options as transfer_options
 from tandem.errors import ConfigError
 
 
@@ -32,6 +33,8 @@ def main() -> int:
     spine.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
     engine = subjects.add_parser("engine", help="speed against this machine's limits, peers, baselines; 55 s at most")
     engine_options.add_options(engine)
+    transfer = subjects.add_parser("transfer", help="KV between two processes against the machine's limits and peers")
+    transfer_options.add_options(transfer)
     options = parser.parse_args()
     for file in (options.json, getattr(options, "plot", None)):
         if file is not None and not file.absolute().parent.is_dir():
@@ -70,6 +73,12 @@ async def _engine(options: argparse.Namespace, rows: list[Row], err: Console) ->
     await measure(options, rows, out=_out(), err=err)
 
 
+async def _transfer(options: argparse.Namespace, rows: list[Row], err: Console) -> None:
+    from bench.transfer_bench.measure import measure
+
+    await measure(options, rows, out=_out(), err=err)
+
+
 def _out() -> Console:
     out = Console(highlight=False)
     return out if out.is_terminal else Console(highlight=False, width=WIDTH)
@@ -85,6 +94,7 @@ QUICK_PARTS = PARTS[:-1]
 _SUBJECTS: Mapping[str, Callable[[argparse.Namespace, list[Row], Console], Coroutine[None, None, None]]] = {
     "spine": _spine,
     "engine": _engine,
+    "transfer": _transfer,
 }
 
 if __name__ == "__main__":

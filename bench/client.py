@@ -25,6 +25,8 @@ class Completion:
     """From the request's sending."""
     gaps_s: tuple[float, ...]
     """Between two messages that carried tokens, shared evenly among the tokens of the later one."""
+    prefill_s: float
+    """Computing the prompt, as the worker measured it."""
     transfer_s: float
     """KV transfer that no computation hid, as the workers measured it."""
 
@@ -108,6 +110,7 @@ class _Reader:
         self._tokens: list[int] = []
         self._gaps: list[float] = []
         self._cached_tokens = 0
+        self._prefill_s = 0.0
         self._transfer_s = 0.0
 
     def read(self, chunk: dict[str, Any], now_s: float) -> None:
@@ -118,6 +121,7 @@ class _Reader:
         if usage := chunk.get("usage"):
             self._cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
         if timing := chunk.get("timing"):
+            self._prefill_s = timing["prefill_s"]
             self._transfer_s = timing["transfer_s"]
 
     def _take(self, token_ids: list[int], now_s: float) -> None:
@@ -136,5 +140,6 @@ class _Reader:
             cached_tokens=self._cached_tokens,
             first_token_s=self._first_s,
             gaps_s=tuple(self._gaps),
+            prefill_s=self._prefill_s,
             transfer_s=self._transfer_s,
         )

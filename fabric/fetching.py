@@ -23,6 +23,7 @@ from kv_transfer.actions import CommitInfo
 from kv_transfer.messages import FirstToken, PrefillJob
 from kv_transfer.peer import Route
 from kv_transfer.receiver_hub import ReceiverHub
+from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.errors import ServingError, TransferError
 from tandem.ids import BlockHash, BlockId, RequestId, TransferId
 from tandem.prefix_holder import PrefixHolder
@@ -92,7 +93,8 @@ class Fetcher:
         rates = FetchRates(
             prefill_tokens_per_s=self._host.rates.prefill_tokens_per_s, bytes_per_s=hub.stats.bytes_per_s
         )
-        probe = _probe(request, transfer_id, num_tokens)
+        self._host.parts.hasher.extend(request.hash_root, request.block_hashes, request.token_ids)
+        probe = _probe(request.hash_root, request.block_hashes[: num_tokens // HASH_BLOCK_TOKENS], transfer_id)
         try:
             held = await self._host.call(lambda s: self._reserve(s, transfer_id, probe, rates))
         except ServingError as error:
@@ -105,7 +107,7 @@ class Fetcher:
         fetch = self._fetches[transfer_id] = _Fetch(probe=probe, num_held_tokens=held)
         self.stats.started += 1
         try:
-            hub.start(_job(transfer_id, request, probe, held), _route(holder))
+            hub.start(_job(transfer_id, probe, held), _route(holder))
         except ServingError as error:
             self._give_up(transfer_id, error)
         started_s = time.monotonic()
@@ -234,31 +236,32 @@ def _release(key: TransferId) -> Callable[[Scheduler], object]:
     return lambda scheduler: scheduler.reservations.release_quarantine(key)
 
 
-def _probe(request: Request, transfer_id: TransferId, num_tokens: int) -> Request:
-    """The prefix and one token more, since a reservation leaves one to compute."""
+def _probe(hash_root: BlockHash, names: list[BlockHash], transfer_id: TransferId) -> Request:
+    """A prefix that is known by its names alone, and one token more, since a reservation leaves one to compute."""
+    num_tokens = len(names) * HASH_BLOCK_TOKENS + 1
     return Request(
         request_id=RequestId(transfer_id),
-        token_ids=array("i", request.token_ids[: num_tokens + 1]),
-        num_prompt_tokens=num_tokens + 1,
+        token_ids=array("i", bytes(4 * num_tokens)),
+        num_prompt_tokens=num_tokens,
         params=SamplingParams(max_tokens=1),
-        hash_root=request.hash_root,
+        hash_root=hash_root,
         prefill_only=True,
+        block_hashes=names,
     )
 
 
-def _job(transfer_id: TransferId, request: Request, probe: Request, held_tokens: int) -> PrefillJob:
-    names: tuple[BlockHash, ...] = tuple(probe.block_hashes)
+def _job(transfer_id: TransferId, probe: Request, held_tokens: int) -> PrefillJob:
     return PrefillJob(
         transfer_id=transfer_id,
-        request_id=request.request_id,
-        token_ids=tuple(probe.token_ids),
-        num_prompt_tokens=probe.num_tokens,
+        request_id=probe.request_id,
+        token_ids=(),
+        num_prompt_tokens=0,
         held_tokens=held_tokens,
         sampling=probe.params,
-        hash_root=request.hash_root,
+        hash_root=probe.hash_root,
         resume=True,
         fetch=True,
-        names=names,
+        names=tuple(probe.block_hashes),
     )
 
 

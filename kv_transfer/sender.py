@@ -100,7 +100,7 @@ class Sender:
     def __init__(self, plan: SenderPlan, now: float) -> None:
         self.plan = plan
         self.state = HandoffState.NEW
-        self._end_tokens = len(plan.job.token_ids)
+        self._end_tokens = plan.job.num_tokens
         """Of the tokens that will have been sent, held ones included."""
         self._num_units = plan.job.num_blocks(plan.unit_tokens)
         self._num_blocks = plan.job.num_blocks(plan.block_size)

@@ -1,7 +1,7 @@
 """KV hand-off between the pools of two processes on one GPU: every byte compared, and rates, over cuda_ipc and tcp.
 
-`python -m bench.gpu.hand_off TRANSPORT` is the receiving process: it says its offer and a grant for all its blocks, then
-obeys `verify FIRST COUNT CHECKSUM` and `compare`, answering with a number of chunks or bytes that are wrong.
+`python -m bench.gpu.hand_off TRANSPORT` is the receiving process: it says its offer and a grant for all its blocks,
+then obeys `verify FIRST COUNT CHECKSUM` and `compare`, answering with a number of chunks or bytes that are wrong.
 """
 
 import subprocess

@@ -30,9 +30,11 @@ class Launch:
     name: str
     python: Path
     adapter: str
-    """File name of the adapter beside host.py."""
+    """File name of the adapter beside host.py, or an absolute path."""
     options: Mapping[str, Any]
     environment: Mapping[str, str] = field(default_factory=dict)
+    host: Path = HERE / "host.py"
+    """What the process runs; it answers each line with one line."""
     start_timeout_s: float = 600.0
     job_timeout_s: float = 900.0
 
@@ -68,8 +70,8 @@ class EngineProcess:
         self._spawned_s = time.monotonic()
         self._process = await asyncio.create_subprocess_exec(
             str(launch.python),
-            "-P",  # the folder of host.py is no place to import from
-            str(HERE / "host.py"),
+            "-P",  # the host's folder is no place to import from
+            str(launch.host),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=self._log,

@@ -63,5 +63,7 @@ def test_prompts_are_reproducible_and_share_no_beginning() -> None:
 
 
 def test_a_streams_gaps_become_times_again() -> None:
-    answer = Completion(token_ids=(1, 2, 3, 4), cached_tokens=0, first_token_s=1.0, gaps_s=(0.5, 0.25), transfer_s=0.0)
+    answer = Completion(
+        token_ids=(1, 2, 3, 4), cached_tokens=0, first_token_s=1.0, gaps_s=(0.5, 0.25), prefill_s=0.0, transfer_s=0.0
+    )
     assert arrivals(answer) == (1.0, 1.0, 1.5, 1.75)

@@ -1,0 +1,194 @@
+"""Fetching over a real engine thread and scheduler, with a hub that does what a test says."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.host import EngineHost
+from engine.request import Request
+from fabric.fetching import Fetcher
+from kv_transfer.actions import CommitInfo
+from kv_transfer.messages import PrefillJob
+from kv_transfer.peer import Route
+from kv_transfer.stats import TransferStats
+from tandem.errors import Overloaded, TransferError
+from tandem.ids import BlockId, Incarnation, TransferId, WorkerId
+from tandem.outputs import PhaseTimes
+from tandem.prefix_holder import PrefixHolder
+from tests.unit.engine import ledger
+from tests.unit.engine.ledger_host import parts, settled
+
+WAIT_S = 20.0
+BLOCK = ledger.BLOCK
+PROMPT = tuple((7 * i) % 90 for i in range(75))
+HOLDER = PrefixHolder(worker_id=WorkerId("decode-1"), incarnation=Incarnation(5), address="127.0.0.1:9", num_tokens=64)
+
+
+class FakeHub:
+    """Takes notes; a test plays the peer."""
+
+    def __init__(self) -> None:
+        self.stats = TransferStats()
+        self.jobs: asyncio.Queue[tuple[PrefillJob, Route]] = asyncio.Queue()
+        self.cancelled: list[TransferId] = []
+        self.refusal: Overloaded | None = None
+
+    def start(self, job: PrefillJob, route: Route) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.jobs.put_nowait((job, route))
+
+    def cancel(self, transfer_id: TransferId, _reason: str = "") -> None:
+        self.cancelled.append(transfer_id)
+
+
+class Bench:
+    def __init__(self, host: EngineHost, group: asyncio.TaskGroup) -> None:
+        self.host = host
+        self.host.rates.prefill_tokens_per_s = 1.0  # so slow that anything is worth fetching
+        self.fetcher = Fetcher(host, name="p/1", spawn=group.create_task)
+        self.hub = FakeHub()
+        hub: Any = self.hub
+        self.fetcher.hub = hub
+
+    def request(self, prompt: tuple[int, ...] = PROMPT) -> Request:
+        return ledger.request(prompt)
+
+    def bring(self, holder: PrefixHolder = HOLDER) -> "asyncio.Task[int]":
+        return asyncio.create_task(self.fetcher.bring(self.request(), holder))
+
+    async def asked(self) -> PrefillJob:
+        async with asyncio.timeout(WAIT_S):
+            return (await self.hub.jobs.get())[0]
+
+    async def held(self) -> int:
+        """Tokens of the prompt's prefix that are in the cache."""
+        return await self.host.call(lambda scheduler: scheduler.match_prefix(self.request()))
+
+    async def assert_empty(self) -> None:
+        ledger.assert_empty(await settled(self.host))
+
+
+def commit(blocks: tuple[BlockId, ...]) -> CommitInfo:
+    return CommitInfo(blocks=blocks, first_token=None, cached_tokens=0, times=PhaseTimes())
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    faults: list[BaseException] = []
+    host = EngineHost(parts(), on_fatal=faults.append)
+    host.start(on_output=lambda _output: None, ports=tuple)
+    async with asyncio.TaskGroup() as group:
+        yield Bench(host, group)
+    await host.stop()
+    assert not faults
+
+
+async def test_what_a_peer_holds_is_found_like_anything_cached(bench: Bench) -> None:
+    bringing = bench.bring()
+    job = await bench.asked()
+    assert (job.fetch, job.resume, job.held_tokens) == (True, True, 0)
+    assert (job.token_ids, job.num_tokens) == ((), 64), "a prefix is asked for by its names"
+    assert job.expected_tail(64) == job.names[3]
+    blocks = await bench.fetcher.bind(job.transfer_id, 4)
+    assert len(blocks) == 4
+    await bench.fetcher.commit(job.transfer_id, commit(blocks))
+    assert await bringing == 64
+    assert await bench.held() == 64
+    assert (bench.fetcher.stats.completed, bench.fetcher.stats.num_tokens) == (1, 64)
+    await bench.assert_empty()
+
+
+async def test_only_what_is_missing_is_asked_for_and_less_may_be_offered(bench: Bench) -> None:
+    bringing = bench.bring(replace(HOLDER, num_tokens=16))
+    first = await bench.asked()
+    await bench.fetcher.commit(first.transfer_id, commit(await bench.fetcher.bind(first.transfer_id, 1)))
+    assert await bringing == 16
+    bringing = bench.bring()
+    job = await bench.asked()
+    assert job.held_tokens == 16
+    blocks = await bench.fetcher.bind(job.transfer_id, 2)
+    await bench.fetcher.commit(job.transfer_id, commit(blocks))
+    assert await bringing == 32
+    assert await bench.held() == 48
+    await bench.assert_empty()
+
+
+@pytest.mark.parametrize("num_landed", [0, 2, 4])
+async def test_what_landed_before_a_failure_is_kept_and_the_rest_waits_for_its_writer(
+    bench: Bench, num_landed: int
+) -> None:
+    bringing = bench.bring()
+    job = await bench.asked()
+    blocks = await bench.fetcher.bind(job.transfer_id, 4)
+    landed, loose = blocks[:num_landed], blocks[num_landed:]
+    bench.fetcher.failed(job.transfer_id, landed, TransferError("gone"))
+    assert await bringing == num_landed * BLOCK
+    assert await bench.held() == num_landed * BLOCK
+    await asyncio.sleep(0)
+    assert bench.hub.cancelled == [job.transfer_id]
+    quarantined = await bench.host.call(lambda scheduler: scheduler.reservations.num_quarantined_blocks)
+    assert bool(quarantined) == bool(loose)
+    if loose:
+        bench.fetcher.released(job.transfer_id, loose)
+    await bench.assert_empty()
+
+
+async def test_a_fetch_that_lasts_longer_than_computing_is_given_up(bench: Bench) -> None:
+    bench.host.rates.prefill_tokens_per_s = 1000.0
+    bringing = bench.bring()
+    job = await bench.asked()
+    blocks = await bench.fetcher.bind(job.transfer_id, 4)
+    assert await bringing == 0
+    await asyncio.sleep(0)
+    assert bench.hub.cancelled == [job.transfer_id]
+    assert await bench.held() == 0
+    assert await bench.host.call(lambda scheduler: scheduler.reservations.num_quarantined_blocks)
+    bench.fetcher.released(job.transfer_id, blocks)
+    await bench.assert_empty()
+
+
+async def test_a_commit_that_comes_too_late_keeps_nothing(bench: Bench) -> None:
+    bench.host.rates.prefill_tokens_per_s = 1000.0
+    bringing = bench.bring()
+    job = await bench.asked()
+    blocks = await bench.fetcher.bind(job.transfer_id, 4)
+    assert await bringing == 0
+    await bench.fetcher.commit(job.transfer_id, commit(blocks))
+    assert await bench.held() == 0
+    await bench.assert_empty()
+
+
+async def test_whoever_no_longer_waits_ends_the_fetch(bench: Bench) -> None:
+    bringing = bench.bring()
+    job = await bench.asked()
+    bringing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await bringing
+    with pytest.raises(TransferError):
+        await bench.fetcher.bind(job.transfer_id, 4)
+    await bench.assert_empty()
+
+
+async def test_a_hub_that_refuses_costs_nothing(bench: Bench) -> None:
+    bench.hub.refusal = Overloaded("too many")
+    assert await bench.bring() == 0
+    await bench.assert_empty()
+
+
+async def test_what_is_cheaper_to_compute_or_finds_no_room_is_not_fetched(bench: Bench) -> None:
+    bench.host.rates.prefill_tokens_per_s = 1e9
+    assert await bench.bring() == 0
+    bench.host.rates.prefill_tokens_per_s = 0.0
+    assert await bench.bring() == 0
+    bench.host.rates.prefill_tokens_per_s = 1.0
+    assert await bench.bring(replace(HOLDER, num_tokens=15)) == 0
+    await bench.host.call(lambda scheduler: scheduler.blocks.promise(scheduler.blocks.num_available))
+    assert await bench.bring() == 0
+    await bench.host.call(lambda scheduler: scheduler.blocks.unpromise(scheduler.blocks.num_promised))
+    assert bench.fetcher.stats.declined == 4
+    assert bench.fetcher.stats.started == 0
+    await bench.assert_empty()
