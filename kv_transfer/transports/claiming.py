@@ -22,8 +22,8 @@ CLAIM_S = 5.0
 class _Claim:
     key: TransferKey
     granted: "Future[bool]" = field(default_factory=Future)
-    busy: bool = False
-    """Bytes are under way that no lock can stop."""
+    busy: WriteJob | None = None
+    """Its bytes are under way, and no lock can stop them."""
     ending: bool = False
     """To be given up when it is no longer busy."""
 
@@ -87,16 +87,16 @@ class ClaimingWriter(QueuedWriter):
 
     @contextmanager
     def _under_way(self, job: WriteJob, token: bytes) -> Iterator[None]:
-        """Around pieces that move by themselves: until the end neither sources nor destinations are quiet."""
+        """Around pieces that move by themselves, until the last has, or a few after the job was stopped."""
         with self._queue.lock:
             claim = self._check(job, token)
-            claim.busy = job.reading = True
+            claim.busy, job.reading = job, True
         try:
             yield
         finally:
             said = True
             with self._queue.lock:
-                claim.busy = job.reading = False
+                claim.busy, job.reading = None, False
                 # After an error nobody knows where the bytes are: then only the end of the connection is a proof.
                 if claim.ending and not self._queue.failed:
                     said = self._give_up(token)
@@ -144,8 +144,8 @@ class ClaimingWriter(QueuedWriter):
         if claim is None:
             return True
         claim.settle(False)
-        if claim.busy:
-            claim.ending = True
+        if claim.busy is not None:
+            claim.ending = claim.busy.stopped = True
             return True
         self._forget(token)
         return claim_wire.send(self._sock, Kind.QUIET, token)

@@ -19,7 +19,7 @@ class DeviceSharing(Protocol):
         """Why this pool cannot be lent, nor copied from into a lent one; None when it can."""
 
     def lend(self, memory: Any) -> bytes:
-        """What one other process needs to open a uint8 tensor, once. The tensor must outlive its borrowers."""
+        """What one other process needs to open a uint8 tensor, once; it must outlive the loan. Raises TransferError."""
 
     def borrow(self, token: bytes) -> Any:
         """The tensor of another process, to be written. Raises TransferError."""
@@ -37,7 +37,11 @@ class CudaSharing:
 
     def lend(self, memory: Any) -> bytes:
         """See DeviceSharing."""
-        parts = memory.untyped_storage()._share_cuda_()
+        try:
+            parts = memory.untyped_storage()._share_cuda_()
+        except RuntimeError as error:
+            # What CUDA's allocator made of expandable segments cannot be lent.
+            raise TransferError(f"this GPU memory cannot be lent: {error}") from None
         uuid = str(importlib.import_module("torch").cuda.get_device_properties(memory.device).uuid)
         fields = [part.hex() if isinstance(part, bytes) else part for part in parts]
         shape = {"offset": memory.storage_offset(), "size": memory.numel(), "uuid": uuid}
