@@ -11,10 +11,11 @@ from decode_worker.config import engine_spec
 from decode_worker.worker import DecodeWorker
 from engine.assembly import assemble
 from engine.host import EngineHost
-from fabric.config import transfer_settings
+from fabric.config import tcp_settings, transfer_settings
 from fabric.region import region_of
 from fabric.service import FabricPlan, Spawn, open_fabric
 from kv_transfer.transports.shared_pool import SharedPool
+from kv_transfer.transports.tcp_settings import TcpSettings
 from tandem.config import ClusterConfig
 from tandem.ids import WorkerId
 from tandem.model_path import model_name
@@ -33,7 +34,8 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
     """Load, serve until told to stop, drain. What is entered last leaves first."""
     started_s = time.monotonic()
     host_name, port = listen_address(config.decode, "decode", index)
-    auth = ClusterAuth(cluster_secret(config))
+    # Before the model is loaded: bad files are told at once.
+    auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer)
     parts = await asyncio.to_thread(assemble, engine_spec(config), pool=SharedPool)
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
@@ -51,7 +53,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         sessions = WorkerSessions(worker)
         host.start(on_output=worker.on_output, ports=lambda: sessions.ports)
         stack.push_async_callback(host.stop)
-        await _with_fabric(stack, server, worker, host, config, tasks.create_task)
+        await _with_fabric(stack, server, worker, host, config, tcp, tasks.create_task)
         add_WorkerServicer_to_server(sessions, server)  # type: ignore[no-untyped-call]
         await server.start()
         stack.push_async_callback(server.stop, 0.5)
@@ -68,7 +70,13 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
 
 
 async def _with_fabric(
-    stack: AsyncExitStack, server: Any, worker: DecodeWorker, host: EngineHost, config: ClusterConfig, spawn: Spawn
+    stack: AsyncExitStack,
+    server: Any,
+    worker: DecodeWorker,
+    host: EngineHost,
+    config: ClusterConfig,
+    tcp: TcpSettings,
+    spawn: Spawn,
 ) -> None:
     """Let prompts be computed elsewhere, where the KV pool is in one piece that peers can reach."""
     region = region_of(host.parts)
@@ -83,6 +91,7 @@ async def _with_fabric(
         transport=config.transfer.transport,
         isolated_network=config.transfer.isolated_network,
         settings=transfer_settings(config.transfer),
+        tcp=tcp,
         auth=ClusterAuth(cluster_secret(config)),
         spawn=spawn,
         handoffs=worker.handoffs,

@@ -20,6 +20,7 @@ from kv_transfer.sender_attempt import SenderOwner
 from kv_transfer.sender_hub import SenderHub
 from kv_transfer.transports.catalogue import open_receivers, open_senders
 from kv_transfer.transports.memory import MemoryFabric
+from kv_transfer.transports.tcp_settings import PLAIN, TcpSettings
 from tandem.rpc import ClusterAuth, open_channel
 from tandem.worker_identity import WorkerIdentity
 
@@ -62,6 +63,7 @@ class FabricPlan:
     """Joins workers that live in one process."""
     isolated_network: bool = False
     """Only this cluster reaches the network between its workers."""
+    tcp: TcpSettings = PLAIN
 
 
 async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> Fabric:
@@ -72,10 +74,20 @@ async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> F
     identity, region = plan.identity, plan.region
     # Bytes come in where orders do: whoever can reach this worker can reach both.
     kv_host = identity.address.rpartition(":")[0].strip("[]")
-    isolated = plan.isolated_network
-    senders = open_senders(region, choice=plan.transport, fabric=plan.in_process, isolated_network=isolated)
+    senders = open_senders(
+        region,
+        choice=plan.transport,
+        fabric=plan.in_process,
+        isolated_network=plan.isolated_network,
+        tcp=plan.tcp,
+    )
     receivers = open_receivers(
-        region, choice=plan.transport, host=kv_host, fabric=plan.in_process, isolated_network=isolated
+        region,
+        choice=plan.transport,
+        host=kv_host,
+        fabric=plan.in_process,
+        isolated_network=plan.isolated_network,
+        tcp=plan.tcp,
     )
     local = LocalWorker(worker_id=identity.worker_id, incarnation=identity.incarnation, region=region)
     fetcher = Fetcher(plan.host, name=f"{identity.worker_id}/{identity.incarnation}", spawn=plan.spawn)

@@ -1,13 +1,12 @@
 """A worker's whole KV pool as bytes."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.device import DevicePool
-from kv_transfer.runs import Run
+from kv_transfer.runs import Runs
 from tandem.errors import InvariantError
 from tandem.kv_layout import KVLayout
 
@@ -40,10 +39,18 @@ class KVRegion:
         """The region whose blocks `device` holds."""
         return cls(buffer=memoryview(b""), num_blocks=device.num_blocks, layout=device.layout, device=device)
 
-    def views(self, runs: Iterable[Run]) -> list[memoryview]:
-        """These bytes, without copying. Raises InvariantError for a pool that is not in host memory."""
+    def views(self, runs: Runs) -> list[memoryview]:
+        """These bytes, without copying; what is the same in all layers is worked out once.
+
+        Raises InvariantError for a pool that is not in host memory.
+        """
         buffer = self._host_bytes()
-        return [buffer[offset : offset + length] for offset, length in runs]
+        views: list[memoryview] = []
+        parts = [[slice(offset, offset + length) for offset, length in pattern] for pattern in runs.patterns]
+        for plane, pattern in runs.lanes:
+            lane = buffer[plane * runs.plane_bytes : (plane + 1) * runs.plane_bytes]
+            views += [lane[part] for part in parts[pattern]]
+        return views
 
     def array(self) -> Bytes:
         """All bytes, without copying. Raises InvariantError for a pool that is not in host memory."""

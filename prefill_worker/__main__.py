@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, suppress
 
 from engine.assembly import EngineParts, assemble
 from engine.host import EngineHost
-from fabric.config import transfer_settings
+from fabric.config import tcp_settings, transfer_settings
 from fabric.region import region_of
 from fabric.service import FabricPlan, open_fabric
 from kv_transfer.region import KVRegion
@@ -34,12 +34,10 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
     """Load, serve until told to stop, drain. What is entered last leaves first."""
     started_s = time.monotonic()
     host_name, port = listen_address(config.prefill, "prefill", index)
-    auth = ClusterAuth(cluster_secret(config))
+    auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer)
     parts = await asyncio.to_thread(assemble, engine_spec(config), pool=SharedPool)
-    region = _region(parts)
     async with AsyncExitStack() as stack:
-        if parts.pool is not None:
-            stack.callback(parts.pool.close)
+        region = _region(parts, stack)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         server = make_server(auth)
         bound = listen(server, host_name, port)
@@ -62,6 +60,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
             transport=config.transfer.transport,
             isolated_network=config.transfer.isolated_network,
             settings=transfer_settings(config.transfer),
+            tcp=tcp,
             auth=auth,
             spawn=tasks.create_task,
             prompts=worker,
@@ -82,7 +81,9 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
                 await worker.drain()
 
 
-def _region(parts: EngineParts) -> KVRegion:
+def _region(parts: EngineParts, stack: AsyncExitStack) -> KVRegion:
+    if parts.pool is not None:
+        stack.callback(parts.pool.close)
     region = region_of(parts)
     if region is None:
         raise ConfigError("prefill.tensor_parallel_size: hand-offs from the memory of several GPUs are not built yet")

@@ -13,6 +13,7 @@ from typing import Self
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from router.requests import ChoiceFinish
+from router.tier_metrics import TierMetrics
 from router.worker_view import WorkerSnapshot
 from tandem.errors import Code, ServingError
 
@@ -79,6 +80,8 @@ class RouterMetrics:
         self._kv_usage = Gauge(
             "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", _LABELS, registry=self.registry
         )
+        self._tiers = TierMetrics()
+        self.registry.register(self._tiers)
         self._prefix_blocks = Gauge("tandem_prefix_map_blocks", "Block names in the prefix map", registry=self.registry)
 
     def on_render(self, refresh: Callable[[], None]) -> None:
@@ -123,6 +126,7 @@ class RouterMetrics:
         self._pool.clear()
         self._requests.clear()
         self._kv_usage.clear()
+        self._tiers.show(snapshots)
         for snapshot in snapshots:
             info, load = snapshot.info, snapshot.load
             worker = (info.key.worker_id, info.role.value)

@@ -89,6 +89,13 @@ class EngineConfig(Section):
     offload_bytes: int = Field(default=0, ge=0)
     """Host memory of a decode worker for the KV of preempted requests, where copying beats computing again; 0: none.
     Taken, and counted in `memory_bytes` on a CPU, at start."""
+    host_cache_bytes: int = Field(default=0, ge=0)
+    """Host memory of each worker for cached blocks that its pool evicts; 0: none. Taken like `offload_bytes`. On a CPU
+    the pool itself is host memory: there it serves the disk below it."""
+    disk_cache_bytes: int = Field(default=0, ge=0)
+    """Of files of each worker for what `host_cache_bytes` has no room for, at most 262,144 blocks; 0: none."""
+    disk_cache_path: str | None = None
+    """Folder for these files: they are not encrypted, and survive a restart if `secret` is stated. One rank only."""
     pipelined: Switch = "auto"
     """Launch a step before the one before has ended; `auto` does so on a GPU. Never over several ranks."""
     num_threads: PositiveInt | None = None
@@ -104,6 +111,17 @@ class EngineConfig(Section):
     """Results never depend on the batch, the chunk size or the step at which a token is computed."""
 
 
+class TlsConfig(Section):
+    """PEM files of a worker, the same paths on all; every worker of the cluster has them, or none."""
+
+    cert: str
+    """Its certificate, and what lies between that and the authority."""
+    key: str
+    """The certificate's key, not encrypted."""
+    ca: str
+    """Certificate of the private authority that signs for workers, and for nobody else."""
+
+
 class TransferConfig(Section):
     """Moving KV between workers."""
 
@@ -117,6 +135,10 @@ class TransferConfig(Section):
     """A hand-off whose peer is silent this long is given up."""
     chunk_bytes: PositiveInt = 8 << 20
     """Most bytes under one checksum."""
+    tcp_streams: int = Field(default=2, ge=1, le=16)
+    """Connections of `tcp` from a prefill worker to a decode worker."""
+    tls: TlsConfig | None = None
+    """KV over `tcp` in TLS 1.3, with certificates on both sides; in the clear when absent."""
     wire_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8_e4m3"] = "auto"
     """What keys and values travel in where the receiver can convert them (over tcp): `auto` is the smaller of what the
     two workers cache in; over shared memory they always travel as they are to rest."""

@@ -6,7 +6,7 @@ gloo it is slower than tcp and knows no secret.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from kv_transfer.messages import TransportOffer
@@ -25,12 +25,15 @@ from kv_transfer.transports.shm_receiver import ShmReceiver
 from kv_transfer.transports.shm_sender import ShmSender
 from kv_transfer.transports.tcp_receiver import TcpReceiver
 from kv_transfer.transports.tcp_sender import TcpSender
+from kv_transfer.transports.tcp_settings import PLAIN, TcpSettings
 from kv_transfer.transports.torch_dist_receiver import TorchDistReceiver
 from kv_transfer.transports.torch_dist_sender import TorchDistSender
 from tandem.errors import ConfigError
 
 _T = TypeVar("_T")
 AUTO = "auto"
+CUDA = CudaSharing()
+"""How GPU memory is shared where nothing else is said; holds nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +45,8 @@ class Place:
     """Where a receiver listens; None for a sender, which finds out whom it reaches."""
     fabric: MemoryFabric | None = None
     isolated_network: bool = False
-    sharing: DeviceSharing = field(default_factory=CudaSharing)
+    tcp: TcpSettings = PLAIN
+    sharing: DeviceSharing = CUDA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +119,8 @@ _TRANSPORTS: Mapping[str, _Transport] = {
         unasked=lambda _place: False,
     ),
     "tcp": _Transport(
-        receiver=lambda p: TcpReceiver(p.region, host=_given(p.host)),
-        sender=lambda p: TcpSender(p.region),
+        receiver=lambda p: TcpReceiver(host=_given(p.host), settings=p.tcp),
+        sender=lambda p: TcpSender(p.region, settings=p.tcp),
         obstacle=lambda _place: None,
     ),
 }
@@ -132,15 +136,14 @@ def open_receivers(
     host: str = "127.0.0.1",
     fabric: MemoryFabric | None = None,
     isolated_network: bool = False,
-    sharing: DeviceSharing | None = None,
+    tcp: TcpSettings = PLAIN,
+    sharing: DeviceSharing = CUDA,
 ) -> tuple[KVReceiver, ...]:
     """Receiving ends of a decode worker: all that can work here, or the one that is forced.
 
     Raises ConfigError when the forced one cannot work here, OSError when `host` cannot be listened on.
     """
-    place = Place(
-        region=region, host=host, fabric=fabric, isolated_network=isolated_network, sharing=sharing or CudaSharing()
-    )
+    place = Place(region=region, host=host, fabric=fabric, isolated_network=isolated_network, tcp=tcp, sharing=sharing)
     return tuple(_TRANSPORTS[name].receiver(place) for name in _chosen(choice, place))
 
 
@@ -150,10 +153,11 @@ def open_senders(
     choice: str = AUTO,
     fabric: MemoryFabric | None = None,
     isolated_network: bool = False,
-    sharing: DeviceSharing | None = None,
+    tcp: TcpSettings = PLAIN,
+    sharing: DeviceSharing = CUDA,
 ) -> tuple[KVSender, ...]:
     """Sending ends of a prefill worker, best first. Raises ConfigError when the forced one cannot work here."""
-    place = Place(region=region, fabric=fabric, isolated_network=isolated_network, sharing=sharing or CudaSharing())
+    place = Place(region=region, fabric=fabric, isolated_network=isolated_network, tcp=tcp, sharing=sharing)
     return tuple(_TRANSPORTS[name].sender(place) for name in _chosen(choice, place))
 
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from zlib import crc32
 
 import numpy as np
 
 from kv_transfer import placing
+from kv_transfer.checksum import crc32
 from kv_transfer.departure import Departure
 from kv_transfer.pairing import Pairing
 from kv_transfer.placed import PlacedCells

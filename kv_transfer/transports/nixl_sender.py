@@ -10,8 +10,8 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Iterable
-from zlib import crc32
 
+from kv_transfer.checksum import crc32
 from kv_transfer.departure import Departure
 from kv_transfer.messages import TransportOffer
 from kv_transfer.pairing import Pairing

@@ -11,10 +11,10 @@ import secrets
 import socket
 import threading
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 
+from kv_transfer.checksum import crc32
 from kv_transfer.landing import Landing
 from kv_transfer.messages import CellRange, TransferKey, TransportOffer
 from kv_transfer.region import KVRegion

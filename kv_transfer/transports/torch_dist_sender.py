@@ -10,10 +10,10 @@ import socket
 import threading
 from dataclasses import dataclass
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 
+from kv_transfer.checksum import crc32
 from kv_transfer.departure import Departure
 from kv_transfer.messages import TransportOffer
 from kv_transfer.pairing import Pairing

@@ -27,6 +27,7 @@ MAX_CONSTRUCTOR_PARAMETERS = 7
 PURE = (
     "engine.block_manager",
     "engine.blocks",
+    "engine.cache_tiers",
     "engine.parallel.shard",
     "engine.prefix_index",
     "engine.ranks.step_wire",

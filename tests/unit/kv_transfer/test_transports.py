@@ -19,8 +19,11 @@ from kv_transfer.region import KVRegion
 from kv_transfer.transport import KVReceiver, KVSender, PeerWriter, WriteOrder
 from kv_transfer.transports.catalogue import NAMES, candidates, open_receivers, open_senders
 from kv_transfer.transports.memory import MemoryFabric
+from kv_transfer.transports.tcp_settings import TcpSettings
+from kv_transfer.transports.tcp_tls import TlsFiles, TlsIdentity
 from tandem.errors import TransferError
 from tandem.ids import TransferId
+from tests.unit.kv_transfer.certificates import Authority
 from tests.unit.kv_transfer.device_fakes import HostSharing, on_device
 from tests.unit.kv_transfer.transport_needs import require
 from tests.unit.kv_transfer.transport_peer import (
@@ -36,15 +39,16 @@ from tests.unit.kv_transfer.transport_peer import (
 
 KEY = TransferKey(transfer_id=TransferId("t"), attempt=1)
 WAIT_S = 20.0
+MODES = (*NAMES, "tcp streams", "tls", "tls streams", "shm from a device", "tcp between devices")
+"""Each transport, `tcp` in its other ways, and pools that are not in host memory."""
 
 
-CASES = {
-    **{name: (name, "host", "host") for name in NAMES if name != "cuda_ipc"},
-    "cuda_ipc": ("cuda_ipc", "device", "device"),
-    "shm from a device": ("shm", "device", "host"),
-    "tcp between devices": ("tcp", "device", "device"),
+AWAY = {
+    "cuda_ipc": ("device", "device"),
+    "shm from a device": ("device", "host"),
+    "tcp between devices": ("device", "device"),
 }
-"""Transport, and where the source's and the target's pools are."""
+"""Where the source's and the target's pools are, when that is not in host memory."""
 
 
 @dataclass
@@ -60,20 +64,34 @@ class Pair:
     quieted: threading.Event
 
 
-@pytest.fixture(params=CASES)
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    with opened(request.param) as pair:
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+    return Authority().issue(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(params=MODES)
+def pair(request: pytest.FixtureRequest, files: TlsFiles) -> Iterator[Pair]:
+    with opened(request.param, files) as pair:
         yield pair
 
 
+def way(mode: str, files: TlsFiles) -> tuple[str, TcpSettings]:
+    """The transport's name, and how `tcp` is opened."""
+    tls = TlsIdentity(files) if "tls" in mode else None
+    streams = 3 if "streams" in mode else 1
+    name = next((name for name in NAMES if mode.startswith(name)), "tcp")
+    return name, TcpSettings(streams=streams, tls=tls)
+
+
 @contextmanager
-def opened(case: str) -> Iterator[Pair]:
-    name, source_at, target_at = CASES[case]
+def opened(mode: str, files: TlsFiles) -> Iterator[Pair]:
+    source_at, target_at = AWAY.get(mode, ("host", "host"))
+    name, tcp = way(mode, files)
     require(name)
     source, target = make_region(seed=1), make_region(seed=0)
     lands_in = on_device(target) if target_at == "device" else target
     leaves = on_device(source) if source_at == "device" else source
-    shared = {"fabric": MemoryFabric(), "sharing": HostSharing(target.fd)}
+    shared = {"fabric": MemoryFabric(), "sharing": HostSharing(target.fd), "tcp": tcp}
     [receiver] = open_receivers(lands_in, choice=name, **shared)
     quiet: list[TransferKey] = []
     quieted = threading.Event()
@@ -259,14 +277,14 @@ def test_connecting_needs_the_secret(pair: Pair) -> None:
         pair.sender.connect(replace(offer, advert=b"nonsense"), PAIRING)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_closing_leaks_neither_threads_nor_descriptors(name: str) -> None:
-    with opened(name):
+@pytest.mark.parametrize("mode", MODES)
+def test_closing_leaks_neither_threads_nor_descriptors(mode: str, files: TlsFiles) -> None:
+    with opened(mode, files):
         pass
     gc.collect()
     threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
     for _ in range(5):
-        with opened(name) as pair:
+        with opened(mode, files) as pair:
             grant = pair.receiver.open_grant(KEY, landing(pair.lands_in, 1))
             pair.writer.write(order(KEY, grant, box(0, 1), [5])).result(WAIT_S)
             del pair
@@ -278,8 +296,10 @@ def test_closing_leaks_neither_threads_nor_descriptors(name: str) -> None:
 class Peer:
     """The sending side in a process of its own."""
 
-    def __init__(self, offer: TransportOffer) -> None:
-        args = [offer.name, offer.advert.hex(), offer.host_id]
+    def __init__(self, offer: TransportOffer, tcp: TcpSettings, files: TlsFiles) -> None:
+        args = [offer.name, offer.advert.hex(), offer.host_id, str(tcp.streams)]
+        if tcp.tls is not None:
+            args += map(str, (files.cert, files.key, files.ca))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.unit.kv_transfer.transport_peer", *args],
             stdin=subprocess.PIPE,
@@ -302,18 +322,21 @@ def freeze(process: "subprocess.Popen[str]") -> None:
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
 
 
-FROZEN = {"shm": None, "nixl": "late", "torch_dist": "at once", "tcp": "at once"}
+FROZEN = {"shm": None, "nixl": "late", "torch_dist": "at once", "tcp": "at once", "tls streams": "at once"}
 """When a revocation is proven whose writer is frozen: one with a mapping proves nothing, with NIXL it is shut out."""
 
 
 @pytest.fixture(params=FROZEN)
-def remote(request: pytest.FixtureRequest) -> Iterator[tuple[KVRegion, KVReceiver, Peer, threading.Event]]:
+def remote(
+    request: pytest.FixtureRequest, files: TlsFiles
+) -> Iterator[tuple[KVRegion, KVReceiver, Peer, threading.Event]]:
     require(request.param)
     target = make_region(seed=0)
-    [receiver] = open_receivers(target, choice=request.param)
+    name, tcp = way(request.param, files)
+    [receiver] = open_receivers(target, choice=name, tcp=tcp)
     quieted = threading.Event()
     receiver.listen_quiet(lambda _key: quieted.set())
-    peer = Peer(receiver.offer())
+    peer = Peer(receiver.offer(), tcp, files)
     yield target, receiver, peer, quieted
     peer.process.kill()
     peer.process.communicate()
