@@ -1,5 +1,7 @@
 """Where one attempt's chunks land: in the pool itself, or beside it until they are verified and converted."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from kv_transfer import placing
@@ -8,7 +10,6 @@ from kv_transfer.messages import CellRange
 from kv_transfer.pairing import Pairing
 from kv_transfer.placed import PlacedCells
 from kv_transfer.region import Bytes, KVRegion
-from kv_transfer.runs import Runs
 from tandem.errors import TransferError
 
 
@@ -62,17 +63,27 @@ class Landing:
         # What a peer put there by itself never was in host memory: it names another sum (see torch_pool).
         return checksum_of(self._region.views(writes)) if self._device is None else self._device.checksum(writes)
 
-    def settle(self, cells: CellRange) -> None:
-        """Put verified cells into place: convert what is staged, copy what several ranks hold."""
-        staged = self._staged.pop(cells, None)
-        if staged is not None:
-            self._place(self.cells.writes(cells), self._converted(cells, staged))
-        fan_out = self.cells.fan_out(cells)
+    def num_pieces(self, cells: CellRange) -> int:
+        """Steps in which verified cells are put into place, none of them long; 0 where they landed in it."""
+        if cells not in self._staged and not self.cells.fan_out(cells).lanes:
+            return 0
+        # A device copies all layers as fast as one.
+        return cells.num_layers if self._device is None else 1
+
+    def settle(self, cells: CellRange, piece: int) -> None:
+        """Take one of these steps: convert what is staged, copy what several ranks hold."""
+        staged = self._staged.get(cells)
         if self._device is not None:
-            self._device.copy(fan_out)
-        else:
-            pool = self._region.array()
-            placing.copy(fan_out, pool, pool)
+            if staged is not None:
+                self._device.scatter(self.cells.writes(cells), self._converted(cells, staged))
+            self._device.copy(self.cells.fan_out(cells))
+            return
+        layer = replace(cells, first_layer=cells.first_layer + piece, num_layers=1)
+        pool = self._region.array()
+        if staged is not None:
+            payload = self._converted(layer, staged.reshape(cells.num_layers, -1)[piece])
+            placing.scatter(self.cells.writes(layer), payload, pool)
+        placing.copy(self.cells.fan_out(layer), pool, pool)
 
     def _converted(self, cells: CellRange, staged: Bytes) -> Bytes:
         if self._converter is None:
@@ -82,15 +93,9 @@ class Landing:
         self._converter.convert(payload, staged, converted)
         return converted
 
-    def _place(self, runs: Runs, payload: Bytes) -> None:
-        if self._device is not None:
-            self._device.scatter(runs, payload)
-        else:
-            placing.scatter(runs, payload, self._region.array())
-
     def _allocate(self, num_bytes: int) -> Bytes:
         return np.empty(num_bytes, np.uint8) if self._device is None else self._device.allocate(num_bytes)
 
     def discard(self, cells: CellRange) -> None:
-        """Forget a damaged payload."""
+        """Forget a payload that is damaged, or in place."""
         self._staged.pop(cells, None)
