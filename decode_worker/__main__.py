@@ -12,8 +12,8 @@ from decode_worker.worker import DecodeWorker
 from engine.assembly import assemble
 from engine.host import EngineHost
 from fabric.config import tcp_settings, transfer_settings
+from fabric.region import region_of
 from fabric.service import FabricPlan, Spawn, open_fabric
-from kv_transfer.region import KVRegion
 from kv_transfer.transports.shared_pool import SharedPool
 from kv_transfer.transports.tcp_settings import TcpSettings
 from tandem.config import ClusterConfig
@@ -80,17 +80,18 @@ async def _with_fabric(
     tcp: TcpSettings,
     spawn: Spawn,
 ) -> None:
-    """Let prompts be computed elsewhere, where the KV pool is host memory that peers can reach."""
-    parts = host.parts
-    memory = parts.kv_memory()
-    if memory is None or parts.pool is None:
+    """Let prompts be computed elsewhere, where the KV pool is in one piece that peers can reach."""
+    region = region_of(host.parts)
+    if region is None:
         return
-    stack.callback(parts.pool.close)
+    if host.parts.pool is not None:
+        stack.callback(host.parts.pool.close)
     plan = FabricPlan(
         identity=worker.identity,
         host=host,
-        region=KVRegion.of(memory, parts.layout, fd=parts.pool.fd),
+        region=region,
         transport=config.transfer.transport,
+        isolated_network=config.transfer.isolated_network,
         settings=transfer_settings(config.transfer),
         tcp=tcp,
         auth=ClusterAuth(cluster_secret(config)),

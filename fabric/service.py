@@ -76,6 +76,8 @@ class FabricPlan:
     tracer: Tracer = field(default_factory=NoTracer)
     in_process: MemoryFabric | None = None
     """Joins workers that live in one process."""
+    isolated_network: bool = False
+    """Only this cluster reaches the network between its workers."""
     tcp: TcpSettings = PLAIN
 
 
@@ -87,8 +89,21 @@ async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> F
     identity, region = plan.identity, plan.region
     # Bytes come in where orders do: whoever can reach this worker can reach both.
     kv_host = identity.address.rpartition(":")[0].strip("[]")
-    senders = open_senders(region, choice=plan.transport, fabric=plan.in_process, tcp=plan.tcp)
-    receivers = open_receivers(region, choice=plan.transport, host=kv_host, fabric=plan.in_process, tcp=plan.tcp)
+    senders = open_senders(
+        region,
+        choice=plan.transport,
+        fabric=plan.in_process,
+        isolated_network=plan.isolated_network,
+        tcp=plan.tcp,
+    )
+    receivers = open_receivers(
+        region,
+        choice=plan.transport,
+        host=kv_host,
+        fabric=plan.in_process,
+        isolated_network=plan.isolated_network,
+        tcp=plan.tcp,
+    )
     local = LocalWorker(worker_id=identity.worker_id, incarnation=identity.incarnation, region=region)
     name = f"{identity.worker_id}/{identity.incarnation}"
     fetcher = Fetcher(plan.host, name=name, spawn=plan.spawn, tracer=plan.tracer)

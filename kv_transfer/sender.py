@@ -32,6 +32,7 @@ from kv_transfer.events import (
     SubmitRefused,
     Submitted,
     WriteFailed,
+    WritesEnding,
     WritesQuiet,
     Written,
 )
@@ -173,6 +174,9 @@ class Sender:
                 return self._on_submit_refused(event.failure)
             case WritesQuiet():
                 self._writes_under_way.clear()
+                self._cancelling_writes = False
+                return self._close_if_quiet()
+            case WritesEnding():
                 self._cancelling_writes = False
                 return self._close_if_quiet()
             case Written() | WriteFailed() if not guards.still_live(self.state):

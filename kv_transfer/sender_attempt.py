@@ -18,7 +18,16 @@ from kv_transfer.actions import (
 )
 from kv_transfer.attempt import Attempt
 from kv_transfer.attempt_trace import AttemptTrace
-from kv_transfer.events import Cancelled, SenderEvent, SubmitRefused, Submitted, WriteFailed, WritesQuiet, Written
+from kv_transfer.events import (
+    Cancelled,
+    SenderEvent,
+    SubmitRefused,
+    Submitted,
+    WriteFailed,
+    WritesEnding,
+    WritesQuiet,
+    Written,
+)
 from kv_transfer.messages import Abort, Body, CommitAck, Failure, PrefillJob, Reject, TransferKey
 from kv_transfer.pairing import Pairing
 from kv_transfer.sender import Sender
@@ -133,7 +142,7 @@ class SenderAttempt(Attempt[Sender, SenderEvent]):
             case AbortPrefill():
                 owner.abort(transfer_id)
             case CancelWrites():
-                return WritesQuiet() if self.peer.writer.cancel(self.key) else None
+                return WritesQuiet() if self.peer.writer.cancel(self.key) else WritesEnding()
             case ReleaseSources():
                 owner.release(transfer_id)
         return None

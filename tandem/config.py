@@ -125,8 +125,12 @@ class TlsConfig(Section):
 class TransferConfig(Section):
     """Moving KV between workers."""
 
-    transport: Literal["auto", "shm", "tcp"] = "auto"
-    """`auto` takes shm between processes of one host, else tcp."""
+    transport: Literal["auto", "cuda_ipc", "shm", "nixl", "torch_dist", "tcp"] = "auto"
+    """`auto` takes the best that both workers can do: on one host cuda_ipc between GPUs, else shm; where both have
+    RDMA and `isolated_network` is set nixl (an extra: `pip install tandem-serve[nixl]`); else tcp."""
+    isolated_network: bool = False
+    """Nobody but this cluster can reach the network between its workers. nixl and torch_dist neither encrypt nor
+    authenticate what they move, so off a single machine they start only with `true`."""
     lease_s: Seconds = 2.0
     """A hand-off whose peer is silent this long is given up."""
     chunk_bytes: PositiveInt = 8 << 20
