@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 import sys
 import time
 from contextlib import AsyncExitStack
@@ -52,7 +53,9 @@ async def serve(config: ClusterConfig, ready_fd: int | None, lifetime: Lifetime)
         settings=SessionSettings(metadata=ClusterAuth(secret).client_metadata(), incarnation=draw_incarnation()),
     )
     async with AsyncExitStack() as stack:
-        tracer = open_tracer(stack, config.telemetry, service="tandem-router", instance="router")
+        tracer = open_tracer(
+            stack, config.telemetry, service="tandem-router", instance=f"router.{socket.gethostname()}"
+        )
         await stack.enter_async_context(fleet)
         if not await first_worker(registry, lifetime):
             return

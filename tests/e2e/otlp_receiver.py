@@ -17,7 +17,7 @@ class Received:
 
     name: str
     instance: str
-    """The process that it is of."""
+    """The process that it is of; of a router without its host."""
     trace_id: str
     span_id: str
     parent_id: str
@@ -42,7 +42,7 @@ class OtlpReceiver(rpc.TraceServiceServicer):
     async def Export(self, request, context):
         self.metadata.append(dict(context.invocation_metadata()))
         for of_process in request.resource_spans:
-            instance = values(of_process.resource.attributes)["service.instance.id"]
+            instance = values(of_process.resource.attributes)["service.instance.id"].partition(".")[0]
             for scope in of_process.scope_spans:
                 self.spans.extend(received(span, instance) for span in scope.spans)
         self._came.set()

@@ -114,7 +114,7 @@ async def test_one_request_is_one_trace_over_both_pools_and_so_is_a_fetch(oracle
             assert root["gen_ai.response.finish_reasons"] == ["length"]
 
             second = [*first, *said, *oracle.story(100, 150)]
-            assert await ask(cluster, second, 8, trace[1]) == oracle.tokens(second, 8)
+            assert await ask(cluster, second, 24, trace[1]) == oracle.tokens(second, 24)
             spans = await complete(receiver, trace[1], FETCHED)
             check_tree(spans, FETCHED)
             fetch, lent = spans["tandem.handoff", "prefill-0"], spans["tandem.send", "decode-0"]
