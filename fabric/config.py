@@ -1,6 +1,7 @@
 """From the cluster's configuration to what moving KV needs."""
 
 from kv_transfer.config import TransferSettings
+from kv_transfer.transports.tcp_settings import TcpSettings, open_identity
 from tandem.config import TransferConfig
 
 
@@ -11,3 +12,10 @@ def transfer_settings(transfer: TransferConfig) -> TransferSettings:
         chunk_bytes=transfer.chunk_bytes,
         wire_dtype="" if transfer.wire_dtype == "auto" else transfer.wire_dtype,
     )
+
+
+def tcp_settings(transfer: TransferConfig) -> TcpSettings:
+    """How KV travels over tcp. Raises ConfigError for files of `transfer.tls` that are no good."""
+    tls = transfer.tls
+    identity = None if tls is None else open_identity(cert=tls.cert, key=tls.key, ca=tls.ca)
+    return TcpSettings(streams=transfer.tcp_streams, tls=identity)

@@ -28,6 +28,7 @@ from tandem.errors import ServingError, TransferError
 from tandem.ids import BlockHash, BlockId, RequestId, TransferId
 from tandem.prefix_holder import PrefixHolder
 from tandem.sampling import SamplingParams
+from tandem.tracing import NoTracer, TraceContext, Tracer
 
 _log = logging.getLogger(__name__)
 
@@ -65,13 +66,21 @@ class _Fetch:
 class Fetcher:
     """The receiving side of fetches (kv_transfer's ReceiverOwner, for them alone). On the event loop's thread."""
 
-    def __init__(self, host: EngineHost, *, name: str, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+    def __init__(
+        self,
+        host: EngineHost,
+        *,
+        name: str,
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        tracer: Tracer | None = None,
+    ) -> None:
         """`name`: unlike any other process's, for the names of its fetches."""
         self.hub: ReceiverHub | None = None
         self.stats = FetchStats()
         self._host = host
         self._name = name
         self._spawn = spawn
+        self._tracer = tracer or NoTracer()
         self._serial = count(1)
         self._fetches: dict[TransferId, _Fetch] = {}
         self._destinations = Destinations()
@@ -80,11 +89,22 @@ class Fetcher:
         """Whether this is one of this worker's fetches, over or not."""
         return transfer_id.startswith(f"fetch/{self._name}/")
 
-    async def bring(self, request: Request, holder: PrefixHolder) -> int:
+    async def bring(self, request: Request, holder: PrefixHolder, trace: TraceContext | None = None) -> int:
         """Bring what `holder` has of the request's prefix and is not here; the tokens gained. Never raises for a peer.
 
-        The request is neither queued nor changed, but for the names of its blocks.
+        The request is neither queued nor changed, but for the names of its blocks. `trace`: of the span that waits.
         """
+        span = self._tracer.span("tandem.fetch", trace, time.monotonic())
+        if span is None:
+            return await self._bring(request, holder, None)
+        try:
+            gained = await self._bring(request, holder, span.context)
+            span.attributes.update({"tandem.fetch.holder": holder.worker_id, "tandem.fetch.tokens": gained})
+        finally:
+            span.end()
+        return gained
+
+    async def _bring(self, request: Request, holder: PrefixHolder, trace: TraceContext | None) -> int:
         hub = self.hub
         num_tokens = min(holder.num_tokens, request.num_tokens - 1)
         if hub is None or num_tokens <= 0:
@@ -107,7 +127,7 @@ class Fetcher:
         fetch = self._fetches[transfer_id] = _Fetch(probe=probe, num_held_tokens=held)
         self.stats.started += 1
         try:
-            hub.start(_job(transfer_id, probe, held), _route(holder))
+            hub.start(_job(transfer_id, probe, held, trace), _route(holder))
         except ServingError as error:
             self._give_up(transfer_id, error)
         started_s = time.monotonic()
@@ -250,7 +270,7 @@ def _probe(hash_root: BlockHash, names: list[BlockHash], transfer_id: TransferId
     )
 
 
-def _job(transfer_id: TransferId, probe: Request, held_tokens: int) -> PrefillJob:
+def _job(transfer_id: TransferId, probe: Request, held_tokens: int, trace: TraceContext | None) -> PrefillJob:
     return PrefillJob(
         transfer_id=transfer_id,
         request_id=probe.request_id,
@@ -262,6 +282,7 @@ def _job(transfer_id: TransferId, probe: Request, held_tokens: int) -> PrefillJo
         resume=True,
         fetch=True,
         names=tuple(probe.block_hashes),
+        trace=trace,
     )
 
 

@@ -15,6 +15,7 @@ from tandem.kv_layout import KVLayout
 from tandem.outputs import PhaseTimes, SampledToken
 from tandem.prefix_holder import PrefixHolder
 from tandem.sampling import SamplingParams
+from tandem.tracing import TraceContext
 
 PROTOCOL_VERSION = 2
 
@@ -88,6 +89,8 @@ class PrefillJob:
     """What a fetch has instead of tokens: names of the prefix's hash blocks."""
     holder: PrefixHolder | None = None
     """Who is thought to hold more of the prefix than the prefill worker."""
+    trace: TraceContext | None = None
+    """Of the span that the work on it belongs to."""
 
     @property
     def num_tokens(self) -> int:

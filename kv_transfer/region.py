@@ -1,12 +1,13 @@
 """A worker's whole KV pool as bytes."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.runs import Run
+from kv_transfer.device import DevicePool
+from kv_transfer.runs import Runs
+from tandem.errors import InvariantError
 from tandem.kv_layout import KVLayout
 
 Bytes = npt.NDArray[np.uint8]
@@ -21,6 +22,8 @@ class KVRegion:
     layout: KVLayout
     fd: int | None = None
     """Of the memory itself when it can be mapped by another process (see transports/shared_pool.py)."""
+    device: DevicePool | None = None
+    """Where the blocks are when they are not in host memory; then `buffer` is empty."""
 
     @classmethod
     def of(cls, buffer: memoryview, layout: KVLayout, *, fd: int | None = None) -> "KVRegion":
@@ -31,11 +34,29 @@ class KVRegion:
             raise ValueError(f"{flat.nbytes} bytes are not a writable pool of {layout.worker_block_bytes}-byte blocks")
         return cls(buffer=flat, num_blocks=num_blocks, layout=layout, fd=fd)
 
-    def views(self, runs: Iterable[Run]) -> list[memoryview]:
-        """These bytes, without copying."""
-        buffer = self.buffer
-        return [buffer[offset : offset + length] for offset, length in runs]
+    @classmethod
+    def on_device(cls, device: DevicePool) -> "KVRegion":
+        """The region whose blocks `device` holds."""
+        return cls(buffer=memoryview(b""), num_blocks=device.num_blocks, layout=device.layout, device=device)
+
+    def views(self, runs: Runs) -> list[memoryview]:
+        """These bytes, without copying; what is the same in all layers is worked out once.
+
+        Raises InvariantError for a pool that is not in host memory.
+        """
+        buffer = self._host_bytes()
+        views: list[memoryview] = []
+        parts = [[slice(offset, offset + length) for offset, length in pattern] for pattern in runs.patterns]
+        for plane, pattern in runs.lanes:
+            lane = buffer[plane * runs.plane_bytes : (plane + 1) * runs.plane_bytes]
+            views += [lane[part] for part in parts[pattern]]
+        return views
 
     def array(self) -> Bytes:
-        """All bytes, without copying."""
-        return np.frombuffer(self.buffer, dtype=np.uint8)
+        """All bytes, without copying. Raises InvariantError for a pool that is not in host memory."""
+        return np.frombuffer(self._host_bytes(), dtype=np.uint8)
+
+    def _host_bytes(self) -> memoryview:
+        if self.device is not None:
+            raise InvariantError("this KV pool is not in host memory")
+        return self.buffer

@@ -32,6 +32,7 @@ from kv_transfer.events import (
     SubmitRefused,
     Submitted,
     WriteFailed,
+    WritesEnding,
     WritesQuiet,
     Written,
 )
@@ -126,6 +127,11 @@ class Sender:
         """The receiver's grant, once it has come."""
         return self._reserve
 
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Sources that are held for the peer, as far as they are known here."""
+        return len(self._sources) if self.state is not HandoffState.CLOSED else 0
+
     def start(self) -> Actions:
         """Hand the job to the engine."""
         return (SubmitPrefill(job=self.plan.job),)
@@ -168,6 +174,9 @@ class Sender:
                 return self._on_submit_refused(event.failure)
             case WritesQuiet():
                 self._writes_under_way.clear()
+                self._cancelling_writes = False
+                return self._close_if_quiet()
+            case WritesEnding():
                 self._cancelling_writes = False
                 return self._close_if_quiet()
             case Written() | WriteFailed() if not guards.still_live(self.state):

@@ -31,6 +31,7 @@ from tandem.block_hash import HASH_BLOCK_TOKENS, HASH_BYTES
 from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
 from tandem.prefix_holder import PrefixHolder, holder_from_pb, holder_to_pb
 from tandem.sampling import MAX_TOP_LOGPROBS
+from tandem.tracing import context_from_text
 from tandem.v1 import common_pb2
 from tandem.v1 import handoff_pb2 as pb
 
@@ -119,6 +120,7 @@ def _encode_prefill(body: Prefill) -> pb.Prefill:
         fetch=job.fetch,
         names=b"".join(job.names),
         holder=holder_to_pb(job.holder),
+        trace=job.trace.to_text() if job.trace is not None else None,
     )
 
 
@@ -215,6 +217,8 @@ def _decode_prefill(message: pb.Prefill, key: TransferKey | None) -> Prefill:
         fetch=message.fetch,
         names=names,
         holder=_holder(message),
+        # Malformed or too long, it is nobody's trace: never a reason to refuse work.
+        trace=context_from_text(message.trace) if message.HasField("trace") else None,
     )
     return Prefill(job=job, lease_s=message.lease_s)
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from zlib import crc32
 
 import numpy as np
 
 from kv_transfer import placing
+from kv_transfer.checksum import crc32
 from kv_transfer.departure import Departure
 from kv_transfer.pairing import Pairing
 from kv_transfer.placed import PlacedCells
@@ -28,8 +28,7 @@ class RegionCopier:
     def __init__(self, source: KVRegion, target: KVRegion, pairing: Pairing) -> None:
         if pairing.wire_dtype != pairing.destination.dtype:
             raise TransferError("what is written into a peer's memory must be what it holds")
-        self._source, self._target = source, target
-        self._from, self._to = source.array(), target.array()
+        self._source, self._to = source, target.array()
         self._departure = Departure(source, pairing)
 
     def copy(self, job: WriteJob, target: PlacedCells, may_move: MayMove) -> tuple[int, int]:
@@ -44,8 +43,8 @@ class RegionCopier:
 
     def _copy(self, copies: Iterable[Copy], may_move: MayMove) -> tuple[int, int]:
         checksum = total = 0
-        buffer, here_bytes, there_bytes = self._source.buffer, self._from, self._to
-        for piece in _pieces(copies):
+        buffer, here_bytes, there_bytes = self._source.buffer, self._source.array(), self._to
+        for piece in pieces(copies):
             with may_move():
                 for here, there, size in piece:
                     # numpy lets go of the GIL while it copies; slices of memoryviews would not.
@@ -55,10 +54,10 @@ class RegionCopier:
         return checksum, total
 
 
-def _pieces(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
-    """The same copies in groups of at most PIECE_BYTES."""
+def pieces(copies: Iterable[Copy], piece_bytes: int = PIECE_BYTES) -> Iterator[list[Copy]]:
+    """The same copies in groups of at most `piece_bytes`."""
     piece: list[Copy] = []
-    room = PIECE_BYTES
+    room = piece_bytes
     for start, target, length in copies:
         here, there, left = start, target, length
         while left:
@@ -67,6 +66,6 @@ def _pieces(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
             here, there, left, room = here + size, there + size, left - size, room - size
             if not room:
                 yield piece
-                piece, room = [], PIECE_BYTES
+                piece, room = [], piece_bytes
     if piece:
         yield piece

@@ -1,38 +1,33 @@
-"""`tcp`, receiving end: payload goes from the socket straight into the pool.
+"""`tcp`, receiving end: listens, greets, and keeps account of who is connected.
 
-Each connection has its own thread. Bytes land under the lock of their grant, one non-blocking `recvmsg_into` at a
-time, so that a revocation is proven at once: what still comes for a revoked grant is read into scratch memory, and the
-connection goes on serving other grants. Hostile bytes end their own connection only.
+Each stream has its own thread (see tcp_inbound.py), on which its TLS handshake takes place too: a slow one delays
+nobody. Hostile bytes end their own connection only; the streams of one sender's connection end together.
 """
 
 import hmac
-import itertools
 import json
 import logging
 import secrets
 import socket
 import threading
-from contextlib import suppress
+import time
 
 from kv_transfer.landing import Landing
 from kv_transfer.messages import CellRange, TransferKey, TransportOffer
-from kv_transfer.region import KVRegion
 from kv_transfer.transport import QuietListener
 from kv_transfer.transports import tcp_wire
-from kv_transfer.transports.grants import TOKEN_BYTES, Grant, GrantTable
-from kv_transfer.transports.tcp_wire import Cursor, Header, Kind
+from kv_transfer.transports.grants import TOKEN_BYTES, GrantTable
+from kv_transfer.transports.tcp_channel import Channel, PlainChannel, hang_up
+from kv_transfer.transports.tcp_inbound import Inbound, Peer, answer, next_header
+from kv_transfer.transports.tcp_settings import MAX_STREAMS, NAME, PLAIN, TcpSettings
+from kv_transfer.transports.tcp_tls import TlsChannel
+from kv_transfer.transports.tcp_wire import Kind
 from tandem.errors import TransferError
 
-NAME = "tcp"
 MAX_CONNECTIONS = 256
-"""Senders that have proven to know the secret."""
+"""Senders that have proven to know the secret, each with up to MAX_STREAMS streams."""
 MAX_GREETING = 32
 """Strangers that have not; a newer one takes the place of the oldest."""
-STALL_S = 5.0
-"""Most time for a whole HELLO or header, and most silence in the middle of a payload."""
-_SCRATCH_BYTES = 256 << 10
-MAX_PAYLOAD_BYTES = 1 << 30
-"""Of one frame, whether or not anybody wants it; many times a chunk."""
 ACCEPT_PAUSE_S = 0.1
 """Between two tries to accept when the process has no room for one more connection."""
 
@@ -45,15 +40,16 @@ class TcpReceiver:
     name = NAME
     drain_proves_quiet = False
 
-    def __init__(self, region: KVRegion, *, host: str = "127.0.0.1", port: int = 0, stall_s: float = STALL_S) -> None:
-        self._region = region
-        self._stall_s = stall_s
+    def __init__(self, *, host: str = "127.0.0.1", port: int = 0, settings: TcpSettings = PLAIN) -> None:
+        self._settings = settings
         self._grants = GrantTable()
         self._secret = secrets.token_bytes(TOKEN_BYTES)
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._connections: dict[socket.socket, threading.Thread] = {}
-        self._greeting: dict[socket.socket, None] = {}
+        self._connections: dict[Channel, threading.Thread] = {}
+        self._greeting: dict[Channel, None] = {}
+        self._peers: dict[int, Peer] = {}
+        self._streams: set[Inbound] = set()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._server = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
         self._address = self._server.getsockname()[:2]
@@ -63,8 +59,9 @@ class TcpReceiver:
     def offer(self) -> TransportOffer:
         """See KVReceiver."""
         host, port = self._address
-        advert = json.dumps({"host": host, "port": port, "secret": self._secret.hex()})
-        return TransportOffer(name=NAME, advert=advert.encode(), host_id="")
+        tls = self._settings.tls.fingerprint.hex() if self._settings.tls is not None else ""
+        advert = {"host": host, "port": port, "tls": tls, "secret": self._secret.hex()}
+        return TransportOffer(name=NAME, advert=json.dumps(advert).encode(), host_id="")
 
     def open_grant(self, key: TransferKey, landing: Landing) -> bytes:
         """See KVReceiver."""
@@ -75,8 +72,13 @@ class TcpReceiver:
         return self._grants.verify(key, cells, checksum)
 
     def revoke(self, key: TransferKey) -> bool:
-        """Always proven: see the module's docstring."""
-        self._grants.revoke(key)
+        """Always proven: see tcp_inbound.py."""
+        grant = self._grants.revoke(key)
+        if grant is not None:
+            with self._lock:
+                streams = list(self._streams)
+            for stream in streams:
+                stream.await_quiet(grant)
         return True
 
     def listen_quiet(self, listener: QuietListener) -> None:
@@ -88,11 +90,13 @@ class TcpReceiver:
         with self._lock:
             self._closing.set()
             connections = dict(self._connections)
-        _hang_up(self._server)
+        hang_up(self._server)
         self._thread.join()
         self._server.close()
-        for sock, thread in connections.items():
-            _hang_up(sock)
+        for channel, thread in connections.items():
+            with self._lock:
+                if channel in self._connections:
+                    channel.hang_up()
             thread.join()
 
     def _accept(self) -> None:
@@ -105,110 +109,97 @@ class TcpReceiver:
                     return
                 log.warning("no tcp sender can be accepted now: %s", error)
                 continue
-            with self._lock:
-                if self._closing.is_set():
-                    sock.close()
-                    continue
-                if len(self._greeting) >= MAX_GREETING:
-                    oldest = next(iter(self._greeting))
-                    del self._greeting[oldest]
-                    _hang_up(oldest)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                thread = threading.Thread(target=self._serve, args=(sock,), name="kv-tcp-peer", daemon=True)
-                self._connections[sock] = thread
-                self._greeting[sock] = None
-                thread.start()
+            try:
+                channel = self._channel(sock)
+            except OSError as error:
+                log.info("tcp sender dropped: %s", error)
+                sock.close()
+                continue
+            self._start(channel)
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _channel(self, sock: socket.socket) -> Channel:
+        return PlainChannel(sock) if self._settings.tls is None else self._settings.tls.serve(sock)
+
+    def _start(self, channel: Channel) -> None:
+        with self._lock:
+            if self._closing.is_set():
+                channel.close()
+                return
+            if len(self._greeting) >= MAX_GREETING:
+                oldest = next(iter(self._greeting))
+                del self._greeting[oldest]
+                oldest.hang_up()
+            thread = threading.Thread(target=self._serve, args=(channel,), name="kv-tcp-peer", daemon=True)
+            self._connections[channel] = thread
+            self._greeting[channel] = None
+            thread.start()
+
+    def _serve(self, channel: Channel) -> None:
+        name, peer = 0, Peer()
         try:
-            self._greet(sock)
-            scratch = memoryview(bytearray(_SCRATCH_BYTES))
-            for number in itertools.count(1):
-                tcp_wire.wait_readable(sock, None)
-                header = self._next_header(sock)
-                if header is None:
-                    break
-                if header.kind is not Kind.WRITE or header.write_id != number:
-                    raise TransferError(f"frame {header.write_id} instead of {number}")
-                self._answer(sock, self._take(sock, header, scratch), header.write_id)
+            deadline_s = time.monotonic() + self._settings.stall_s
+            self._secure(channel, deadline_s)
+            name, peer = self._greet(channel, deadline_s)
+            self._run(Inbound(channel, peer, self._grants, stall_s=self._settings.stall_s))
         except (OSError, TransferError) as error:
             log.info("tcp sender dropped: %s", error)
         finally:
             with self._lock:
-                del self._connections[sock]
-                self._greeting.pop(sock, None)
-            _hang_up(sock)
-            sock.close()
+                del self._connections[channel]
+                self._greeting.pop(channel, None)
+                self._end(name, peer)
+                # Not before, nor after the lock: whoever hangs up meanwhile must not meet another's descriptor.
+                peer.channels.discard(channel)
+                channel.hang_up()
+                channel.close()
 
-    def _greet(self, sock: socket.socket) -> None:
-        header = self._next_header(sock)
+    def _run(self, stream: Inbound) -> None:
+        with self._lock:
+            self._streams.add(stream)
+        try:
+            stream.run()
+        finally:
+            with self._lock:
+                self._streams.discard(stream)
+
+    def _secure(self, channel: Channel, deadline_s: float) -> None:
+        """Tell whoever speaks TLS here from who does not, which is wrong for one of them; finish its handshake."""
+        first = channel.first_byte(_left_s(deadline_s))
+        if first is not None and (first == tcp_wire.TLS_HANDSHAKE) != isinstance(channel, TlsChannel):
+            if isinstance(channel, TlsChannel):
+                channel.say_plainly(tcp_wire.pack_answer(Kind.NEEDS_TLS, 0))
+                raise TransferError("the sender speaks no TLS, and transfer.tls is set here")
+            channel.say_plainly(tcp_wire.TLS_ALERT)
+            raise TransferError("the sender speaks TLS, and transfer.tls is not set here")
+        if isinstance(channel, TlsChannel):
+            channel.shake_hands(deadline_s)
+
+    def _greet(self, channel: Channel, deadline_s: float) -> tuple[int, Peer]:
+        header = next_header(channel, within_s=_left_s(deadline_s))
         if header is None or header.kind is not Kind.HELLO or not hmac.compare_digest(header.token, self._secret):
             raise TransferError("no HELLO, or a wrong secret")
+        name = header.write_id
         with self._lock:
-            if sock not in self._greeting:
+            if channel not in self._greeting:
                 raise TransferError("crowded out before its HELLO")
-            if len(self._connections) - len(self._greeting) >= MAX_CONNECTIONS:
+            if name not in self._peers and len(self._peers) >= MAX_CONNECTIONS:
                 raise TransferError(f"{MAX_CONNECTIONS} senders are connected")
-            del self._greeting[sock]
-        self._answer(sock, Kind.DONE, header.write_id)
+            peer = self._peers.setdefault(name, Peer())
+            if len(peer.channels) >= MAX_STREAMS:
+                raise TransferError(f"a sender with more than {MAX_STREAMS} streams")
+            del self._greeting[channel]
+            peer.channels.add(channel)
+        answer(channel, Kind.DONE, name)
+        return name, peer
 
-    def _next_header(self, sock: socket.socket) -> Header | None:
-        data = tcp_wire.receive_exactly(sock, tcp_wire.HEADER_BYTES, within_s=self._stall_s)
-        if data is None:
-            return None
-        header = tcp_wire.unpack_header(data)
-        if header.payload_bytes > MAX_PAYLOAD_BYTES:
-            raise TransferError(f"a payload of {header.payload_bytes} bytes: at most {MAX_PAYLOAD_BYTES} are taken")
-        return header
-
-    def _answer(self, sock: socket.socket, kind: Kind, write_id: int) -> None:
-        try:
-            count = sock.send(tcp_wire.pack_answer(kind, write_id), socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            count = 0
-        if count != tcp_wire.ANSWER_BYTES:
-            raise TransferError("the sender does not read its answers")
-
-    def _take(self, sock: socket.socket, header: Header, scratch: memoryview) -> Kind:
-        """Receive a payload into its destinations, or past them when it has none."""
-        grant = self._grants.find(header.token)
-        cursor = self._destinations(header, grant)
-        remaining = header.payload_bytes
-        while remaining:
-            try:
-                count = self._land(sock, grant, cursor) if grant and cursor else None
-                if count is None:
-                    cursor = None
-                    count = sock.recv_into(scratch, min(remaining, _SCRATCH_BYTES), socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                tcp_wire.wait_readable(sock, self._stall_s)
-                continue
-            if count == 0:
-                raise TransferError("the sender ended in the middle of a frame")
-            remaining -= count
-        return Kind.REFUSED if cursor is None else Kind.DONE
-
-    def _destinations(self, header: Header, grant: Grant | None) -> Cursor | None:
-        if grant is None:
-            return None
-        try:
-            cursor = Cursor(grant.landing.room(header.cells))
-        except TransferError:
-            return None
-        if cursor.remaining != header.payload_bytes:
-            raise TransferError(f"{header.payload_bytes} payload bytes do not fit their cells")
-        return cursor
-
-    def _land(self, sock: socket.socket, grant: Grant, cursor: Cursor) -> int | None:
-        """Bytes received into the pool; None once the grant is revoked."""
-        with grant.lock:
-            if grant.revoked:
-                return None
-            count = sock.recvmsg_into(cursor.views(), 0, socket.MSG_DONTWAIT)[0]
-            cursor.advance(count)
-            return count
+    def _end(self, name: int, peer: Peer) -> None:
+        """With one stream all of its sender's end."""
+        peer.ended = True
+        if self._peers.get(name) is peer:
+            del self._peers[name]
+        for channel in peer.channels:
+            channel.hang_up()
 
 
-def _hang_up(sock: socket.socket) -> None:
-    with suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+def _left_s(deadline_s: float) -> float:
+    return max(0.0, deadline_s - time.monotonic())

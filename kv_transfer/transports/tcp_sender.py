@@ -1,127 +1,88 @@
-"""`tcp`, sending end: payload goes from the pool straight into the socket.
+"""`tcp`, sending end: payload goes from the pool straight into the sockets of a few streams to each receiver."""
 
-Two threads a connection: one sends frames, one reads answers. Sources are read under the queue's lock, one
-non-blocking `sendmsg` at a time; a cancelled frame is filled up with zeros, so that the stream stays in step.
-"""
-
-import itertools
+import hmac
 import json
+import secrets
 import socket
+import ssl
 import threading
-from contextlib import suppress
-from zlib import crc32
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
 
-from kv_transfer.departure import Departure
-from kv_transfer.messages import TransportOffer
+from kv_transfer.messages import TransferKey, TransportOffer
 from kv_transfer.pairing import Pairing
 from kv_transfer.region import KVRegion
+from kv_transfer.transport import WriteOrder, WriteResult
 from kv_transfer.transports import tcp_wire
 from kv_transfer.transports.grants import TOKEN_BYTES
-from kv_transfer.transports.tcp_receiver import NAME, STALL_S
-from kv_transfer.transports.tcp_wire import Cursor, Header, Kind
-from kv_transfer.transports.write_queue import QueuedWriter, WriteJob
+from kv_transfer.transports.tcp_channel import Channel, PlainChannel, receive_exactly, send_exactly
+from kv_transfer.transports.tcp_payload import Payloads
+from kv_transfer.transports.tcp_settings import NAME, PLAIN, STALL_S, TcpSettings
+from kv_transfer.transports.tcp_stream import TcpStream
+from kv_transfer.transports.tcp_tls import tls_reason
+from kv_transfer.transports.tcp_wire import Header, Kind
 from tandem.errors import TransferError
 
 CONNECT_S = 5.0
-_ZEROS = bytes(256 << 10)
+"""For all streams together, handshakes included."""
 
 
-class TcpWriter(QueuedWriter):
-    """PeerWriter of the `tcp` transport."""
+class TcpWriter:
+    """PeerWriter of the `tcp` transport. Each write takes one stream, that with the fewest under way."""
 
-    def __init__(self, source: KVRegion, sock: socket.socket, pairing: Pairing, *, stall_s: float = STALL_S) -> None:
-        self._departure = Departure(source, pairing)
-        self._sock = sock
-        self._stall_s = stall_s
-        self._ids = itertools.count(1)
-        self._unanswered: dict[int, tuple[WriteJob, int, int]] = {}
-        super().__init__("kv-tcp-write")
-        self._reader = threading.Thread(target=self._read, name="kv-tcp-read", daemon=True)
-        self._reader.start()
+    def __init__(
+        self, source: KVRegion, channels: list[Channel], pairing: Pairing, *, stall_s: float = STALL_S
+    ) -> None:
+        self._lock = threading.Lock()
+        self._streams = [
+            TcpStream(channel, Payloads(source, pairing), stall_s=stall_s, broken=self._break) for channel in channels
+        ]
+        self._under_way = [0] * len(channels)
+        for stream in self._streams:
+            stream.start()
+
+    @property
+    def closed(self) -> bool:
+        """See PeerWriter."""
+        return any(stream.closed for stream in self._streams)
+
+    def write(self, order: WriteOrder) -> "Future[WriteResult]":
+        """See PeerWriter."""
+        with self._lock:
+            chosen = self._under_way.index(min(self._under_way))
+            self._under_way[chosen] += 1
+        future = self._streams[chosen].write(order)
+        future.add_done_callback(lambda _future: self._ended(chosen))
+        return future
+
+    def cancel(self, key: TransferKey) -> bool:
+        """See PeerWriter."""
+        return all([stream.cancel(key) for stream in self._streams])
 
     def close(self) -> None:
         """See PeerWriter."""
         self._break("connection closed")
-        super().close()
-        self._reader.join()
-        self._sock.close()
+        for stream in self._streams:
+            stream.close()
 
-    def _perform(self, job: WriteJob) -> None:
-        if len(job.order.grant) != TOKEN_BYTES:
-            raise TransferError("malformed grant")
-        views = self._views(job)
-        checksum = self._checksum(job, views)
-        cursor = Cursor(views)
-        payload_bytes = cursor.remaining
-        write_id = next(self._ids)
-        header = Header(
-            kind=Kind.WRITE,
-            write_id=write_id,
-            token=job.order.grant,
-            cells=job.order.cells,
-            payload_bytes=payload_bytes,
-        )
-        self._unanswered[write_id] = (job, checksum, payload_bytes)
-        try:
-            self._sock.sendall(tcp_wire.pack_header(header), socket.MSG_MORE)
-            while cursor.remaining:
-                self._send_some(job, cursor)
-        except (OSError, TransferError) as error:
-            self._break(f"tcp connection lost: {error}")
-
-    def _views(self, job: WriteJob) -> list[memoryview]:
-        order = job.order
-        if not self._departure.converts:
-            return self._departure.views(order.source, order.cells)
-        with self._queue.lock:
-            job.check()
-            return [self._departure.convert(order.source, order.cells).data]
-
-    def _checksum(self, job: WriteJob, views: list[memoryview]) -> int:
-        value = 0
-        for view in views:
-            with self._queue.lock:
-                job.check()
-                value = crc32(view, value)
-        return value
-
-    def _send_some(self, job: WriteJob, cursor: Cursor) -> None:
-        try:
-            with self._queue.lock:
-                if not job.stopped:
-                    cursor.advance(self._sock.sendmsg(cursor.views(), [], socket.MSG_DONTWAIT))
-                    return
-            size = min(cursor.remaining, len(_ZEROS))
-            cursor.advance(self._sock.send(memoryview(_ZEROS)[:size], socket.MSG_DONTWAIT))
-        except BlockingIOError:
-            tcp_wire.wait_writable(self._sock, self._stall_s)
-
-    def _read(self) -> None:
-        try:
-            while True:
-                tcp_wire.wait_readable(self._sock, None)
-                data = tcp_wire.receive_exactly(self._sock, tcp_wire.ANSWER_BYTES, within_s=self._stall_s)
-                if data is None:
-                    break
-                self._on_answer(*tcp_wire.unpack_answer(data))
-            reason = "the receiver has gone"
-        except (OSError, TransferError) as error:
-            reason = f"tcp connection lost: {error}"
-        self._break(reason)
-
-    def _on_answer(self, kind: Kind, write_id: int) -> None:
-        job, checksum, num_bytes = self._unanswered.pop(write_id, (None, 0, 0))
-        if job is None:
-            raise TransferError("an answer to nothing")
-        if kind is Kind.DONE:
-            job.succeed(checksum, num_bytes)
-        else:
-            job.fail("the receiver refused the write")
+    def _ended(self, chosen: int) -> None:
+        with self._lock:
+            self._under_way[chosen] -= 1
 
     def _break(self, reason: str) -> None:
-        self._queue.fail_all(reason)
-        with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        """With one stream all end."""
+        for stream in self._streams:
+            stream.fail(reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Advert:
+    host: str
+    port: int
+    secret: bytes
+    fingerprint: bytes
+    """Of the receiver's certificate; empty when it speaks no TLS."""
 
 
 class TcpSender:
@@ -130,9 +91,9 @@ class TcpSender:
     name = NAME
     one_sided = False
 
-    def __init__(self, region: KVRegion, *, stall_s: float = STALL_S) -> None:
+    def __init__(self, region: KVRegion, *, settings: TcpSettings = PLAIN) -> None:
         self._region = region
-        self._stall_s = stall_s
+        self._settings = settings
 
     def reaches(self, offer: TransportOffer) -> bool:
         """See KVSender."""
@@ -140,31 +101,72 @@ class TcpSender:
 
     def connect(self, offer: TransportOffer, pairing: Pairing) -> TcpWriter:
         """See KVSender."""
-        host, port, secret = _parse(offer.advert)
+        advert = _parse(offer.advert)
+        if advert.fingerprint and self._settings.tls is None:
+            raise TransferError("the receiver takes TLS only, and transfer.tls is not set here")
+        if self._settings.tls is not None and not advert.fingerprint:
+            raise TransferError("the receiver speaks no TLS, and transfer.tls is set here")
+        deadline_s = time.monotonic() + CONNECT_S
+        name = secrets.randbits(64)
+        channels: list[Channel] = []
         try:
-            sock = socket.create_connection((host, port), CONNECT_S)
-        except OSError as error:
-            raise TransferError(f"tcp {host}:{port}: {error}") from None
-        try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            hello = Header(kind=Kind.HELLO, write_id=0, token=secret, cells=tcp_wire.NO_CELLS, payload_bytes=0)
-            sock.sendall(tcp_wire.pack_header(hello))
-            answer = tcp_wire.receive_exactly(sock, tcp_wire.ANSWER_BYTES, within_s=CONNECT_S)
-            if answer is None or tcp_wire.unpack_answer(answer) != (Kind.DONE, 0):
-                raise TransferError("the receiver refused the connection")
-            sock.settimeout(None)
+            for _ in range(self._settings.streams):
+                channels.append(self._dial(advert, deadline_s))
+                _greet(channels[-1], advert.secret, name, deadline_s)
         except (OSError, TransferError) as error:
+            for channel in channels:
+                channel.close()
+            reason = tls_reason(error) if isinstance(error, ssl.SSLError) else error
+            raise TransferError(f"tcp {advert.host}:{advert.port}: {reason}") from None
+        return TcpWriter(self._region, channels, pairing, stall_s=self._settings.stall_s)
+
+    def _dial(self, advert: _Advert, deadline_s: float) -> Channel:
+        sock = socket.create_connection((advert.host, advert.port), max(0.001, deadline_s - time.monotonic()))
+        try:
+            if self._settings.tls is None:
+                return PlainChannel(sock)
+            channel = self._settings.tls.dial(sock)
+        except OSError:
             sock.close()
-            raise TransferError(f"tcp {host}:{port}: {error}") from None
-        return TcpWriter(self._region, sock, pairing, stall_s=self._stall_s)
+            raise
+        try:
+            channel.shake_hands(deadline_s)
+            if not hmac.compare_digest(channel.peer_fingerprint(), advert.fingerprint):
+                raise TransferError("the receiver shows another certificate than its advert names")
+        except (OSError, TransferError):
+            channel.close()
+            raise
+        return channel
 
 
-def _parse(advert: bytes) -> tuple[str, int, bytes]:
+def _greet(channel: Channel, secret: bytes, name: int, deadline_s: float) -> None:
+    left_s = max(0.0, deadline_s - time.monotonic())
+    hello = Header(kind=Kind.HELLO, write_id=name, token=secret, cells=tcp_wire.NO_CELLS, payload_bytes=0)
     try:
-        data = json.loads(advert)
-        host, port, secret = str(data["host"]), int(data["port"]), bytes.fromhex(data["secret"])
+        send_exactly(channel, tcp_wire.pack_header(hello), stall_s=left_s)
+    except OSError:
+        # Whoever refuses our certificate says so after our half of the handshake: this raises what was said.
+        channel.receive([memoryview(bytearray(1))])
+        raise
+    data = receive_exactly(channel, tcp_wire.ANSWER_BYTES, within_s=left_s)
+    answer = None if data is None else tcp_wire.unpack_answer(data)
+    if answer == (Kind.NEEDS_TLS, 0):
+        raise TransferError("the receiver takes TLS only, and transfer.tls is not set here")
+    if answer != (Kind.DONE, name):
+        raise TransferError("the receiver refused the connection")
+
+
+def _parse(data: bytes) -> _Advert:
+    try:
+        fields = json.loads(data)
+        advert = _Advert(
+            host=str(fields["host"]),
+            port=int(fields["port"]),
+            secret=bytes.fromhex(fields["secret"]),
+            fingerprint=bytes.fromhex(fields["tls"]),
+        )
     except (ValueError, KeyError, TypeError):
         raise TransferError("not an advert of the tcp transport") from None
-    if len(secret) != TOKEN_BYTES:
+    if len(advert.secret) != TOKEN_BYTES:
         raise TransferError("not an advert of the tcp transport")
-    return host, port, secret
+    return advert

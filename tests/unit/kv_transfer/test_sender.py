@@ -218,6 +218,16 @@ def test_a_chunk_says_how_long_its_write_took() -> None:
     assert sent.body.write_s == 0.5
 
 
+def test_sources_stay_until_reads_that_nobody_can_stop_have_ended() -> None:
+    half = offered()
+    half.see(progress(10))
+    half.hear(RESERVE)
+    assert kinds(half.hear(Abort(reason="left"))) == ["AbortPrefill", "CancelWrites"]
+    assert half.see(ev.WritesEnding()) == ()
+    assert half.see(ev.WriteFailed(seq=1, rewrite=0, reason="cancelled")) == ()
+    assert kinds(half.see(ev.Written(seq=0, rewrite=0, checksum=0, seconds=0.1))) == ["Drained", "ReleaseSources"]
+
+
 def test_a_fetch_is_answered_with_what_is_held_in_whole_blocks_of_both() -> None:
     half = sending(job=replace(FETCH, held_tokens=8), window=8, unit_tokens=2, chunk_bytes=1000)
     half.see(ev.Submitted())

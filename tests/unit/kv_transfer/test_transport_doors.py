@@ -15,9 +15,12 @@ import pytest
 from kv_transfer.messages import TransferKey
 from kv_transfer.region import KVRegion
 from kv_transfer.transport import KVReceiver
-from kv_transfer.transports import shm_receiver, tcp_wire
+from kv_transfer.transports import claims, tcp_wire
 from kv_transfer.transports.catalogue import candidates, open_receivers, open_senders
+from kv_transfer.transports.tcp_channel import PlainChannel
 from kv_transfer.transports.tcp_receiver import MAX_CONNECTIONS, TcpReceiver
+from kv_transfer.transports.tcp_sender import TcpWriter
+from kv_transfer.transports.tcp_settings import TcpSettings
 from tandem.errors import TransferError
 from tandem.ids import TransferId
 from tests.unit.kv_transfer.transport_peer import (
@@ -42,7 +45,7 @@ def block_bytes(region: KVRegion, blocks: list[int]) -> bytes:
 @pytest.fixture
 def tcp() -> Iterator[tuple[KVRegion, TcpReceiver]]:
     target = make_region(seed=0)
-    receiver = TcpReceiver(target, stall_s=0.2)
+    receiver = TcpReceiver(settings=TcpSettings(stall_s=0.2))
     yield target, receiver
     receiver.close()
     os.close(target.fd)
@@ -84,7 +87,7 @@ def test_a_hello_in_drops_does_not_hold_a_connection(tcp) -> None:
 
 def test_a_crowd_of_strangers_does_not_close_the_door() -> None:
     target, source = make_region(seed=0), make_region(seed=3)
-    receiver = TcpReceiver(target, stall_s=WAIT_S)
+    receiver = TcpReceiver(settings=TcpSettings(stall_s=WAIT_S))
     strangers = [dial(receiver, greet=False) for _ in range(MAX_CONNECTIONS)]
     [(sender, offer)] = candidates([receiver.offer()], open_senders(source, choice="tcp"))
     writer = sender.connect(offer, PAIRING)
@@ -161,14 +164,12 @@ def test_a_frame_for_a_revoked_grant_is_read_past(tcp) -> None:
 
 
 def test_a_receiver_that_stops_reading_fails_the_connection() -> None:
-    source = make_region(seed=1, num_blocks=4096)
+    source = make_region(seed=0, num_blocks=4096)
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(WAIT_S)
-        from kv_transfer.transports.tcp_sender import TcpWriter
-
         sock = socket.create_connection(server.getsockname())
         peer, _ = server.accept()
-        writer = TcpWriter(source, sock, PAIRING, stall_s=0.2)
+        writer = TcpWriter(source, [PlainChannel(sock)], PAIRING, stall_s=0.2)
         with pytest.raises(TransferError, match="stalled"):
             writer.write(order(KEY, bytes(16), box(0, 4096), list(range(4096)), pool_blocks=4096)).result(WAIT_S)
         assert writer.closed
@@ -177,10 +178,10 @@ def test_a_receiver_that_stops_reading_fails_the_connection() -> None:
     os.close(source.fd)
 
 
-def test_the_shm_receiver_drops_strangers() -> None:
+def test_the_claims_drops_strangers() -> None:
     target = make_region(seed=0)
     [receiver] = open_receivers(target, choice="shm")
-    for data in (b"", b"x" * 100, struct.pack("!4sB16s", b"TKS1", 99, bytes(16))):
+    for data in (b"", b"x" * 100, struct.pack("!4sB16s", b"TKC1", 99, bytes(16))):
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(receiver.offer().advert[16:].decode())
             sock.sendall(data)
@@ -191,13 +192,13 @@ def test_the_shm_receiver_drops_strangers() -> None:
     os.close(target.fd)
 
 
-def test_another_user_gets_no_slot_at_the_shm_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_gets_no_slot_at_the_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_region(seed=0)
     [receiver] = open_receivers(target, choice="shm")
     address = receiver.offer().advert[16:].decode()
     uid = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: uid + 1)
-    monkeypatch.setattr(shm_receiver, "HELLO_S", 10 * WAIT_S)
+    monkeypatch.setattr(claims, "HELLO_S", 10 * WAIT_S)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(WAIT_S / 2)
         sock.connect(address)

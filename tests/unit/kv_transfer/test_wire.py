@@ -33,6 +33,7 @@ from tandem.errors import RequestTooLarge
 from tandem.ids import BlockHash, Incarnation, TransferId, WorkerId
 from tandem.outputs import PhaseTimes, SampledToken, TokenLogprob
 from tandem.prefix_holder import PrefixHolder
+from tandem.tracing import MAX_TEXT_CHARS, TraceContext
 from tandem.v1 import common_pb2
 from tandem.v1 import handoff_pb2 as pb
 from tests.unit.kv_transfer.halves import JOB, LAYOUT
@@ -55,6 +56,7 @@ BODIES = [
     Hello(protocol_version=1, worker_id=WorkerId("w"), layout=LAYOUT, transports=(OFFER,), wire_dtype="int8"),
     Prefill(job=JOB, lease_s=2.0),
     Prefill(job=replace(JOB, holder=HOLDER), lease_s=2.0),
+    Prefill(job=replace(JOB, trace=TraceContext(trace_id=1, span_id=2, state="a=1")), lease_s=2.0),
     Prefill(job=FETCH, lease_s=2.0),
     Offer(num_units=3, queue_s=0.5, tail_hash=BlockHash(b"h" * 16)),
     Reserve(num_units=3, transport="tcp", grant=b"g"),
@@ -116,6 +118,12 @@ def fetch(**changes: object) -> pb.Prefill:
 def test_what_is_out_of_bounds_is_refused(message: pb.HandoffMessage) -> None:
     with pytest.raises(wire.WireError):
         wire.decode(message)
+
+
+@pytest.mark.parametrize("trace", ["", "nonsense", "00-1-2-01", "x" * (MAX_TEXT_CHARS + 1)])
+def test_a_trace_that_is_none_is_no_reason_to_refuse(trace: str) -> None:
+    message = pb.HandoffMessage(transfer_id="t", prefill=fetch(trace=trace))
+    assert wire.decode(message).body.job.trace is None
 
 
 @given(st.binary(max_size=200))

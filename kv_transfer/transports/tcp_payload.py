@@ -1,0 +1,84 @@
+"""A payload as it leaves, in parts: the pool's own bytes, or cells converted a little at a time. Of one stream."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+from kv_transfer.departure import Departure
+from kv_transfer.mapping import Payload
+from kv_transfer.messages import CellRange
+from kv_transfer.pairing import Pairing
+from kv_transfer.placed import PlacedCells
+from kv_transfer.region import KVRegion
+
+MAX_SLAB_BYTES = 1 << 20
+"""Converted at once, as it travels: bounds the time that sources are held, and the memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outgoing:
+    """One payload."""
+
+    num_bytes: int
+    parts: Iterator[list[memoryview]]
+    """In order; each reads the pool either when it is taken or, if they are the pool's own bytes, when it is sent."""
+
+
+class Payloads:
+    """Makes payloads of cells. One thread at a time."""
+
+    def __init__(self, region: KVRegion, pairing: Pairing) -> None:
+        self._departure = Departure(region, pairing)
+        self._wire_dtype = pairing.wire_dtype
+
+    def of(
+        self, source: PlacedCells, cells: CellRange, reading: Callable[[], AbstractContextManager[None]]
+    ) -> Outgoing:
+        """Of `cells`; `reading` is entered around each conversion. Raises TransferError for cells not held."""
+        if not self._departure.converts:
+            views = self._departure.views(source, cells)
+            return Outgoing(num_bytes=sum(map(len, views)), parts=iter((views,)))
+        source.reads(cells)  # cells that are not there are refused here, before anything is sent
+        payload = source.payload(cells)
+        return Outgoing(
+            num_bytes=payload.num_bytes(self._wire_dtype), parts=self._converted(source, cells, payload, reading)
+        )
+
+    def _converted(
+        self,
+        source: PlacedCells,
+        cells: CellRange,
+        payload: Payload,
+        reading: Callable[[], AbstractContextManager[None]],
+    ) -> Iterator[list[memoryview]]:
+        for slab in slabs(cells, payload, payload.num_bytes(self._wire_dtype)):
+            with reading():
+                converted = self._departure.convert(source, slab)
+            yield [converted.data]
+
+
+def slabs(cells: CellRange, payload: Payload, num_bytes: int) -> Iterator[CellRange]:
+    """`cells` cut so that the slabs' payloads, one after another, are that of `cells` (see the order in mapping.py).
+
+    At most MAX_SLAB_BYTES each, or the least that can be converted: one unit of one range of heads in one layer.
+    """
+    layer_bytes = num_bytes // cells.num_layers
+    end_layer, end_unit = cells.first_layer + cells.num_layers, cells.first_unit + cells.num_units
+    if layer_bytes <= MAX_SLAB_BYTES:
+        step = MAX_SLAB_BYTES // layer_bytes
+        for layer in range(cells.first_layer, end_layer, step):
+            yield replace(cells, first_layer=layer, num_layers=min(step, end_layer - layer))
+        return
+    unit_head_bytes = layer_bytes // (cells.num_units * cells.num_heads)
+    for layer in range(cells.first_layer, end_layer):
+        for first_head, num_heads in payload.head_ranges:
+            step = max(1, MAX_SLAB_BYTES // (unit_head_bytes * num_heads))
+            for unit in range(cells.first_unit, end_unit, step):
+                yield CellRange(
+                    first_layer=layer,
+                    num_layers=1,
+                    first_unit=unit,
+                    num_units=min(step, end_unit - unit),
+                    first_head=first_head,
+                    num_heads=num_heads,
+                )
