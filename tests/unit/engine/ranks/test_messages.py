@@ -10,7 +10,7 @@ from engine.backends.options import BackendOptions
 from engine.kv_cache import PagedKVCache
 from engine.ranks.messages import PoolPlan, RankFacts, RankSetup
 from kv_transfer.messages import CellRange
-from kv_transfer.transport import KVRegion
+from kv_transfer.region import KVRegion
 from tandem.ids import BlockId
 from tandem.kv_layout import KVLayout
 
