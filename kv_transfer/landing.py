@@ -5,6 +5,7 @@ import numpy as np
 from kv_transfer import placing
 from kv_transfer.checksum import checksum_of
 from kv_transfer.messages import CellRange
+from kv_transfer.mover import PlacedBytes, load_mover
 from kv_transfer.pairing import Pairing
 from kv_transfer.placed import PlacedCells
 from kv_transfer.region import Bytes, KVRegion
@@ -24,6 +25,7 @@ class Landing:
         self._max_staged_bytes = num_units * pairing.destination.num_layers * pairing.unit_layer_bytes
         self._staged: dict[CellRange, Bytes] = {}
         self._checksums: dict[CellRange, int] = {}
+        self._bytes: PlacedBytes | None = None
 
     def num_bytes(self, cells: CellRange) -> int:
         """Payload of these cells. Raises TransferError when they are not the model's."""
@@ -52,9 +54,17 @@ class Landing:
         if known is not None:
             return known
         if self._converter is None:
-            return checksum_of(self._region.views(self.cells.writes(cells)))
+            return self._checksum_in_place(cells)
         staged = self._staged.get(cells)
         return None if staged is None else checksum_of([staged.data])
+
+    def _checksum_in_place(self, cells: CellRange) -> int:
+        mover = load_mover()
+        if mover is None:
+            return checksum_of(self._region.views(self.cells.writes(cells)))
+        if self._bytes is None:
+            self._bytes = PlacedBytes(self._region, self.cells, is_source=False)
+        return mover.checksum(self._bytes, cells)
 
     def settle(self, cells: CellRange) -> None:
         """Put verified cells into place: convert what is staged, copy what several ranks hold."""

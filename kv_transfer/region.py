@@ -39,6 +39,11 @@ class KVRegion:
             views += [lane[part] for part in parts[pattern]]
         return views
 
+    @property
+    def address(self) -> int:
+        """Of the first byte, in this process."""
+        return int(self.array().ctypes.data)
+
     def array(self) -> Bytes:
         """All bytes, without copying."""
         return np.frombuffer(self.buffer, dtype=np.uint8)

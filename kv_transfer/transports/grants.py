@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kv_transfer.landing import Landing
 from kv_transfer.messages import CellRange, TransferKey
+from kv_transfer.transports.piece_lock import PieceLock
 from tandem.errors import InvariantError, TransferError
 
 TOKEN_BYTES = 16
@@ -18,7 +19,7 @@ class Grant:
     key: TransferKey
     token: bytes
     landing: Landing
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: PieceLock = field(default_factory=PieceLock)
     revoked: bool = False
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from kv_transfer.landing import Landing
 from kv_transfer.messages import CellRange, TransferKey, TransportOffer
+from kv_transfer.mover import load_mover
 from kv_transfer.region import KVRegion
 from kv_transfer.transport import QuietListener
 from kv_transfer.transports import shm_wire
@@ -50,6 +51,7 @@ class ShmReceiver:
     def __init__(self, region: KVRegion) -> None:
         if region.fd is None:
             raise ValueError("the KV region is not shared memory")
+        load_mover()  # now rather than with the first chunk
         self._fd = region.fd
         self._num_blocks = region.num_blocks
         self._grants = GrantTable()

@@ -3,13 +3,15 @@
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from kv_transfer.messages import TransferKey, TransportOffer
+from kv_transfer.mover import Mover, load_mover
 from kv_transfer.pairing import Pairing
+from kv_transfer.placed import PlacedCells
 from kv_transfer.region import KVRegion
 from kv_transfer.transports import shm_wire
 from kv_transfer.transports.copying import RegionCopier
@@ -29,6 +31,7 @@ CLAIM_S = 5.0
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Claim:
     key: TransferKey
+    target: PlacedCells
     granted: "Future[bool]" = field(default_factory=Future)
 
     def settle(self, granted: bool) -> None:
@@ -39,11 +42,13 @@ class _Claim:
 class ShmWriter(QueuedWriter):
     """PeerWriter of the `shm` transport."""
 
-    def __init__(self, source: KVRegion, sock: socket.socket, target: KVRegion, pairing: Pairing) -> None:
+    def __init__(
+        self, source: KVRegion, sock: socket.socket, target: KVRegion, pairing: Pairing, mover: Mover | None
+    ) -> None:
         self._sock = sock
         self._pairing = pairing
         self._pool_blocks = target.num_blocks
-        self._copier = RegionCopier(source, target, pairing)
+        self._copier = RegionCopier(source, target, pairing, mover)
         self._claims: dict[bytes, _Claim] = {}
         self._tokens: dict[TransferKey, bytes] = {}
         super().__init__("kv-shm-write")
@@ -71,18 +76,19 @@ class ShmWriter(QueuedWriter):
 
     def _perform(self, job: WriteJob) -> None:
         token, slots = shm_wire.unpack_grant(job.order.grant)
-        blocks = tuple(BlockId(slot) for slot in slots)
-        target = self._pairing.at_destination(job.order.source.held_tokens, blocks, self._pool_blocks)
-        self._claim(job, token)
-        job.succeed(*self._copier.copy(job, target, lambda: self._may_move(job, token)))
+        claim = self._claim(job, token, slots)
+        wanted = self._queue.lock.wanted, None
+        job.succeed(*self._copier.copy(job.order, claim.target, lambda: self._may_move(job, token), wanted))
 
-    def _claim(self, job: WriteJob, token: bytes) -> None:
+    def _claim(self, job: WriteJob, token: bytes, slots: Sequence[int]) -> _Claim:
         """Ask once per grant; the receiver refuses what it has revoked."""
         with self._queue.lock:
             job.check()
             claim = self._claims.get(token)
             if claim is None:
-                claim = self._claims[token] = _Claim(key=job.order.key)
+                blocks = tuple(BlockId(slot) for slot in slots)
+                target = self._pairing.at_destination(job.order.source.held_tokens, blocks, self._pool_blocks)
+                claim = self._claims[token] = _Claim(key=job.order.key, target=target)
                 self._tokens[job.order.key] = token
                 if not shm_wire.send(self._sock, Kind.CLAIM, token):
                     claim.settle(False)
@@ -92,6 +98,7 @@ class ShmWriter(QueuedWriter):
             raise TransferError("the receiver does not answer") from None
         if not granted:
             raise TransferError("unknown grant")
+        return claim
 
     @contextmanager
     def _may_move(self, job: WriteJob, token: bytes) -> Iterator[None]:
@@ -156,6 +163,7 @@ class ShmSender:
 
     def __init__(self, region: KVRegion) -> None:
         self._region = region
+        self._mover = load_mover()
 
     def reaches(self, offer: TransportOffer) -> bool:
         """See KVSender."""
@@ -178,7 +186,7 @@ class ShmSender:
                 os.close(fd)
             target = KVRegion.of(buffer, pairing.destination)
             sock.settimeout(None)
-            return ShmWriter(self._region, sock, target, pairing)
+            return ShmWriter(self._region, sock, target, pairing, self._mover)
         except (OSError, ValueError) as error:
             sock.close()
             raise TransferError(f"shm: {error}") from None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from kv_transfer.messages import TransferKey
 from kv_transfer.transport import WriteOrder, WriteResult
+from kv_transfer.transports.piece_lock import PieceLock
 from tandem.errors import TransferError
 
 MAX_QUEUED = 4096
@@ -53,7 +54,7 @@ class WriteQueue:
     """
 
     def __init__(self, name: str, perform: Callable[[WriteJob], None]) -> None:
-        self.lock = threading.Lock()
+        self.lock = PieceLock()
         self._perform = perform
         self._queue: queue.Queue[WriteJob | None] = queue.Queue(MAX_QUEUED)
         self._jobs: dict[TransferKey, set[WriteJob]] = {}
