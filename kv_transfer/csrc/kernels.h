@@ -138,32 +138,52 @@ TANDEM_AVX512 inline __m128i joined(__m512i lanes) {
   return _mm_xor_si128(_mm_xor_si128(first, _mm512_extracti32x4_epi32(moved, 2)), _mm512_extracti32x4_epi32(lanes, 3));
 }
 
-constexpr size_t kStep = 4 * kLine;
+// `kParts` parts, each of `kLines` lines, side by side. `entry` is what comes before, carried to the first line; the
+// result stands for that and for all parts.
+template <Store kStore, bool kSum, size_t kParts, size_t kLines>
+TANDEM_AVX512 inline __m512i move_block(const uint8_t* source, uint8_t* target, __m512i entry, __m512i one) {
+  constexpr size_t kPart = kLines * kLine;
+  __m512i sums[kParts];
+  for (size_t part = 0; part < kParts; ++part)
+    sums[part] = move_line<kStore>(source + kPart * part, target + kPart * part);
+  if (kSum) sums[0] = _mm512_xor_si512(entry, sums[0]);
+  for (size_t at = kLine; at < kPart; at += kLine)
+    for (size_t part = 0; part < kParts; ++part) {
+      const __m512i data = move_line<kStore>(source + kPart * part + at, target + kPart * part + at);
+      if (kSum) sums[part] = _mm512_xor_si512(carried(sums[part], one), data);
+    }
+  if (!kSum) return entry;
+  const __m512i over = four_times(fold_by(8 * kPart));
+  __m512i sum = sums[0];
+  for (size_t part = 1; part < kParts; ++part) sum = _mm512_xor_si512(carried(sum, over), sums[part]);
+  return sum;
+}
 
 template <Store kStore, bool kSum>
 TANDEM_AVX512 inline uint32_t run_avx512(const uint8_t* source, uint8_t* target, size_t count, uint32_t state) {
+  // Two pages at once: a prefetcher follows each, and one alone fetches less than memory can give.
+  constexpr size_t kPages = 2, kPageLines = 64, kBlock = kPages * kPageLines * kLine, kFew = 4 * kLine;
   const size_t head = to_line<kStore, kSum>(source, target, count, state);
   source += head, target += head, count -= head;
-  if (!kSum) {
-    for (; count >= kLine; source += kLine, target += kLine, count -= kLine) move_line<kStore>(source, target);
-    if (kStore != Store::kNone) std::memcpy(target, source, count);
-    return state;
-  }
-  if (count < kStep) return run_avx2<kStore, kSum>(source, target, count, state);
-  __m512i sums[4];
-  for (size_t i = 0; i < 4; ++i) sums[i] = move_line<kStore>(source + kLine * i, target + kLine * i);
-  sums[0] = _mm512_xor_si512(sums[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(state))));
-  const __m512i next = four_times(fold_by(2048));
-  for (source += kStep, target += kStep, count -= kStep; count >= kStep;
-       source += kStep, target += kStep, count -= kStep)
-    for (size_t i = 0; i < 4; ++i)
-      sums[i] = _mm512_xor_si512(carried(sums[i], next), move_line<kStore>(source + kLine * i, target + kLine * i));
+  if (count < kFew) return run_avx2<kStore, kSum>(source, target, count, state);
   const __m512i one = four_times(fold_by(512));
-  __m512i sum = sums[0];
-  for (size_t i = 1; i < 4; ++i) sum = _mm512_xor_si512(carried(sum, one), sums[i]);
-  for (; count >= kLine; source += kLine, target += kLine, count -= kLine)
-    sum = _mm512_xor_si512(carried(sum, one), move_line<kStore>(source, target));
-  return finish<kStore>(joined(sum), source, target, count);
+  __m512i entry = _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(state))), sum = entry;
+  if (kStore != Store::kCached)
+    for (; count >= kBlock; source += kBlock, target += kBlock, count -= kBlock) {
+      sum = move_block<kStore, kSum, kPages, kPageLines>(source, target, entry, one);
+      if (kSum) entry = carried(sum, one);
+    }
+  for (; count >= kFew; source += kFew, target += kFew, count -= kFew) {
+    sum = move_block<kStore, kSum, 4, 1>(source, target, entry, one);
+    if (kSum) entry = carried(sum, one);
+  }
+  for (; count >= kLine; source += kLine, target += kLine, count -= kLine) {
+    sum = move_block<kStore, kSum, 1, 1>(source, target, entry, one);
+    if (kSum) entry = carried(sum, one);
+  }
+  if (kSum) return finish<kStore>(joined(sum), source, target, count);
+  if (kStore != Store::kNone) std::memcpy(target, source, count);
+  return state;
 }
 
 #endif  // TANDEM_X86

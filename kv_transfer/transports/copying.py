@@ -4,8 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from kv_transfer import placing
-from kv_transfer.checksum import checksum_of, crc32
+from kv_transfer import checksum, placing
 from kv_transfer.departure import Departure
 from kv_transfer.mover import PIECE_BYTES, MayMove, Mover, PlacedBytes
 from kv_transfer.pairing import Pairing
@@ -38,7 +37,7 @@ class RegionCopier:
             with may_move():
                 payload = self._departure.convert(order.source, order.cells)
                 placing.scatter(target.writes(order.cells), payload, self._target.array())
-            return checksum_of([payload.data]), payload.nbytes
+            return checksum.crc32(payload.data), payload.nbytes
         if self._mover is None:
             return self._copy(order.source.copies_to(target, order.cells), may_move)
         source = PlacedBytes(self._source, order.source, is_source=True)
@@ -51,16 +50,16 @@ class RegionCopier:
         return self._last_target[1]
 
     def _copy(self, copies: Iterable[Copy], may_move: MayMove) -> tuple[int, int]:
-        checksum = total = 0
+        value = total = 0
         buffer, here_bytes, there_bytes = self._source.buffer, self._source.array(), self._target.array()
         for piece in _pieces(copies):
             with may_move():
                 for here, there, size in piece:
                     # numpy lets go of the GIL while it copies; slices of memoryviews would not.
                     np.copyto(there_bytes[there : there + size], here_bytes[here : here + size])
-                    checksum = crc32(buffer[here : here + size], checksum)
+                    value = checksum.crc32(buffer[here : here + size], value)
                     total += size
-        return checksum, total
+        return value, total
 
 
 def _pieces(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
