@@ -3,42 +3,18 @@
 A table belongs to a pair of workers and knows no prompt; a place is a prompt's blocks in one pool, on top of a table.
 """
 
-import ctypes
 from array import array
 from collections.abc import Sequence
 
 from kv_transfer.runs import Run
 
-
-class _Table(ctypes.Structure):
-    """csrc/walk.h: LaneTable."""
-
-    _fields_ = (
-        ("lanes", ctypes.c_void_p),
-        ("lanes_per_layer", ctypes.c_int64),
-        ("starts", ctypes.c_void_p),
-        ("runs", ctypes.c_void_p),
-        ("units_per_block", ctypes.c_int64),
-        ("block_bytes", ctypes.c_int64),
-    )
-
-
-class _Place(ctypes.Structure):
-    """csrc/walk.h: Place."""
-
-    _fields_ = (
-        ("table", ctypes.c_void_p),
-        ("region", ctypes.c_void_p),
-        ("pool_blocks", ctypes.c_int64),
-        ("blocks", ctypes.c_void_p),
-        ("num_blocks", ctypes.c_int64),
-    )
+_PLACE_FIELDS = 5
 
 
 class LaneTable:
     """One side of a range of heads: lanes as in `Runs`, and each shape's runs in a block, by unit of tokens."""
 
-    __slots__ = ("_arrays", "_table", "address", "units_per_block")
+    __slots__ = ("_arrays", "address", "units_per_block")
 
     def __init__(
         self,
@@ -55,27 +31,25 @@ class LaneTable:
             starts.append(starts[-1] + len(unit))
         runs = array("q", [number for unit in units for run in unit for number in run])
         flat = array("q", [number for lane in lanes for number in lane])
-        self._arrays = (flat, starts, runs)  # the table points into them
         self.units_per_block = len(shapes[0])
-        self._table = _Table(
-            lanes=flat.buffer_info()[0],
-            lanes_per_layer=len(lanes) // num_layers,
-            starts=starts.buffer_info()[0],
-            runs=runs.buffer_info()[0],
-            units_per_block=self.units_per_block,
-            block_bytes=block_bytes,
+        # csrc/walk.h: LaneTable
+        addresses = [numbers.buffer_info()[0] for numbers in (flat, starts, runs)]
+        lanes_per_layer = len(lanes) // num_layers
+        table = array(
+            "q", [addresses[0], lanes_per_layer, addresses[1], addresses[2], self.units_per_block, block_bytes]
         )
-        self.address = ctypes.addressof(self._table)
+        self._arrays = (flat, starts, runs, table)
+        self.address = table.buffer_info()[0]
 
 
 class Place:
     """Blocks of one prompt in the pool that begins at `region`; compiled code refuses those that are not the pool's."""
 
-    __slots__ = ("_blocks", "_place", "_table", "address")
+    __slots__ = ("_numbers", "_table", "address")
 
     def __init__(self, table: LaneTable, region: int, pool_blocks: int, blocks: Sequence[int]) -> None:
         self._table = table
-        self._blocks = array("q", blocks)
-        address, count = self._blocks.buffer_info()
-        self._place = _Place(table.address, region, pool_blocks, address, count)
-        self.address = ctypes.addressof(self._place)
+        # csrc/walk.h: Place, and behind it the blocks that it points to
+        self._numbers = numbers = array("q", (table.address, region, pool_blocks, 0, len(blocks), *blocks))
+        self.address = numbers.buffer_info()[0]
+        numbers[3] = self.address + _PLACE_FIELDS * numbers.itemsize

@@ -12,11 +12,11 @@ never travels. So either side finds its own runs knowing the other's layout, but
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from kv_transfer.cells import SCALE_BYTES, LocalHeads, Span, TokenBlocks, TokenBox, WorkerCells, spans
 from kv_transfer.lane_table import LaneTable
-from kv_transfer.runs import Copies, Copy, Runs, paired
+from kv_transfer.runs import Copies, Copy, Run, Runs, paired
 from tandem.errors import TransferError
 from tandem.kv_agreement import agree
 from tandem.kv_layout import DTYPE_BYTES, KVLayout
@@ -78,6 +78,7 @@ class CellMapping:
         "_all_heads",
         "_destination",
         "_head_dim",
+        "_last_patterns",
         "_source",
         "_tables",
         "num_heads",
@@ -98,6 +99,7 @@ class CellMapping:
         """Tokens: boxes that begin and end at its multiples have the fewest runs."""
         self._all_heads = self._cut(0, self.num_heads)
         self._tables: tuple[LaneTable, LaneTable] | None = None
+        self._last_patterns: dict[str, tuple[tuple[object, ...], tuple[tuple[Run, ...], ...]]] = {}
 
     def box(self, first_token: int, num_tokens: int, first_layer: int = 0, num_layers: int | None = None) -> TokenBox:
         """These tokens in all heads, and in all layers from `first_layer` on unless told how many."""
@@ -137,7 +139,7 @@ class CellMapping:
         return Runs(
             lanes=self._layers_of(box, cut.reads),
             num_layers=box.num_layers,
-            patterns=self._patterns(cut, box, lambda shape, cuts: self._source.runs(cuts, shape.source, at)),
+            patterns=self._patterns_at("source", cut, box, at),
             plane_bytes=self._source.plane_bytes(at),
         )
 
@@ -147,7 +149,7 @@ class CellMapping:
         return Runs(
             lanes=self._layers_of(box, cut.writes),
             num_layers=box.num_layers,
-            patterns=self._patterns(cut, box, lambda shape, cuts: self._destination.runs(cuts, shape.destination, at)),
+            patterns=self._patterns_at("destination", cut, box, at),
             plane_bytes=self._destination.plane_bytes(at),
         )
 
@@ -176,7 +178,7 @@ class CellMapping:
         cut = self._cut_of(box)
         if not cut.fan_out:
             return Copies(lanes=(), num_layers=0, patterns=(), source_plane_bytes=0, destination_plane_bytes=0)
-        patterns = self._patterns(cut, box, lambda shape, cuts: self._destination.runs(cuts, shape.destination, at))
+        patterns = self._patterns_at("destination", cut, box, at)
         plane_bytes = self._destination.plane_bytes(at)
         return Copies(
             lanes=self._layers_of(box, cut.fan_out),
@@ -195,13 +197,13 @@ class CellMapping:
         return self._tables_of(first_head, num_heads)[1]
 
     def _tables_of(self, first_head: int, num_heads: int) -> tuple[LaneTable, LaneTable]:
+        if num_heads == self.num_heads and first_head == 0:
+            if self._tables is None:
+                self._tables = self._make_tables(self._all_heads)
+            return self._tables
         if not (num_heads > 0 and 0 <= first_head <= self.num_heads - num_heads):
             raise TransferError("cells outside the model")
-        if num_heads < self.num_heads:
-            return self._make_tables(self._cut(first_head, num_heads))
-        if self._tables is None:
-            self._tables = self._make_tables(self._all_heads)
-        return self._tables
+        return self._make_tables(self._cut(first_head, num_heads))
 
     def _make_tables(self, cut: _HeadCut) -> tuple[LaneTable, LaneTable]:
         source = LaneTable(
@@ -217,6 +219,21 @@ class CellMapping:
             block_bytes=self._destination.layer_block_bytes,
         )
         return source, destination
+
+    def _patterns_at(
+        self, side: Literal["source", "destination"], cut: _HeadCut, box: TokenBox, at: TokenBlocks
+    ) -> tuple[tuple[Run, ...], ...]:
+        """The last ones are remembered: chunks that are cut by layers ask for the same blocks one after another."""
+        key = (box.first_token, box.num_tokens, box.first_head, box.num_heads, at)
+        last = self._last_patterns.get(side)
+        if last is not None and last[0] == key:
+            return last[1]
+        if side == "source":
+            patterns = self._patterns(cut, box, lambda shape, cuts: self._source.runs(cuts, shape.source, at))
+        else:
+            patterns = self._patterns(cut, box, lambda shape, cuts: self._destination.runs(cuts, shape.destination, at))
+        self._last_patterns[side] = key, patterns
+        return patterns
 
     def _patterns(
         self, cut: _HeadCut, box: TokenBox, pattern: Callable[[_Shape, tuple[Span, ...]], T]

@@ -8,11 +8,11 @@ that are used are chosen when they run.
 import ctypes
 import functools
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from array import array
 from enum import IntEnum
 from pathlib import Path
 
+from kv_transfer.gate import PIECE_BYTES, Gate
 from kv_transfer.lane_table import LaneTable, Place
 from kv_transfer.messages import CellRange
 from kv_transfer.placed import PlacedCells
@@ -26,15 +26,10 @@ RECIPE = Recipe(
     sources=Path(__file__).parent / "csrc",
     flags=("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden"),
 )
-PIECE_BYTES = 1 << 20
-"""Bounds how long whoever wants a lock waits for it."""
 # csrc/mover.cpp
-_DONE, _PAUSED, _OUTSIDE = 1, 0, -1
+_PAUSED, _OUTSIDE = 0, -1
 
 log = logging.getLogger(__name__)
-
-MayMove = Callable[[], AbstractContextManager[None]]
-"""Entered while bytes are moved; raises TransferError to stop."""
 
 
 class Level(IntEnum):
@@ -48,37 +43,36 @@ class Level(IntEnum):
 class PlacedBytes:
     """Cells of one prompt in this process's memory. Not for cells that a converter stands between."""
 
-    __slots__ = ("_base", "_cells", "_head_tables", "_place", "_region", "_table", "_unit_offset")
+    __slots__ = ("_cells", "_first_unit", "_is_source", "_num_heads", "_num_layers", "_place", "_region")
 
     def __init__(self, region: KVRegion, cells: PlacedCells, *, is_source: bool) -> None:
         """Raises TransferError when the hand-off does not begin with a unit."""
         mapping = cells.mapping
         self._region = region  # must outlive the place
-        self._base = region.address
         self._cells = cells
-        self._head_tables = mapping.source_table if is_source else mapping.destination_table
+        self._is_source = is_source
+        self._num_layers, self._num_heads = mapping.num_layers, mapping.num_heads
         first_unit, rest = divmod(cells.held_tokens, mapping.unit)
         if rest:
             raise TransferError("a hand-off begins within a unit")
-        self._table = self._head_tables(0, mapping.num_heads)
-        self._unit_offset = first_unit - cells.at.first_block * self._table.units_per_block
-        self._place = self._at(self._table)
+        table = self._table(0, mapping.num_heads)
+        self._first_unit = first_unit - cells.at.first_block * table.units_per_block
+        self._place = Place(table, region.address, cells.at.pool_blocks, cells.at.blocks)
 
     def seek(self, cells: CellRange) -> tuple[Place, int]:
         """Where to begin with these cells. Raises TransferError when they are not the model's."""
-        mapping = self._cells.mapping
-        if not (cells.num_layers > 0 and 0 <= cells.first_layer <= mapping.num_layers - cells.num_layers):
+        if not 0 <= cells.first_layer < cells.first_layer + cells.num_layers <= self._num_layers:
             raise TransferError("cells outside the model")
         place = self._place
-        if cells.num_heads != mapping.num_heads:
-            place = self._at(self._head_tables(cells.first_head, cells.num_heads))
-        elif cells.first_head:
-            raise TransferError("cells outside the model")
-        return place, self._unit_offset + cells.first_unit
+        if cells.num_heads != self._num_heads or cells.first_head:
+            at = self._cells.at
+            table = self._table(cells.first_head, cells.num_heads)
+            place = Place(table, self._region.address, at.pool_blocks, at.blocks)
+        return place, self._first_unit + cells.first_unit
 
-    def _at(self, table: LaneTable) -> Place:
-        at = self._cells.at
-        return Place(table, self._base, at.pool_blocks, at.blocks)
+    def _table(self, first_head: int, num_heads: int) -> LaneTable:
+        mapping = self._cells.mapping
+        return (mapping.source_table if self._is_source else mapping.destination_table)(first_head, num_heads)
 
 
 class Mover:
@@ -87,55 +81,58 @@ class Mover:
     def __init__(self, library: NativeLibrary, level: Level | None = None) -> None:
         """With the best instructions that the processor has, unless told which."""
         best = Level(library.bind("tandem_mover_level", "", "i")())
-        self.level = best if level is None else min(level, best)
-        self._move = library.bind("tandem_move", "ipipiiiiippip", "i")
-        self._checksum = library.bind("tandem_checksum", "ipiiii", "i")
+        self.level = int(best if level is None else min(level, best))
+        self._move = library.bind("tandem_move", "p", "i")
+        self._checksum = library.bind("tandem_checksum", "p", "i")
         self._runs = library.bind("tandem_runs", "piiiipi", "i")
         self._crc32 = library.bind("tandem_crc32", "ipii", "i")
 
     def move(
-        self,
-        source: PlacedBytes,
-        target: PlacedBytes,
-        cells: CellRange,
-        may_move: MayMove,
-        wanted: tuple[int | None, int | None] = (None, None),
-        *,
-        with_checksum: bool = True,
+        self, source: PlacedBytes, target: PlacedBytes, cells: CellRange, gate: Gate, *, with_checksum: bool = True
     ) -> tuple[int, int]:
         """Copy `cells`; returns (their checksum, bytes).
 
-        `may_move` is entered for one piece or more: as soon as one of the flags at `wanted` is set, the piece under way
-        is the last one before it is left and entered again. Raises TransferError for cells that are not there.
+        The gate is passed for a piece or more: as soon as somebody wants one of its locks, the piece under way is the
+        last one before it is passed again. Raises TransferError for cells that are not there, and as the gate does.
         """
         here, here_unit = source.seek(cells)
         there, there_unit = target.seek(cells)
-        progress = (ctypes.c_int64 * 2)()
+        # csrc/mover.cpp: Move
+        move = array(
+            "q",
+            (
+                self.level,
+                here.address,
+                here_unit,
+                there.address,
+                there_unit,
+                cells.first_layer,
+                cells.num_layers,
+                cells.num_units,
+                PIECE_BYTES,
+                gate.wanted,
+                gate.also_wanted,
+                with_checksum,
+                0,
+                0,
+            ),
+        )
+        address = move.buffer_info()[0]
         result = _PAUSED
         while result == _PAUSED:
-            with may_move():
-                result = self._move(
-                    self.level,
-                    here.address,
-                    here_unit,
-                    there.address,
-                    there_unit,
-                    cells.first_layer,
-                    cells.num_layers,
-                    cells.num_units,
-                    PIECE_BYTES,
-                    *wanted,
-                    with_checksum,
-                    progress,
-                )
-        if result != _DONE:
+            with gate:
+                result = self._move(address)
+        if result < 0:
             raise _refusal(result)
-        return progress[1], progress[0]
+        return move[-1], move[-2]
 
     def checksum(self, place: PlacedBytes, cells: CellRange) -> int:
         """Of `cells` where they lie. Raises TransferError for cells that are not there."""
         at, unit = place.seek(cells)
-        result: int = self._checksum(self.level, at.address, unit, cells.first_layer, cells.num_layers, cells.num_units)
+        # csrc/mover.cpp: Sum
+        box = (cells.first_layer, cells.num_layers, cells.num_units)
+        asked = array("q", (self.level, at.address, unit, *box))
+        result: int = self._checksum(asked.buffer_info()[0])
         if result < 0:
             raise _refusal(result)
         return result

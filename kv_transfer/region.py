@@ -18,6 +18,8 @@ class KVRegion:
     buffer: memoryview
     num_blocks: int
     layout: KVLayout
+    address: int
+    """Of the first byte, in this process."""
     fd: int | None = None
     """Of the memory itself when it can be mapped by another process (see transports/shared_pool.py)."""
 
@@ -28,7 +30,8 @@ class KVRegion:
         num_blocks, rest = divmod(flat.nbytes, layout.worker_block_bytes)
         if flat.readonly or rest or not num_blocks:
             raise ValueError(f"{flat.nbytes} bytes are not a writable pool of {layout.worker_block_bytes}-byte blocks")
-        return cls(buffer=flat, num_blocks=num_blocks, layout=layout, fd=fd)
+        address = int(np.frombuffer(flat, dtype=np.uint8).ctypes.data)
+        return cls(buffer=flat, num_blocks=num_blocks, layout=layout, address=address, fd=fd)
 
     def views(self, runs: Runs) -> list[memoryview]:
         """These bytes, without copying; what is the same in all layers is worked out once."""
@@ -38,11 +41,6 @@ class KVRegion:
             lane = self.buffer[plane * runs.plane_bytes : (plane + 1) * runs.plane_bytes]
             views += [lane[part] for part in parts[pattern]]
         return views
-
-    @property
-    def address(self) -> int:
-        """Of the first byte, in this process."""
-        return int(self.array().ctypes.data)
 
     def array(self) -> Bytes:
         """All bytes, without copying."""

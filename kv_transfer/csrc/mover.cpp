@@ -5,18 +5,12 @@
 #define TANDEM_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace tandem {
-namespace {
 
-// What a call answers; numbers as in kv_transfer/mover.py. A checksum is at least 0.
+// What a call answers; numbers as in kv_transfer/mover.py.
 constexpr int64_t kDone = 1, kPaused = 0, kOutside = -1, kUnequal = -2;
 
 // Runs from here on are stored past the caches: shorter ones are mostly edges.
 constexpr int64_t kLongRun = 1024;
-
-// How far a chunk has been moved.
-struct Progress {
-  int64_t bytes, checksum;
-};
 
 // Set by whoever waits for the lock under which bytes are moved.
 struct Wanted {
@@ -52,66 +46,79 @@ class Rest {
   int64_t left_ = 0;
 };
 
+// A chunk to be moved, and how far it has been.
+struct Move {
+  int64_t level;
+  const Place* source;
+  int64_t source_unit;
+  const Place* target;
+  int64_t target_unit;
+  Box box;
+  int64_t piece_bytes;
+  Wanted wanted;
+  int64_t with_sum;
+  int64_t bytes, checksum;
+};
+
 template <bool kSum>
-int64_t move_on(Level level, Rest source, Rest target, int64_t piece_bytes, Wanted wanted, Progress& progress) {
-  uint32_t state = ~static_cast<uint32_t>(progress.checksum);
-  int64_t result = kDone, piece = piece_bytes;
+int64_t move_on(Move& move) {
+  Rest source(Walk(*move.source, move.box, move.source_unit), move.bytes);
+  Rest target(Walk(*move.target, move.box, move.target_unit), move.bytes);
+  const auto level = static_cast<Level>(move.level);
+  uint32_t state = ~static_cast<uint32_t>(move.checksum);
+  int64_t result = kDone, piece = move.piece_bytes;
   while (source.more()) {
     if (!target.more()) return kUnequal;
     if (!piece) {
-      if (wanted.any()) {
+      if (move.wanted.any()) {
         result = kPaused;
         break;
       }
-      piece = piece_bytes;
+      piece = move.piece_bytes;
     }
     int64_t count = source.left() < target.left() ? source.left() : target.left();
     if (count > piece) count = piece;
     state = move_run<kSum>(level, source.at(), target.at(), count, state);
-    progress.bytes += count;
+    move.bytes += count;
     int64_t ignored = 0;
     source.drop(count, ignored);
     target.drop(count, piece);
   }
-  progress.checksum = kSum ? static_cast<uint32_t>(~state) : 0;
+  move.checksum = kSum ? static_cast<uint32_t>(~state) : 0;
   return result == kDone && target.more() ? kUnequal : result;
 }
 
-}  // namespace
+// A chunk to be checksummed where it lies.
+struct Sum {
+  int64_t level;
+  const Place* place;
+  int64_t first_unit;
+  Box box;
+};
+
 }  // namespace tandem
 
 TANDEM_EXPORT int64_t tandem_mover_level() { return tandem::best_level(); }
 
-// Goes on moving a box, and with the CRC-32 of what was moved if `with_sum`. kPaused when one of the flags, each of
-// which may be null, was set after `piece_bytes`: then the same call goes on. On return everything that was stored is
-// there for everybody.
-TANDEM_EXPORT int64_t tandem_move(int64_t level, const tandem::Place* source, int64_t source_unit,
-                                  const tandem::Place* target, int64_t target_unit, int64_t first_layer,
-                                  int64_t num_layers, int64_t num_units, int64_t piece_bytes, const int32_t* wanted,
-                                  const int32_t* also_wanted, int64_t with_sum, tandem::Progress* progress) {
-  const tandem::Box box{first_layer, num_layers, num_units};
-  if (!tandem::contains(*source, box, source_unit) || !tandem::contains(*target, box, target_unit))
+// Goes on moving a chunk, and with the CRC-32 of what was moved if `with_sum`. kPaused when one of the flags was set
+// after a piece: then the same call goes on. On return everything that was stored is there for everybody.
+TANDEM_EXPORT int64_t tandem_move(tandem::Move* move) {
+  if (!tandem::contains(*move->source, move->box, move->source_unit) ||
+      !tandem::contains(*move->target, move->box, move->target_unit))
     return tandem::kOutside;
-  const tandem::Rest from(tandem::Walk(*source, box, source_unit), progress->bytes);
-  const tandem::Rest to(tandem::Walk(*target, box, target_unit), progress->bytes);
-  const auto chosen = static_cast<tandem::Level>(level);
-  const tandem::Wanted flags{wanted, also_wanted};
-  const int64_t result = with_sum ? tandem::move_on<true>(chosen, from, to, piece_bytes, flags, *progress)
-                                  : tandem::move_on<false>(chosen, from, to, piece_bytes, flags, *progress);
+  const int64_t result = move->with_sum ? tandem::move_on<true>(*move) : tandem::move_on<false>(*move);
   tandem::settle_stores();
   return result;
 }
 
 // CRC-32 of a box where it lies; negative when it is not there.
-TANDEM_EXPORT int64_t tandem_checksum(int64_t level, const tandem::Place* place, int64_t first_unit,
-                                      int64_t first_layer, int64_t num_layers, int64_t num_units) {
-  const tandem::Box box{first_layer, num_layers, num_units};
-  if (!tandem::contains(*place, box, first_unit)) return tandem::kOutside;
-  tandem::Walk walk(*place, box, first_unit);
+TANDEM_EXPORT int64_t tandem_checksum(const tandem::Sum* sum) {
+  if (!tandem::contains(*sum->place, sum->box, sum->first_unit)) return tandem::kOutside;
+  tandem::Walk walk(*sum->place, sum->box, sum->first_unit);
   uint32_t state = ~0u;
   uint8_t* begin = nullptr;
   for (int64_t length = 0; walk.next(begin, length);)
-    state = tandem::run<tandem::Store::kNone, true>(static_cast<tandem::Level>(level), begin, nullptr,
+    state = tandem::run<tandem::Store::kNone, true>(static_cast<tandem::Level>(sum->level), begin, nullptr,
                                                     static_cast<size_t>(length), state);
   return static_cast<uint32_t>(~state);
 }

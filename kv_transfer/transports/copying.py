@@ -6,7 +6,8 @@ import numpy as np
 
 from kv_transfer import checksum, placing
 from kv_transfer.departure import Departure
-from kv_transfer.mover import PIECE_BYTES, MayMove, Mover, PlacedBytes
+from kv_transfer.gate import PIECE_BYTES, Gate
+from kv_transfer.mover import Mover, PlacedBytes
 from kv_transfer.pairing import Pairing
 from kv_transfer.placed import PlacedCells
 from kv_transfer.region import KVRegion
@@ -23,25 +24,21 @@ class RegionCopier:
             raise TransferError("what is written into a peer's memory must be what it holds")
         self._source, self._target = source, target
         self._departure = Departure(source, pairing)
+        self._converts = self._departure.converts
         self._mover = mover
         self._last_target: tuple[PlacedCells, PlacedBytes] | None = None
 
-    def copy(
-        self, order: WriteOrder, target: PlacedCells, may_move: MayMove, wanted: tuple[int | None, int | None]
-    ) -> tuple[int, int]:
-        """Copy an order's cells to where they lie in `target`; `may_move` and `wanted` as for Mover.move.
-
-        Returns (checksum, bytes). Raises TransferError.
-        """
-        if self._departure.converts:
-            with may_move():
+    def copy(self, order: WriteOrder, target: PlacedCells, gate: Gate) -> tuple[int, int]:
+        """Copy an order's cells to where they lie in `target`. Returns (checksum, bytes). Raises TransferError."""
+        if self._converts:
+            with gate:
                 payload = self._departure.convert(order.source, order.cells)
                 placing.scatter(target.writes(order.cells), payload, self._target.array())
             return checksum.crc32(payload.data), payload.nbytes
         if self._mover is None:
-            return self._copy(order.source.copies_to(target, order.cells), may_move)
+            return self._copy(order.source.copies_to(target, order.cells), gate)
         source = PlacedBytes(self._source, order.source, is_source=True)
-        return self._mover.move(source, self._bytes_of(target), order.cells, may_move, wanted)
+        return self._mover.move(source, self._bytes_of(target), order.cells, gate)
 
     def _bytes_of(self, target: PlacedCells) -> PlacedBytes:
         """The chunks of a hand-off come one after another."""
@@ -49,11 +46,11 @@ class RegionCopier:
             self._last_target = target, PlacedBytes(self._target, target, is_source=False)
         return self._last_target[1]
 
-    def _copy(self, copies: Iterable[Copy], may_move: MayMove) -> tuple[int, int]:
+    def _copy(self, copies: Iterable[Copy], gate: Gate) -> tuple[int, int]:
         value = total = 0
         buffer, here_bytes, there_bytes = self._source.buffer, self._source.array(), self._target.array()
         for piece in _pieces(copies):
-            with may_move():
+            with gate:
                 for here, there, size in piece:
                     # numpy lets go of the GIL while it copies; slices of memoryviews would not.
                     np.copyto(there_bytes[there : there + size], here_bytes[here : here + size])

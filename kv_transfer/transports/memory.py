@@ -1,9 +1,8 @@
 """`memory`: both workers live in one process, as in tests and single-process clusters. One copy, no syscalls."""
 
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 
+from kv_transfer.gate import Gate
 from kv_transfer.landing import Landing
 from kv_transfer.messages import CellRange, TransferKey, TransportOffer
 from kv_transfer.mover import Mover, load_mover
@@ -78,16 +77,14 @@ class MemoryWriter(QueuedWriter):
         grant = self._receiver.grants.find(job.order.grant)
         if grant is None or grant.key != job.order.key:
             raise TransferError("unknown grant")
-        wanted = self._queue.lock.wanted, grant.lock.wanted
-        job.succeed(*self._copier.copy(job.order, grant.landing.cells, lambda: self._may_move(job, grant), wanted))
+        gate = Gate(lambda: _check(job, grant), self._queue.lock, grant.lock)
+        job.succeed(*self._copier.copy(job.order, grant.landing.cells, gate))
 
-    @contextmanager
-    def _may_move(self, job: WriteJob, grant: Grant) -> Iterator[None]:
-        with self._queue.lock, grant.lock:
-            job.check()
-            if grant.revoked:
-                raise TransferError("grant revoked")
-            yield
+
+def _check(job: WriteJob, grant: Grant) -> None:
+    job.check()
+    if grant.revoked:
+        raise TransferError("grant revoked")
 
 
 class MemorySender:

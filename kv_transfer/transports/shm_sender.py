@@ -3,11 +3,12 @@
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+from kv_transfer.gate import Gate
 from kv_transfer.messages import TransferKey, TransportOffer
 from kv_transfer.mover import Mover, load_mover
 from kv_transfer.pairing import Pairing
@@ -77,8 +78,8 @@ class ShmWriter(QueuedWriter):
     def _perform(self, job: WriteJob) -> None:
         token, slots = shm_wire.unpack_grant(job.order.grant)
         claim = self._claim(job, token, slots)
-        wanted = self._queue.lock.wanted, None
-        job.succeed(*self._copier.copy(job.order, claim.target, lambda: self._may_move(job, token), wanted))
+        gate = Gate(lambda: self._check(job, token), self._queue.lock)
+        job.succeed(*self._copier.copy(job.order, claim.target, gate))
 
     def _claim(self, job: WriteJob, token: bytes, slots: Sequence[int]) -> _Claim:
         """Ask once per grant; the receiver refuses what it has revoked."""
@@ -100,13 +101,11 @@ class ShmWriter(QueuedWriter):
             raise TransferError("unknown grant")
         return claim
 
-    @contextmanager
-    def _may_move(self, job: WriteJob, token: bytes) -> Iterator[None]:
-        with self._queue.lock:
-            job.check()
-            if token not in self._claims:
-                raise TransferError("grant revoked")
-            yield
+    def _check(self, job: WriteJob, token: bytes) -> None:
+        """Under the queue's lock: raises TransferError when the job must stop or its grant has ended."""
+        job.check()
+        if token not in self._claims:
+            raise TransferError("grant revoked")
 
     def _read(self) -> None:
         try:
