@@ -12,8 +12,8 @@ from decode_worker.worker import DecodeWorker
 from engine.assembly import assemble
 from engine.host import EngineHost
 from fabric.config import tcp_settings, transfer_settings
+from fabric.region import region_of
 from fabric.service import FabricPlan, Spawn, open_fabric
-from kv_transfer.region import KVRegion
 from kv_transfer.transports.shared_pool import SharedPool
 from kv_transfer.transports.tcp_settings import TcpSettings
 from tandem.config import ClusterConfig
@@ -22,6 +22,7 @@ from tandem.model_path import model_name
 from tandem.process import Lifetime, announce, worker_main
 from tandem.roles import WorkerRole
 from tandem.rpc import ClusterAuth, listen, make_server
+from tandem.telemetry import open_tracer
 from tandem.v1.session_pb2_grpc import add_WorkerServicer_to_server
 from tandem.worker_config import cluster_secret, listen_address
 from tandem.worker_identity import WorkerIdentity, draw_incarnation
@@ -49,7 +50,8 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
             address=f"{host_name}:{bound}",
         )
         host = EngineHost(parts, on_fatal=lifetime.fail)
-        worker = DecodeWorker(identity, host, tasks)
+        tracer = open_tracer(stack, config.telemetry, service="tandem-decode", instance=identity.worker_id)
+        worker = DecodeWorker(identity, host, tasks, tracer)
         sessions = WorkerSessions(worker)
         host.start(on_output=worker.on_output, ports=lambda: sessions.ports)
         stack.push_async_callback(host.stop)
@@ -78,22 +80,24 @@ async def _with_fabric(
     tcp: TcpSettings,
     spawn: Spawn,
 ) -> None:
-    """Let prompts be computed elsewhere, where the KV pool is host memory that peers can reach."""
-    parts = host.parts
-    memory = parts.kv_memory()
-    if memory is None or parts.pool is None:
+    """Let prompts be computed elsewhere, where the KV pool is in one piece that peers can reach."""
+    region = region_of(host.parts)
+    if region is None:
         return
-    stack.callback(parts.pool.close)
+    if host.parts.pool is not None:
+        stack.callback(host.parts.pool.close)
     plan = FabricPlan(
         identity=worker.identity,
         host=host,
-        region=KVRegion.of(memory, parts.layout, fd=parts.pool.fd),
+        region=region,
         transport=config.transfer.transport,
+        isolated_network=config.transfer.isolated_network,
         settings=transfer_settings(config.transfer),
         tcp=tcp,
         auth=ClusterAuth(cluster_secret(config)),
         spawn=spawn,
         handoffs=worker.handoffs,
+        tracer=worker.tracer,
     )
     worker.use(await open_fabric(stack, server, plan))
 

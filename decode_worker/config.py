@@ -3,13 +3,13 @@
 from engine.assembly import EngineSpec
 from tandem.config import ClusterConfig
 from tandem.model_path import model_directory
-from tandem.worker_config import cluster_secret, num_ranks
+from tandem.worker_config import cluster_secret, disk_folder, num_ranks
 
 
 def engine_spec(config: ClusterConfig) -> EngineSpec:
     """The engine of one worker. Raises ConfigError."""
     return EngineSpec(
-        **config.engine_of(config.decode).model_dump(),
+        **config.engine_of(config.decode).model_dump() | {"disk_cache_path": disk_folder(config, "decode")},
         model_path=model_directory(config.model.path),
         dtype=config.model.dtype,
         max_model_len=config.model.max_model_len,

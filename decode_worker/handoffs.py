@@ -96,6 +96,8 @@ class Handoffs:
         if task.cached_tokens is None:
             task.cached_tokens = first_token.cached_tokens
         task.decoding_since_s = self._clock()
+        if task.span is not None:
+            task.span.event("first_token", task.decoding_since_s)
         # The prefill worker's own figures come with the commit; a choice may end before that.
         waited_s = task.decoding_since_s - task.arrived_s - task.times.decode_queue_s
         task.times = replace(task.times, prefill_s=max(0.0, waited_s))
@@ -115,6 +117,8 @@ class Handoffs:
             task.times = replace(info.times, decode_queue_s=task.times.decode_queue_s)
             task.phase = TaskPhase.ENGINE
             cached_tokens = info.cached_tokens if cached is None else cached
+            if task.span is not None:
+                task.awaits_step_since_s = self._clock()
             try:
                 await self._host.call(lambda s: s.reservations.commit(key, token_id, num_cached_tokens=cached_tokens))
             except ServingError as error:

@@ -32,6 +32,8 @@ class StepReports:
 
     def failure(self, task: DecodeTask, error: ServingError) -> None:
         """The task ends without its answer being complete."""
+        if task.span is not None:
+            task.span.fail(error.message)
         delta = token_delta(task.request_id, task.attempt, task.next_index, None)
         finish = self._finish(task, FinishReason.ERROR)
         finish.failure.CopyFrom(failure_to_pb(error))

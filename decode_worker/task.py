@@ -10,6 +10,7 @@ from tandem.ids import BlockId, RequestId, TransferId
 from tandem.outputs import PhaseTimes, SampledToken
 from tandem.prefix_holder import PrefixHolder
 from tandem.session_port import SessionPort
+from tandem.tracing import Span, TraceContext
 
 
 class TaskPhase(Enum):
@@ -58,11 +59,20 @@ class DecodeTask:
     next_index: int = 0
     """In the output, of the next token to tell."""
     decoding_since_s: float = 0.0
+    span: Span | None = None
+    """From the order to the task's end; None when nobody traces it."""
+    awaits_step_since_s: float | None = None
+    """When its KV was complete; until the first decode step has ended, and only if traced."""
 
     @property
     def engine_id(self) -> RequestId:
         """The engine's name for this attempt."""
         return self.request.request_id
+
+    @property
+    def trace(self) -> TraceContext | None:
+        """For spans of others that belong to this task."""
+        return None if self.span is None else self.span.context
 
     @property
     def is_over(self) -> bool:

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
+from decode_worker.spans import end_span
 from decode_worker.task import DecodeTask, TaskPhase
-from tandem.errors import InvalidRequest
+from tandem.errors import InvalidRequest, ServingError
 from tandem.ids import RequestId, TransferId
 from tandem.session_port import SessionPort
 
@@ -31,9 +32,10 @@ class TaskBook:
         if task.transfer_id is not None:
             self._by_transfer[task.transfer_id] = task
 
-    def remove(self, task: DecodeTask) -> None:
-        """The task is over."""
+    def remove(self, task: DecodeTask, error: ServingError | None = None) -> None:
+        """The task is over; `error`: why it was refused."""
         task.phase = TaskPhase.DONE
+        end_span(task, error)
         if task.when_done is not None:
             task.when_done()
             task.when_done = None

@@ -14,6 +14,7 @@ from typing import Any
 from decode_worker.handoffs import Handoffs
 from decode_worker.orders import holder_of, request_from_pb, route_from_pb
 from decode_worker.reports import StepReports, refuse, refuse_order
+from decode_worker.spans import begin_span, trace_first_step, trace_own_prefill
 from decode_worker.task import DecodeTask, TaskPhase
 from decode_worker.taskbook import TaskBook
 from engine.host import EngineHost
@@ -29,6 +30,7 @@ from tandem.errors import DeadlineExceeded, InternalError, ServingError, Unavail
 from tandem.ids import BlockHash, RequestId
 from tandem.outputs import FinishReason, PhaseTimes
 from tandem.session_port import SessionPort
+from tandem.tracing import NoTracer, Tracer
 from tandem.v1 import session_pb2 as pb
 from tandem.worker_identity import WorkerIdentity
 
@@ -38,8 +40,11 @@ _log = logging.getLogger(__name__)
 class DecodeWorker:
     """Handles sessions (tandem.worker_session.SessionHandler). On the event loop's thread."""
 
-    def __init__(self, identity: WorkerIdentity, host: EngineHost, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self, identity: WorkerIdentity, host: EngineHost, tasks: asyncio.TaskGroup, tracer: Tracer | None = None
+    ) -> None:
         self.identity = identity
+        self.tracer = tracer or NoTracer()
         self._fabric: Fabric | None = None
         self._host = host
         self._group = tasks
@@ -91,7 +96,10 @@ class DecodeWorker:
         hub = self.handoffs.hub
         if hub is not None:
             self._host.kv_bytes_per_s = hub.stats.bytes_per_s
-        return await self._host.load()
+        load = await self._host.load()
+        if self._fabric is not None:
+            load.transfers.CopyFrom(self._fabric.report())
+        return load
 
     # Orders
 
@@ -113,6 +121,7 @@ class DecodeWorker:
                 holder=holder_of(submit),
                 arrived_s=now_s,
                 next_index=len(submit.generated_token_ids),
+                span=begin_span(self.tracer, submit, now_s),
             )
             self._book.add(task)
         except ServingError as error:
@@ -134,13 +143,13 @@ class DecodeWorker:
                 await self._hand_off(task, task.route)
         except ServingError as error:
             if not task.is_over:
-                self._book.remove(task)
+                self._book.remove(task, error)
                 refuse(task, error)
 
     async def _queue(self, task: DecodeTask) -> None:
         """Compute the prompt here, behind what a peer has of it."""
         if task.holder is not None and self._fabric is not None:
-            await self._fabric.fetcher.bring(task.request, task.holder)
+            await self._fabric.fetcher.bring(task.request, task.holder, task.trace)
             if task.is_over:
                 return
         await self._host.call(lambda scheduler: scheduler.add(task.request))
@@ -154,7 +163,10 @@ class DecodeWorker:
             return  # cancelled meanwhile: `abandon` was posted after the reservation
         task.held_tokens = task.found_tokens = grant.num_held_tokens
         token_ids = tuple(task.request.token_ids)
-        task.times = PhaseTimes(decode_queue_s=time.monotonic() - task.arrived_s)
+        reserved_s = time.monotonic()
+        task.times = PhaseTimes(decode_queue_s=reserved_s - task.arrived_s)
+        if task.span is not None:
+            task.span.interval("tandem.reserve", task.arrived_s, reserved_s, **{"tandem.held_tokens": task.held_tokens})
         job = PrefillJob(
             transfer_id=task.transfer_id,
             request_id=task.engine_id,
@@ -168,6 +180,7 @@ class DecodeWorker:
             timeout_s=_time_left_s(task.request),
             tail_hash=self._tail_hash(task, token_ids),
             holder=task.holder,
+            trace=task.trace,
         )
         try:
             hub.start(job, route)
@@ -224,7 +237,7 @@ class DecodeWorker:
             await entry
         except ServingError as error:
             if not task.is_over:
-                self._book.remove(task)
+                self._book.remove(task, error)
                 refuse(task, error)
 
     # Ends
@@ -261,6 +274,9 @@ class DecodeWorker:
             queue_s = task.times.prefill_queue_s
             task.times = PhaseTimes(prefill_queue_s=queue_s, prefill_s=max(0.0, now_s - task.arrived_s - queue_s))
             task.decoding_since_s = now_s
+            trace_own_prefill(task, now_s)
+        elif task.awaits_step_since_s is not None:
+            trace_first_step(task, now_s)
         reason = event.finish_reason
         if reason is FinishReason.DEADLINE:
             self._reports.failure(task, DeadlineExceeded("the request's time ran out in the queue"))

@@ -10,7 +10,9 @@ import torch
 
 from engine.backends.options import BackendOptions
 from engine.backends.select import select_backend
+from engine.block_file import cache_identity
 from engine.config import EngineConfig
+from engine.disk_store import DiskStore
 from engine.dry_run import measure_workspace_bytes
 from engine.free_memory import free_memory_bytes
 from engine.kernels.cpu.threads import num_processors
@@ -25,6 +27,7 @@ from engine.ranks.leader import open_ranks
 from engine.ranks.messages import PoolMemory, RankFacts, RankSetup
 from engine.ranks.ranks import Ranks, SoloRanks
 from engine.scheduler import Scheduler
+from engine.tier_assembly import HostSlots, TierSizes, host_slots, open_disk, tier_spec
 from engine.tiers import HostTier
 from tandem.block_hash import BlockHasher
 from tandem.errors import ConfigError
@@ -67,6 +70,9 @@ class EngineSpec:
     secret: bytes
     tensor_parallel_size: int = 1
     offload_bytes: int = 0
+    host_cache_bytes: int = 0
+    disk_cache_bytes: int = 0
+    disk_cache_path: Path | None = None
     pipelined: str = "auto"
     max_step_s: float | None = None
     kv_dtype: str = AUTO_DTYPE
@@ -89,6 +95,8 @@ class EngineParts:
     ranks: Ranks = field(default_factory=SoloRanks)
     pool: PoolMemory | None = None
     """The KV memory of all ranks, when `assemble` was given a place for it."""
+    disk: DiskStore | None = None
+    """The cache's third tier; whoever stops the engine closes it after that."""
 
     def kv_memory(self) -> memoryview | None:
         """The bytes of the whole KV pool, all ranks' parts; None when they are not in one piece of host memory."""
@@ -176,19 +184,20 @@ def _parts(
         tp_size=size,
         kv_dtype=spec.kv_dtype,
     )
-    num_host_slots = _host_slots(spec, layout)
-    budget = _budget(model, layout, spec, ranks, limit_bytes, tightest.weights_bytes, num_host_slots)
+    slots = host_slots(_tier_sizes(spec), layout, free_bytes=free_memory_bytes())
+    budget = _budget(model, layout, spec, ranks, limit_bytes, tightest.weights_bytes, slots.num_slots)
     memory = pool(budget.kv_bytes * size) if pool is not None and device.type == "cpu" else None
-    ranks.use_pool(layout, budget.num_blocks, memory, num_host_slots=num_host_slots)
+    ranks.use_pool(layout, budget.num_blocks, memory, num_host_slots=slots.num_slots)
     own = None if memory is None else memory.buffer[: budget.kv_bytes]
     cache = PagedKVCache(layout, num_blocks=budget.num_blocks, device=device, buffer=own)
-    runner = ModelRunner(model, cache, announce=ranks.announce, num_host_slots=num_host_slots)
+    runner = ModelRunner(model, cache, announce=ranks.announce, num_host_slots=slots.num_slots)
     if size == 1:
         runner.record_graphs(max_rows=spec.max_running_requests, max_length=context)
     hasher = BlockHasher(spec.secret)
     engine_config = _engine_config(spec, context, budget.num_blocks, frozenset(config.eos_token_ids))
+    scheduler, disk = _scheduler(spec, engine_config, hasher, runner, slots)
     return EngineParts(
-        scheduler=_scheduler(engine_config, hasher, runner, num_host_slots),
+        scheduler=scheduler,
         runner=runner,
         config=engine_config,
         model=config,
@@ -198,6 +207,7 @@ def _parts(
         is_pipelined=_is_pipelined(spec, device),
         ranks=ranks,
         pool=memory,
+        disk=disk,
     )
 
 
@@ -236,15 +246,38 @@ def _budget(
     return budget
 
 
-def _scheduler(config: EngineConfig, hasher: BlockHasher, runner: ModelRunner, num_host_slots: int) -> Scheduler:
-    """With a host tier where it has places: what copying takes is measured here, computing as the worker runs."""
-    if not num_host_slots:
-        return Scheduler(config, hasher)
-    layout = runner.kv_cache.layout
-    scheduler = Scheduler(config, hasher, tier=HostTier(num_host_slots), block_bytes=layout.block_bytes)
+def _scheduler(
+    spec: EngineSpec, config: EngineConfig, hasher: BlockHasher, runner: ModelRunner, slots: HostSlots
+) -> tuple[Scheduler, DiskStore | None]:
+    """With the tiers that have room: what copying takes is measured here, computing as the worker runs."""
+    if not slots.num_slots:
+        return Scheduler(config, hasher), None
+    layout, mover = runner.kv_cache.layout, runner.blocks
+    # What else changes the bits: blocks on disk outlive the process, and perhaps its settings.
+    computed_by = (spec.dtype, spec.quantization, spec.kernels, str(spec.deterministic), runner.model.device.type)
+    disk = open_disk(_tier_sizes(spec), mover, cache_identity(layout, secret=spec.secret, computed_by=computed_by))
+    scheduler = Scheduler(
+        config,
+        hasher,
+        tier=HostTier(slots.num_offload) if slots.num_offload else None,
+        block_bytes=layout.block_bytes,
+        cache=tier_spec(slots, mover, layout, None if disk is None else disk[1]),
+    )
+    rates = mover.measure()
     if scheduler.offloading is not None:
-        scheduler.offloading.copies_at(runner.blocks.measure())
-    return scheduler
+        scheduler.offloading.copies_at(rates)
+    if scheduler.tiers is not None:
+        scheduler.tiers.costs.copies_at(rates)
+    return scheduler, None if disk is None else disk[0]
+
+
+def _tier_sizes(spec: EngineSpec) -> TierSizes:
+    return TierSizes(
+        offload_bytes=spec.offload_bytes,
+        host_cache_bytes=spec.host_cache_bytes,
+        disk_cache_bytes=spec.disk_cache_bytes,
+        disk_cache_path=spec.disk_cache_path,
+    )
 
 
 def _is_pipelined(spec: EngineSpec, device: torch.device) -> bool:
@@ -254,19 +287,6 @@ def _is_pipelined(spec: EngineSpec, device: torch.device) -> bool:
         _log.info("steps are not pipelined over several ranks: each must be told the tokens of the step before")
         return False
     return wanted
-
-
-def _host_slots(spec: EngineSpec, layout: KVLayout) -> int:
-    """Blocks that `offload_bytes` hold, over all ranks. Raises ConfigError."""
-    num_slots = spec.offload_bytes // layout.worker_block_bytes
-    if spec.offload_bytes and not num_slots:
-        raise ConfigError(
-            f"engine.offload_bytes is {spec.offload_bytes}; one KV block takes {layout.worker_block_bytes}"
-        )
-    free = free_memory_bytes()
-    if spec.offload_bytes > free:
-        raise ConfigError(f"engine.offload_bytes is {spec.offload_bytes}; {free} bytes of memory are free")
-    return num_slots
 
 
 def _workspace_bytes(

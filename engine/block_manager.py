@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from engine.block_moves import BlockCopy
 from engine.blocks import KVBlockPool, PoolExhausted
 from engine.eviction import EvictionPolicy
-from engine.kv_events import KVEventLog
+from engine.kv_events import KVEventLog, Stored
 from engine.lookahead import StepHolds
 from engine.prefix_index import PrefixIndex
 from engine.request import Request
+from engine.tiers import LowerCache
 from tandem.block_hash import HASH_BLOCK_TOKENS, BlockHasher
 from tandem.errors import InvariantError
 from tandem.ids import BlockHash, BlockId, RequestId
@@ -64,6 +65,11 @@ class BlockManager:
         self._num_promised = 0
         self._pins: dict[RequestId, _Pin] = {}
         self._holds = StepHolds()
+        self._below: LowerCache | None = None
+
+    def put_below(self, cache: LowerCache) -> None:
+        """From now on evicted blocks are offered to a cache below the pool."""
+        self._below = cache
 
     @property
     def num_promised(self) -> int:
@@ -96,9 +102,12 @@ class BlockManager:
         return [self._take()] if num_blocks == 1 else [self._take() for _ in range(num_blocks)]
 
     def allocate_promised(self, num_blocks: int) -> list[BlockId]:
-        """Turn a promise into blocks: cannot fail."""
+        """Turn a promise into blocks: cannot fail. They may be written at once: what they held has been saved."""
         self.unpromise(num_blocks)
-        return [self._take() for _ in range(num_blocks)]
+        taken = [self._take() for _ in range(num_blocks)]
+        if self._below is not None:
+            self._below.save_now()
+        return taken
 
     def _require(self, num_blocks: int) -> None:
         if num_blocks > self.num_available:
@@ -106,7 +115,7 @@ class BlockManager:
 
     def _take(self) -> BlockId:
         if not self.pool.num_free:
-            self.pool.reclaim(self.index.evict())
+            self.pool.reclaim(self.index.evict(None if self._below is None else self._below.demote))
         return self.pool.allocate()
 
     def match(self, request: Request, *, max_tokens: int | None = None) -> PrefixMatch:
@@ -216,8 +225,12 @@ class BlockManager:
             block = request.block_table[i]
             if self.pool.num_refs(block) > 1:
                 return
-            if self.index.holds(block) and not self.index.withdraw(block):
+            if not self.index.holds(block):
+                continue
+            if not self.index.withdraw(block):
                 return
+            if self._below is not None:
+                self._below.forget(self.name(request, i))
 
     def pin(self, request_id: RequestId) -> None:
         """From now on nothing that the request holds, or will hold, is reused until as many `unpin`s."""
@@ -244,8 +257,17 @@ class BlockManager:
 
     def clear_cache(self) -> None:
         """Forget every cached block that nobody uses."""
+        if self._below is not None:
+            self._below.clear()
         for block in self.index.clear():
             self.pool.reclaim(block)
+
+    def snapshot(self) -> tuple[int, list[Stored]]:
+        """The number of the next event, and every name that it will follow upon, those below the pool included."""
+        next_seq, stored = self.index.snapshot()
+        if self._below is not None:
+            stored += [Stored(name, None) for name in self._below.names() if self.index.find(name) is None]
+        return next_seq, stored
 
     def check_invariants(self) -> None:
         """Pool and index agree and credit is covered; O(num_blocks), for tests and audits."""

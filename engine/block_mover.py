@@ -4,17 +4,20 @@ On a GPU the host's part is pinned, and every move is queued on the stream that 
 step that overwrites it, loaded before the step that reads it, and nobody waits for either.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
 import torch
 
+from engine.block_moves import BlockLoad, BlockOffload
 from engine.device_queue import device_queue
 from engine.kv_cache import PagedKVCache
 from engine.preemption import CopyRates
 from engine.staging import Staging
 from engine.step_inputs import IntArray, StepInputs
+from engine.tier_counts import Traffic
 
 _SAMPLE_BLOCKS = 64
 _SAMPLE_TRIES = 3
@@ -32,26 +35,56 @@ class BlockMover:
         self._staging = Staging(device_queue(self._pool.device))
         self._is_on_host = self._pool.device.type == "cpu"
         num_layers, _, layer_block_bytes = self._pool.shape
+        self._place_bytes = num_layers * layer_block_bytes
         # A place is contiguous, so that between host and device it is one transfer.
         self._host = torch.zeros(
             (num_host_slots, num_layers, layer_block_bytes),
             dtype=torch.uint8,
             pin_memory=num_host_slots > 0 and not self._is_on_host,
         )
+        self._rates = CopyRates()
+        self.traffic = Traffic()
+        """Of this rank. A device moves blocks while nobody waits: there the seconds follow from the measured rates."""
 
     @property
     def host_bytes(self) -> int:
         """Host memory held for saved blocks."""
         return self._host.nbytes
 
+    def place(self, slot: int) -> memoryview:
+        """The bytes of one place, writable; what the device is still copying there or from there is not awaited."""
+        return self._host[slot].view(-1).numpy().data
+
     def move(self, inputs: StepInputs) -> None:
         """Everything that the step wants moved before it computes: offloads, then loads, then copies."""
-        if len(inputs.offloads):
-            self._save(inputs.offloads)
-        if len(inputs.loads):
-            self._load(inputs.loads)
+        self._save_and_load(inputs.offloads, inputs.loads)
         if len(inputs.copies):
             self._copy(inputs.copies)
+
+    def move_now(self, offloads: Sequence[BlockOffload], loads: Sequence[BlockLoad]) -> None:
+        """See BlockCopier."""
+        with torch.inference_mode():
+            self._save_and_load(*(np.array(moves, dtype=np.int64).reshape(-1, 2) for moves in (offloads, loads)))
+        self._wait()
+
+    def _save_and_load(self, offloads: IntArray, loads: IntArray) -> None:
+        was = self.traffic
+        if len(offloads):
+            num_bytes, started_s = len(offloads) * self._place_bytes, perf_counter()
+            self._save(offloads)
+            seconds = self._took_s(started_s, num_bytes, self._rates.offload_bytes_per_s)
+            was = replace(was, saved_bytes=was.saved_bytes + num_bytes, save_s=was.save_s + seconds)
+        if len(loads):
+            num_bytes, started_s = len(loads) * self._place_bytes, perf_counter()
+            self._load(loads)
+            seconds = self._took_s(started_s, num_bytes, self._rates.load_bytes_per_s)
+            was = replace(was, loaded_bytes=was.loaded_bytes + num_bytes, load_s=was.load_s + seconds)
+        self.traffic = was
+
+    def _took_s(self, started_s: float, num_bytes: int, rate: float) -> float:
+        if self._is_on_host:
+            return perf_counter() - started_s
+        return num_bytes / rate if rate > 0.0 else 0.0
 
     def _copy(self, moves: IntArray) -> None:
         """Of each `[source, target]`, within the pool; what says which is read by the device when it comes to it."""
@@ -76,11 +109,12 @@ class BlockMover:
             return CopyRates()
         places = np.arange(num_blocks, dtype=np.int64)
         moves = np.stack((places, places), axis=1)
-        num_bytes = self._host[:num_blocks].nbytes
-        return CopyRates(
+        num_bytes = num_blocks * self._place_bytes
+        self._rates = CopyRates(
             offload_bytes_per_s=num_bytes / self._least_s(lambda: self._save(moves)),
             load_bytes_per_s=num_bytes / self._least_s(lambda: self._load(moves)),
         )
+        return self._rates
 
     def _least_s(self, move: Callable[[], None]) -> float:
         return min(self._time_s(move) for _ in range(_SAMPLE_TRIES))
@@ -88,6 +122,9 @@ class BlockMover:
     def _time_s(self, move: Callable[[], None]) -> float:
         started_s = perf_counter()
         move()
+        self._wait()
+        return perf_counter() - started_s
+
+    def _wait(self) -> None:
         if not self._is_on_host:
             torch.cuda.synchronize(self._pool.device)
-        return perf_counter() - started_s

@@ -103,6 +103,7 @@ class Engine:
         self._closed: ServingError | None = None
         self._is_stopping = False
         self._is_idle = True
+        self._is_woken = False
         self._thread = threading.Thread(target=self._run, name="tandem-engine", daemon=True)
 
     def start(self) -> None:
@@ -133,6 +134,12 @@ class Engine:
             call.fail(closed)
         return call.future
 
+    def wake(self) -> None:
+        """Something outside has changed that the next plan may look at; from any thread."""
+        with self._wake:
+            self._is_woken = True
+            self._wake.notify()
+
     def _run(self) -> None:
         try:
             self._runner.bind_thread()
@@ -152,9 +159,12 @@ class Engine:
 
     def _wait(self) -> bool:
         """Sleep while there is nothing to do; False when it is time to end."""
+        patience_s = self._scheduler.patience_s(self._clock()) if self._is_idle else None
         with self._wake:
-            while self._is_idle and not self._calls and not self._is_stopping:
-                self._wake.wait()
+            while self._is_idle and not (self._calls or self._is_stopping or self._is_woken):
+                if not self._wake.wait(patience_s):
+                    break
+            self._is_woken = False
             return not self._is_stopping
 
     def _close(self, error: ServingError) -> None:
@@ -182,8 +192,7 @@ class Engine:
         launched = self._launch(batch, scheduled_s - started_s)
         self._settle()
         self._launched = launched
-        # Blocks being saved are free already, and nobody outside may have them before they are.
-        if not self._pipelined or batch.offloads:
+        if not self._pipelined or batch.saves_free_blocks:
             self._settle()
         return True
 

@@ -18,6 +18,7 @@ from engine.kv_events import KVEventBatch
 from engine.rates import RateMeter
 from engine.scheduler import Scheduler
 from engine.step import LayersDone, Load, StepOutput
+from engine.tier_assembly import keep_cached
 from engine.wire import events_to_pb, load_to_pb, stored_to_pb
 from tandem.errors import ServingError
 from tandem.session_port import SessionPort
@@ -28,6 +29,8 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LOAD_WAIT_S = 0.2
+_KEEP_S = 5.0
+"""For writing cached blocks to disk at the end."""
 
 
 class EngineHost:
@@ -41,6 +44,7 @@ class EngineHost:
         self._on_output: Callable[[StepOutput], None] = _ignore
         self._on_layers: Callable[[LayersDone], None] | None = None
         self._on_fatal = on_fatal
+        self._has_failed = False
         self._ports: Callable[[], Iterable[SessionPort]] = tuple
         self._load: Load = parts.scheduler.load()
         self._loop = asyncio.get_running_loop()
@@ -48,7 +52,7 @@ class EngineHost:
             scheduler=parts.scheduler,
             runner=parts.runner,
             on_step=lambda output: self._tell(self._on_step, output),
-            on_fatal=lambda error: self._tell(self._on_fatal, error),
+            on_fatal=self._fail,
             clock=time.monotonic,
             pipelined=parts.is_pipelined,
             on_layers=self._tell_layers,
@@ -69,11 +73,18 @@ class EngineHost:
         self._on_layers = on_layers
         self._ports = ports
         self.parts.ranks.watch(lambda lost: self._tell(self._on_fatal, lost))
+        if self.parts.disk is not None:
+            self.parts.disk.listen(self._engine.wake)
         self._engine.start()
 
     async def stop(self) -> None:
-        """End after the step under way, then end the other ranks."""
+        """End after the step under way, then end the disk's threads and the other ranks."""
         await asyncio.to_thread(self._engine.stop)
+        tiers, disk = self.parts.scheduler.tiers, self.parts.disk
+        if disk is not None and tiers is not None:
+            if not self._has_failed:
+                await asyncio.to_thread(keep_cached, tiers, disk, timeout_s=_KEEP_S)
+            await asyncio.to_thread(disk.close)
         await asyncio.to_thread(self.parts.ranks.close)
 
     def call(self, fn: Callable[[Scheduler], T]) -> Awaitable[T]:
@@ -104,7 +115,7 @@ class EngineHost:
         """Send a router the whole prefix cache, from which later events count."""
 
         def snapshot(scheduler: Scheduler) -> None:
-            next_seq, stored = scheduler.blocks.index.snapshot()
+            next_seq, stored = scheduler.blocks.snapshot()
             self._tell(lambda _: port.send_snapshot(next_seq, stored_to_pb(stored)), None)
 
         self.post(snapshot)
@@ -112,6 +123,10 @@ class EngineHost:
     def _tell_layers(self, done: LayersDone) -> None:
         if self._on_layers is not None:
             self._tell(self._on_layers, done)
+
+    def _fail(self, error: BaseException) -> None:
+        self._has_failed = True  # nobody knows any more which blocks hold what
+        self._tell(self._on_fatal, error)
 
     def _tell(self, fn: Callable[[T], None], value: T) -> None:
         try:

@@ -11,14 +11,15 @@ from tandem.ids import BlockHash
 
 
 class Stored(NamedTuple):
-    """A full block can be found under its name; its parent was stored before it."""
+    """A full block can be found under its name, in the pool or below; its parent was stored before it."""
 
     name: BlockHash
-    parent: BlockHash
+    parent: BlockHash | None
+    """None where it is not known any more: of a block that is only below the pool."""
 
 
 class Evicted(NamedTuple):
-    """A name is gone; its children went before it."""
+    """A name is gone from every tier of the worker."""
 
     name: BlockHash
 

@@ -13,7 +13,11 @@ A step may be planned while others are under way. What is under way counts as do
 request that finds no block sits the step out, the next plan waits until every step has settled, and preempts.
 """
 
+from dataclasses import dataclass
+
 from engine.block_manager import BlockManager, PrefixMatch
+from engine.block_moves import BlockLoad, BlockOffload
+from engine.cache_tiers import CacheTiers
 from engine.config import EngineConfig
 from engine.in_flight import InFlight
 from engine.lookahead import Lookahead, awaits_its_last
@@ -28,6 +32,16 @@ from engine.step_plan import StepPlan
 from tandem.ids import RequestId
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Below:
+    """Where KV may go that leaves the pool; without either it is computed again."""
+
+    offloading: Offloading | None = None
+    """Of preempted requests."""
+    tiers: CacheTiers | None = None
+    """Of cached blocks."""
+
+
 class Planner:
     """Between a roster of requests and the blocks they need."""
 
@@ -40,9 +54,8 @@ class Planner:
         notices: Notices,
         ahead: Lookahead,
         pace: ChunkPace,
-        offloading: Offloading | None = None,
+        below: Below,
     ) -> None:
-        """`offloading`: where preempted requests' KV may go; without it everything is recomputed."""
         self.head_is_blocked = False
         """The first of the queue finds no room: nothing may enter before it."""
         self._config = config
@@ -52,9 +65,12 @@ class Planner:
         self._ahead = ahead
         self._pace = pace
         self._must_settle = False
-        self._offloading = offloading
+        self._offloading = below.offloading
+        self._tiers = below.tiers
         self._in_flight = InFlight(blocks)
-        self._order = QueueOrder(roster.waiting, blocks, self._in_flight, max_overtakes=config.max_overtakes)
+        self._order = QueueOrder(
+            roster.waiting, blocks, self._in_flight, max_overtakes=config.max_overtakes, tiers=below.tiers
+        )
         self._was_admitted: set[RequestId] = set()
 
     def admitted_elsewhere(self, request: Request) -> None:
@@ -74,12 +90,16 @@ class Planner:
         self._order.forget(request.request_id)
         if self._offloading is not None:
             self._offloading.drop(request.request_id)
+        if self._tiers is not None:
+            self._tiers.drop(request.request_id)
 
     def executed(self) -> None:
         """The oldest batch is computed: its moves are done."""
         self._blocks.end_step()
         if self._offloading is not None:
             self._offloading.executed()
+        if self._tiers is not None:
+            self._tiers.executed()
 
     # Running requests
 
@@ -97,6 +117,8 @@ class Planner:
             chunk_tokens=self._config.prefill_chunk_tokens,
         )
         self._in_flight.begin_step()
+        if self._tiers is not None:
+            self._tiers.collect()
         self.head_is_blocked = False
         behind = self._plan_decodes(plan)
         if (behind or len(self._roster.waiting)) and plan.has_decodes:
@@ -110,8 +132,14 @@ class Planner:
         if not len(plan):
             if self._offloading is not None:
                 self._offloading.cancel_offloads()
+            if self._tiers is not None:
+                self._tiers.cancel()
             return None
-        return plan.batch(self._offloading.take_offloads() if self._offloading is not None else ())
+        nothing: tuple[BlockOffload, ...] = ()
+        return plan.batch(
+            self._offloading.take_offloads() if self._offloading is not None else nothing,
+            self._tiers.take_offloads() if self._tiers is not None else nothing,
+        )
 
     def _plan_decodes(self, plan: StepPlan) -> list[Request]:
         """Plan those one token behind; returns the others, in order."""
@@ -184,7 +212,7 @@ class Planner:
         while len(self._roster.running) < self._config.max_running_requests and plan.has_room(1):
             if before is not None and self._next_ranks_after(before):
                 return
-            choice = self._order.choose(may_wait=len(plan) > 0 or len(self._ahead) > 0)
+            choice = self._order.choose(now=now, may_wait=len(plan) > 0 or len(self._ahead) > 0)
             if choice is None or (before is not None and self._roster.rank(choice.head.request) > before):
                 return
             head = choice.head
@@ -223,24 +251,32 @@ class Planner:
 
     def _start(self, request: Request, match: PrefixMatch, plan: StepPlan, now: float) -> bool:
         """Give a waiting request its blocks and a share of the step; False when the step has no tokens for it."""
-        offloading, found = self._offloading, match.num_blocks
+        offloading, tiers, found = self._offloading, self._tiers, match.num_blocks
         num_saved = 0 if offloading is None else offloading.num_saved_tokens(request, found)
-        twin = None if num_saved else self._in_flight.twin(request, found)
-        num_here = num_saved or (twin.num_tokens if twin is not None else found * self._blocks.block_size)
+        num_below = 0 if num_saved or tiers is None else tiers.reach(request, found)
+        twin = None if num_saved or num_below else self._in_flight.twin(request, found)
+        num_cached = (found + num_below) * self._blocks.block_size
+        num_here = num_saved or (twin.num_tokens if twin is not None else num_cached)
         if not plan.has_room(request.num_tokens - num_here):
             return False
+        # Before anything is evicted: its content may go where these are now.
+        places = [] if num_saved or tiers is None else tiers.enter(request, found, num_below)
         self._blocks.take_prefix(request, match)
         if twin is not None:
             plan.move(request, loads=[], copies=[self._blocks.fork(request, twin.block)])
             request.num_computed_tokens = twin.num_tokens
         missing = self._blocks.blocks_for(request.num_tokens) - len(request.block_table)
         self._blocks.grow(request, self._blocks.allocate(missing))
+        loads = [BlockLoad(slot, request.block_table[found + i]) for i, slot in enumerate(places)]
+        if loads:
+            request.num_computed_tokens = num_cached
+        elif num_saved and offloading is not None:
+            loads = offloading.resume(request)
+        if loads:
+            plan.move(request, loads=loads, copies=[])
+            self._blocks.surrender_loaded(self._blocks.index_computed(request, found))
         if offloading is not None:
-            if num_saved:
-                plan.move(request, loads=offloading.resume(request), copies=[])
-                self._blocks.surrender_loaded(self._blocks.index_computed(request, found))
-            else:
-                offloading.drop(request.request_id)
+            offloading.drop(request.request_id)
         self._roster.admit(request)
         self._in_flight.forget(request)
         self._in_flight.enter(request)

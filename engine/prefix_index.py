@@ -11,7 +11,7 @@ So eviction never cuts a chain in the middle, and both "is it here" and "is it p
 chain: a prefix of n blocks is measured in O(log n) look-ups.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from engine.eviction import Entry, EvictionPolicy, LeastRecentlyUsed
 from engine.kv_events import Cleared, Evicted, KVEventLog, Stored
@@ -111,8 +111,11 @@ class PrefixIndex:
         self._num_parked -= 1
         self._policy.unpark(entry)
 
-    def evict(self) -> BlockId:
-        """Forget the parked leaf that the policy names; returns its block. InvariantError when nothing is parked."""
+    def evict(self, keeps: Callable[[Entry], bool] | None = None) -> BlockId:
+        """Forget the parked leaf that the policy names; returns its block. InvariantError when nothing is parked.
+
+        `keeps`: a cache below that is offered the entry, and says whether the worker holds the name all the same.
+        """
         name = self._policy.evict()
         entry = self._entries.pop(name)
         del self._held[entry.block]
@@ -122,7 +125,8 @@ class PrefixIndex:
             above.num_children -= 1
             if above.is_parked and not above.num_children:
                 self._policy.became_leaf(above)
-        self.events.append(Evicted(name))
+        if keeps is None or not keeps(entry):
+            self.events.append(Evicted(name))
         return entry.block
 
     def clear(self) -> list[BlockId]:
@@ -153,6 +157,10 @@ class PrefixIndex:
             self._entries[entry.parent].num_children -= 1
         self.events.append(Evicted(entry.name))
         return True
+
+    def names(self) -> Iterable[BlockHash]:
+        """Every name here, parents first."""
+        return self._entries.keys()
 
     def snapshot(self) -> tuple[int, list[Stored]]:
         """The number of the next event, and the whole content, parents first, that it will follow upon."""

@@ -4,13 +4,15 @@ A prefix that is cached now may be evicted by the time its turn comes, so within
 most cached tokens among the first `WINDOW` goes first (cf. longest prefix match in SGLang, Zheng et al., 2024). The
 bound: no request is ever overtaken in this way by more than `max_overtakes` others, in its whole life.
 
-Requests that wait for somebody's blocks (`engine.in_flight`) are stepped over meanwhile.
+Requests that wait for somebody's blocks (`engine.in_flight`), or for a disk (`engine.cache_tiers`), are stepped over
+meanwhile.
 """
 
 from dataclasses import dataclass
 from itertools import islice
 
 from engine.block_manager import BlockManager, PrefixMatch
+from engine.cache_tiers import CacheTiers
 from engine.in_flight import InFlight
 from engine.request import Request
 from engine.request_queue import RequestQueue
@@ -42,22 +44,31 @@ class Choice:
 class QueueOrder:
     """Chooses from a waiting queue; keeps how often each request was overtaken."""
 
-    def __init__(self, waiting: RequestQueue, blocks: BlockManager, in_flight: InFlight, *, max_overtakes: int) -> None:
+    def __init__(
+        self,
+        waiting: RequestQueue,
+        blocks: BlockManager,
+        in_flight: InFlight,
+        *,
+        max_overtakes: int,
+        tiers: CacheTiers | None = None,
+    ) -> None:
         self._waiting = waiting
         self._blocks = blocks
         self._in_flight = in_flight
+        self._tiers = tiers
         self._max_overtakes = max_overtakes
         self._overtakes: dict[RequestId, int] = {}
 
-    def choose(self, *, may_wait: bool) -> Choice | None:
-        """None when the queue is empty, or all in reach wait for somebody's blocks (never unless `may_wait`)."""
+    def choose(self, *, now: float, may_wait: bool) -> Choice | None:
+        """None when the queue is empty, or all in reach wait: for a disk, or for somebody's blocks if they may."""
         found: list[Candidate] = []
         best = 0
         for request in islice(self._waiting, _REACH):
             if found and request.priority != found[0].request.priority:
                 break
             match = self._blocks.match(request)
-            if may_wait and self._in_flight.must_wait(request, match.num_blocks):
+            if self._must_wait(request, match.num_blocks, now, may_wait=may_wait):
                 continue
             found.append(Candidate(request=request, match=match))
             if match.num_blocks > found[best].match.num_blocks:
@@ -67,6 +78,13 @@ class QueueOrder:
         if not found:
             return None
         return Choice(head=found[0], best=found[best], overtaken=tuple(c.request for c in found[:best]))
+
+    def _must_wait(self, request: Request, num_found_blocks: int, now: float, *, may_wait: bool) -> bool:
+        if self._tiers is not None and self._tiers.must_wait(request, num_found_blocks, now):
+            return True
+        if not may_wait or not self._in_flight.must_wait(request, num_found_blocks):
+            return False
+        return self._tiers is None or not self._tiers.reach(request, num_found_blocks)
 
     def _may_not_be_passed(self, request: Request) -> bool:
         return self._overtakes.get(request.request_id, 0) >= self._max_overtakes

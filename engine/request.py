@@ -184,6 +184,8 @@ class Batch:
     offloads: tuple[BlockOffload, ...] = ()
     loads: tuple[BlockLoad, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
+    saves_free_blocks: bool = False
+    """Of what is offloaded some blocks are nobody's any more: until the step is done nobody outside may get them."""
 
     @property
     def num_tokens(self) -> int:

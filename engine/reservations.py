@@ -1,6 +1,7 @@
 """Room on the decode side for sequences whose KV another worker is computing.
 
-Life of a reservation: `reserve` pins the prefix held here and promises blocks for the rest (credit early);
+Life of a reservation: `reserve` pins the prefix held here, what host memory has of it included (a disk is not asked:
+the peer would wait), and promises blocks for the rest (credit early);
 `bind` turns the promise into destination blocks when the prefill leaves its queue (blocks late); then either
 
 - `commit`: everything landed and verified, the sequence runs;
@@ -16,7 +17,9 @@ retries under one transfer id makes the attempt part of the key.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.block_manager import BlockManager
+from engine.block_manager import BlockManager, PrefixMatch
+from engine.block_moves import BlockLoad
+from engine.cache_tiers import CacheTiers
 from engine.request import Request
 from tandem.errors import InvalidRequest, TransferError
 from tandem.ids import BlockId, RequestId, TransferId
@@ -51,10 +54,16 @@ class Reservations:
     """All sequences under way to this worker, by transfer."""
 
     def __init__(
-        self, blocks: BlockManager, *, screen: Callable[[Request], None], adopt: Callable[[Request], None]
+        self,
+        blocks: BlockManager,
+        *,
+        screen: Callable[[Request], None],
+        adopt: Callable[[Request], None],
+        tiers: CacheTiers | None = None,
     ) -> None:
         """`screen` raises when a request may not enter now; `adopt` takes over one that leaves here to be run."""
         self._blocks = blocks
+        self._tiers = tiers
         self._screen = screen
         self._adopt = adopt
         self._reserved: dict[TransferId, _Reservation] = {}
@@ -88,12 +97,31 @@ class Reservations:
         self._blocks.promise(match.cost)
         self._blocks.unpromise(match.num_parked)
         self._blocks.take_prefix(request, match)
+        # An earlier attempt has told its peer how much is held: no more of it now.
+        num_loaded = self._bring_up(request, match) if max_held_tokens is None else 0
         if max_held_tokens is None:  # what an earlier attempt brought was computed for this request: no cache hit
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        grant = Grant(num_held_tokens=request.num_computed_tokens, num_blocks=match.num_missing)
-        self._reserved[transfer_id] = _Reservation(request=request, grant=grant, num_held_blocks=match.num_blocks)
+        num_held = match.num_blocks + num_loaded
+        grant = Grant(num_held_tokens=request.num_computed_tokens, num_blocks=match.num_missing - num_loaded)
+        self._reserved[transfer_id] = _Reservation(request=request, grant=grant, num_held_blocks=num_held)
         self._request_ids.add(request.request_id)
         return grant
+
+    def _bring_up(self, request: Request, match: PrefixMatch) -> int:
+        """Lengthen a prefix that was just taken by what host memory has, out of the blocks promised; how many."""
+        if self._tiers is None:
+            return 0
+        found = match.num_blocks
+        count = self._tiers.reach(request, found, between_steps=True)
+        places = self._tiers.enter(request, found, count)
+        if not count:
+            return 0
+        targets = self._blocks.allocate_promised(count)
+        self._blocks.grow(request, targets)
+        self._tiers.load_now(list(map(BlockLoad, places, targets)))
+        request.num_computed_tokens = (found + count) * self._blocks.block_size
+        self._blocks.release(self._blocks.index_computed(request, found))
+        return count
 
     def bind(self, transfer_id: TransferId) -> tuple[BlockId, ...]:
         """Choose the promised destination blocks, in table order; the same ones when asked again."""

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from engine.block_manager import BlockManager
 from engine.blocks import PoolExhausted
+from engine.cache_tiers import CacheTiers, TierSpec
 from engine.config import EngineConfig
 from engine.eviction import eviction_policy
 from engine.kv_events import KVEventLog
@@ -22,7 +23,7 @@ from engine.limits import check_size, end_rule, finish_reason, reason_of
 from engine.lookahead import Lookahead
 from engine.notices import Notices
 from engine.pace import ChunkPace, has_decodes
-from engine.planner import Planner
+from engine.planner import Below, Planner
 from engine.preemption import Offloading
 from engine.rates import RateMeter
 from engine.request import Batch, FinishReason, Request, RequestState, SampledToken
@@ -53,10 +54,12 @@ class Scheduler:
         *,
         tier: OffloadTier | None = None,
         block_bytes: int = 0,
+        cache: TierSpec | None = None,
     ) -> None:
         """`tier` takes the KV of preempted requests where that costs less than computing it again; `block_bytes` is
-        then the size of a block over all layers, and `offloading.copies_at` must be told. Whoever has a tier, or bounds
-        steps by time (`max_step_s`), calls `observe` after every `commit`.
+        then the size of a block over all layers, and `offloading.copies_at` must be told. `cache` takes evicted blocks;
+        `tiers.costs.copies_at` must be told, and `patience_s` be heeded where there is a disk. Whoever has one of them,
+        or bounds steps by time (`max_step_s`), calls `observe` after every `commit`.
         """
         self._config = config
         kv_events = KVEventLog(config.kv_event_capacity)
@@ -67,7 +70,12 @@ class Scheduler:
             events=kv_events,
             policy=eviction_policy(config.eviction),
         )
-        self.reservations = Reservations(self.blocks, screen=self._screen_reservation, adopt=self._adopt_reserved)
+        self.tiers = CacheTiers(self.blocks, cache) if cache is not None else None
+        if self.tiers is not None:
+            self.blocks.put_below(self.tiers)
+        self.reservations = Reservations(
+            self.blocks, screen=self._screen_reservation, adopt=self._adopt_reserved, tiers=self.tiers
+        )
         self.offloading = Offloading(self.blocks, tier, block_bytes=block_bytes) if tier is not None else None
         self._roster = Roster(Ranking(config.priority_aging_s))
         self._notices = Notices(kv_events)
@@ -83,7 +91,7 @@ class Scheduler:
             notices=self._notices,
             ahead=self._ahead,
             pace=self._pace,
-            offloading=self.offloading,
+            below=Below(offloading=self.offloading, tiers=self.tiers),
         )
 
     # Entering and leaving
@@ -177,7 +185,8 @@ class Scheduler:
     def schedule(self, now: float) -> Batch | None:
         """Choose the next step's work, taking every launched step for done.
 
-        None when nothing can run until a launched step is committed or, without any, somebody adds, releases or aborts.
+        None when nothing can run until a launched step is committed or, without any, somebody adds, releases or aborts,
+        a disk has read what somebody waits for, or `patience_s` is over.
 
         `now` is on the clock of the requests' `arrival_s`; whoever waited beyond its `deadline_s` ends here, told by
         the next output. Costs O(running requests + admitted blocks).
@@ -260,9 +269,15 @@ class Scheduler:
     def observe(self, timings: StepTimings) -> None:
         """What the batch committed last took: chunks beside decodes are bounded by it, and copying compared with it."""
         self._pace.observe(timings, beside_decodes=self._had_decodes)
+        self._rates.observe(timings)
         if self.offloading is not None:
-            self._rates.observe(timings)
             self.offloading.computes_at(self._rates.prefill_tokens_per_s)
+        if self.tiers is not None:
+            self.tiers.costs.computes_at(self._rates.prefill_tokens_per_s)
+
+    def patience_s(self, now: float) -> float | None:
+        """After a `schedule` that found nothing to run: how long until another may, whatever happens; None for ever."""
+        return None if self.tiers is None else self.tiers.patience_s(now)
 
     # Telling
 
@@ -293,6 +308,7 @@ class Scheduler:
             num_evictable_blocks=self.blocks.pool.num_idle,
             num_promised_blocks=self.blocks.num_promised,
             num_quarantined_blocks=self.reservations.num_quarantined_blocks,
+            tiers=() if self.tiers is None else self.tiers.counts(),
         )
 
     def check_invariants(self) -> None:
@@ -300,6 +316,8 @@ class Scheduler:
         self.blocks.check_invariants()
         self._roster.check_invariants()
         self._ahead.check_invariants()
+        if self.tiers is not None:
+            self.tiers.check_invariants()
         owned = self.reservations.references() + self.blocks.pinned_blocks()
         for request in self._roster.requests.values():
             owned.extend(request.block_table)

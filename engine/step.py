@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from engine.kv_events import KVEventBatch
 from engine.request import TokenEvent
+from engine.tier_counts import TierCounts
 from tandem.ids import BlockId, RequestId
 
 
@@ -72,6 +73,8 @@ class Load:
     num_evictable_blocks: int
     num_promised_blocks: int
     num_quarantined_blocks: int
+    tiers: tuple[TierCounts, ...] = ()
+    """Below the pool, the nearest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,6 +80,13 @@ class StepPlan:
                     self.chunk_left += item.num_tokens
                 return
 
-    def batch(self, offloads: tuple[BlockOffload, ...] = ()) -> Batch:
-        """The finished batch."""
-        return Batch(items=tuple(self._items), offloads=offloads, loads=tuple(self._loads), copies=tuple(self._copies))
+    def batch(self, preempted: tuple[BlockOffload, ...] = (), demoted: tuple[BlockOffload, ...] = ()) -> Batch:
+        """The finished batch: it saves blocks of preempted requests, and others that somebody in it has taken over."""
+        return Batch(
+            items=tuple(self._items),
+            offloads=preempted + demoted,
+            loads=tuple(self._loads),
+            copies=tuple(self._copies),
+            # Who has taken a block over may have been preempted later in the same plan.
+            saves_free_blocks=bool(preempted) or (self.has_preempted and bool(demoted)),
+        )

@@ -1,15 +1,18 @@
-"""Where KV goes that the pool has no room for: a Protocol, and host memory as the nearest tier.
+"""Where KV goes that the pool has no room for: of preempted requests, and of cached blocks that are evicted.
 
-A tier here only keeps account of places; the bytes are moved by the runner, as `BlockOffload` and `BlockLoad` tell.
-Farther tiers (disk, peers) fit the same Protocol.
+A tier only keeps account of places; the bytes are moved by the runner, as `BlockOffload` and `BlockLoad` tell. The two
+kinds have places of their own: a burst of preemptions never costs cached blocks, nor the other way round.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.block_moves import BlockLoad, BlockOffload
+from engine.eviction import Entry
+from engine.tier_counts import Traffic
 from tandem.errors import InvariantError
-from tandem.ids import BlockId
+from tandem.ids import BlockHash, BlockId
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -33,6 +36,43 @@ class OffloadTier(Protocol):
 
     def drop(self, handle: OffloadHandle) -> None:
         """Free the places; InvariantError if they are free."""
+        ...
+
+
+class LowerCache(Protocol):
+    """What the pool sees of the cache below it (`engine.cache_tiers`)."""
+
+    def demote(self, entry: Entry) -> bool:
+        """The pool gives a block up, and its content may be overwritten by the next batch: whether it is kept."""
+        ...
+
+    def save_now(self) -> None:
+        """What was demoted is overwritten by no batch but at once, perhaps by somebody outside: save it before."""
+        ...
+
+    def forget(self, name: BlockHash) -> None:
+        """The content is not to be trusted."""
+        ...
+
+    def clear(self) -> None:
+        """Forget everything."""
+        ...
+
+    def names(self) -> Iterable[BlockHash]:
+        """Of every block that is here."""
+        ...
+
+
+class BlockCopier(Protocol):
+    """Moves blocks between the pool and host memory when no step does; used by the engine's thread."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was moved so far, by steps too."""
+        ...
+
+    def move_now(self, offloads: Sequence[BlockOffload], loads: Sequence[BlockLoad]) -> None:
+        """Move, and return when it has happened; what launched steps do comes before."""
         ...
 
 

@@ -1,6 +1,7 @@
 """Engine values to protobuf, for the session that both kinds of worker keep with routers."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 
 from engine.assembly import EngineParts
 from engine.kv_events import Cleared, Evicted, KVEvent, Stored
@@ -48,6 +49,7 @@ def load_to_pb(
         decode_step_s=decode_step_s,
         kv_bytes_per_s=kv_bytes_per_s,
         num_quarantined_blocks=load.num_quarantined_blocks,
+        cache_tiers=[pb.CacheTier(**asdict(counts)) for counts in load.tiers],
     )
 
 
@@ -71,6 +73,7 @@ def hello_to_pb(parts: EngineParts, identity: WorkerIdentity, transports: Sequen
         model_name=identity.model_name,
         max_model_len=parts.config.max_model_len,
         num_blocks=parts.config.num_blocks,
+        num_blocks_below=0 if parts.scheduler.tiers is None else parts.scheduler.tiers.capacity_blocks,
         layout=layout_to_pb(parts.layout),
         handoff_address=identity.handoff_address,
         transports=transports,

@@ -23,10 +23,12 @@ from kv_transfer.actions import CommitInfo
 from kv_transfer.messages import FirstToken, PrefillJob
 from kv_transfer.peer import Route
 from kv_transfer.receiver_hub import ReceiverHub
+from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.errors import ServingError, TransferError
 from tandem.ids import BlockHash, BlockId, RequestId, TransferId
 from tandem.prefix_holder import PrefixHolder
 from tandem.sampling import SamplingParams
+from tandem.tracing import NoTracer, TraceContext, Tracer
 
 _log = logging.getLogger(__name__)
 
@@ -64,13 +66,21 @@ class _Fetch:
 class Fetcher:
     """The receiving side of fetches (kv_transfer's ReceiverOwner, for them alone). On the event loop's thread."""
 
-    def __init__(self, host: EngineHost, *, name: str, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+    def __init__(
+        self,
+        host: EngineHost,
+        *,
+        name: str,
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        tracer: Tracer | None = None,
+    ) -> None:
         """`name`: unlike any other process's, for the names of its fetches."""
         self.hub: ReceiverHub | None = None
         self.stats = FetchStats()
         self._host = host
         self._name = name
         self._spawn = spawn
+        self._tracer = tracer or NoTracer()
         self._serial = count(1)
         self._fetches: dict[TransferId, _Fetch] = {}
         self._destinations = Destinations()
@@ -79,11 +89,22 @@ class Fetcher:
         """Whether this is one of this worker's fetches, over or not."""
         return transfer_id.startswith(f"fetch/{self._name}/")
 
-    async def bring(self, request: Request, holder: PrefixHolder) -> int:
+    async def bring(self, request: Request, holder: PrefixHolder, trace: TraceContext | None = None) -> int:
         """Bring what `holder` has of the request's prefix and is not here; the tokens gained. Never raises for a peer.
 
-        The request is neither queued nor changed, but for the names of its blocks.
+        The request is neither queued nor changed, but for the names of its blocks. `trace`: of the span that waits.
         """
+        span = self._tracer.span("tandem.fetch", trace, time.monotonic())
+        if span is None:
+            return await self._bring(request, holder, None)
+        try:
+            gained = await self._bring(request, holder, span.context)
+            span.attributes.update({"tandem.fetch.holder": holder.worker_id, "tandem.fetch.tokens": gained})
+        finally:
+            span.end()
+        return gained
+
+    async def _bring(self, request: Request, holder: PrefixHolder, trace: TraceContext | None) -> int:
         hub = self.hub
         num_tokens = min(holder.num_tokens, request.num_tokens - 1)
         if hub is None or num_tokens <= 0:
@@ -92,7 +113,8 @@ class Fetcher:
         rates = FetchRates(
             prefill_tokens_per_s=self._host.rates.prefill_tokens_per_s, bytes_per_s=hub.stats.bytes_per_s
         )
-        probe = _probe(request, transfer_id, num_tokens)
+        self._host.parts.hasher.extend(request.hash_root, request.block_hashes, request.token_ids)
+        probe = _probe(request.hash_root, request.block_hashes[: num_tokens // HASH_BLOCK_TOKENS], transfer_id)
         try:
             held = await self._host.call(lambda s: self._reserve(s, transfer_id, probe, rates))
         except ServingError as error:
@@ -105,7 +127,7 @@ class Fetcher:
         fetch = self._fetches[transfer_id] = _Fetch(probe=probe, num_held_tokens=held)
         self.stats.started += 1
         try:
-            hub.start(_job(transfer_id, request, probe, held), _route(holder))
+            hub.start(_job(transfer_id, probe, held, trace), _route(holder))
         except ServingError as error:
             self._give_up(transfer_id, error)
         started_s = time.monotonic()
@@ -234,31 +256,33 @@ def _release(key: TransferId) -> Callable[[Scheduler], object]:
     return lambda scheduler: scheduler.reservations.release_quarantine(key)
 
 
-def _probe(request: Request, transfer_id: TransferId, num_tokens: int) -> Request:
-    """The prefix and one token more, since a reservation leaves one to compute."""
+def _probe(hash_root: BlockHash, names: list[BlockHash], transfer_id: TransferId) -> Request:
+    """A prefix that is known by its names alone, and one token more, since a reservation leaves one to compute."""
+    num_tokens = len(names) * HASH_BLOCK_TOKENS + 1
     return Request(
         request_id=RequestId(transfer_id),
-        token_ids=array("i", request.token_ids[: num_tokens + 1]),
-        num_prompt_tokens=num_tokens + 1,
+        token_ids=array("i", bytes(4 * num_tokens)),
+        num_prompt_tokens=num_tokens,
         params=SamplingParams(max_tokens=1),
-        hash_root=request.hash_root,
+        hash_root=hash_root,
         prefill_only=True,
+        block_hashes=names,
     )
 
 
-def _job(transfer_id: TransferId, request: Request, probe: Request, held_tokens: int) -> PrefillJob:
-    names: tuple[BlockHash, ...] = tuple(probe.block_hashes)
+def _job(transfer_id: TransferId, probe: Request, held_tokens: int, trace: TraceContext | None) -> PrefillJob:
     return PrefillJob(
         transfer_id=transfer_id,
-        request_id=request.request_id,
-        token_ids=tuple(probe.token_ids),
-        num_prompt_tokens=probe.num_tokens,
+        request_id=probe.request_id,
+        token_ids=(),
+        num_prompt_tokens=0,
         held_tokens=held_tokens,
         sampling=probe.params,
-        hash_root=request.hash_root,
+        hash_root=probe.hash_root,
         resume=True,
         fetch=True,
-        names=names,
+        names=tuple(probe.block_hashes),
+        trace=trace,
     )
 
 

@@ -35,8 +35,10 @@ class Lender:
         """Find the prefix and hold it. Raises Unavailable when no more of it is here than the asker has."""
         loan = Request(
             request_id=RequestId(f"loan/{job.transfer_id}"),
-            token_ids=array("i", job.token_ids),
-            num_prompt_tokens=len(job.token_ids),
+            # Found by names alone; one token more than they name, since a match leaves one to compute.
+            token_ids=array("i", bytes(4 * (job.num_tokens + 1))),
+            num_prompt_tokens=job.num_tokens + 1,
+            block_hashes=list(job.names),
             params=job.sampling,
             hash_root=job.hash_root,
             prefill_only=True,

@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.host import EngineHost
 from fabric.fetching import Fetcher
 from fabric.lending import Lender
 from fabric.owners import Arrivals, Departures
+from fabric.report import transfer_report
 from kv_transfer.config import TransferSettings
 from kv_transfer.peer import LocalWorker
 from kv_transfer.receiver_attempt import ReceiverOwner
@@ -22,6 +23,8 @@ from kv_transfer.transports.catalogue import open_receivers, open_senders
 from kv_transfer.transports.memory import MemoryFabric
 from kv_transfer.transports.tcp_settings import PLAIN, TcpSettings
 from tandem.rpc import ClusterAuth, open_channel
+from tandem.tracing import NoTracer, Tracer
+from tandem.v1 import session_pb2 as pb
 from tandem.worker_identity import WorkerIdentity
 
 Spawn = Callable[[Coroutine[Any, Any, None]], object]
@@ -37,6 +40,17 @@ class Fabric:
     lender: Lender
     transports: tuple[str, ...]
     """It can use, best first."""
+
+    def report(self) -> pb.TransferReport:
+        """What was counted so far."""
+        lender = self.lender
+        return transfer_report(
+            self.sender_hub,
+            self.receiver_hub,
+            self.fetcher.stats,
+            num_loans=lender.num_loans,
+            num_lent_tokens=lender.num_lent_tokens,
+        )
 
     async def drain(self) -> None:
         """Take no new work; wait until nothing comes, leaves or is read any more."""
@@ -59,8 +73,11 @@ class FabricPlan:
     """Computes prompts for others."""
     handoffs: ReceiverOwner | None = None
     """Has prompts computed by others."""
+    tracer: Tracer = field(default_factory=NoTracer)
     in_process: MemoryFabric | None = None
     """Joins workers that live in one process."""
+    isolated_network: bool = False
+    """Only this cluster reaches the network between its workers."""
     tcp: TcpSettings = PLAIN
 
 
@@ -72,10 +89,24 @@ async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> F
     identity, region = plan.identity, plan.region
     # Bytes come in where orders do: whoever can reach this worker can reach both.
     kv_host = identity.address.rpartition(":")[0].strip("[]")
-    senders = open_senders(region, choice=plan.transport, fabric=plan.in_process, tcp=plan.tcp)
-    receivers = open_receivers(region, choice=plan.transport, host=kv_host, fabric=plan.in_process, tcp=plan.tcp)
+    senders = open_senders(
+        region,
+        choice=plan.transport,
+        fabric=plan.in_process,
+        isolated_network=plan.isolated_network,
+        tcp=plan.tcp,
+    )
+    receivers = open_receivers(
+        region,
+        choice=plan.transport,
+        host=kv_host,
+        fabric=plan.in_process,
+        isolated_network=plan.isolated_network,
+        tcp=plan.tcp,
+    )
     local = LocalWorker(worker_id=identity.worker_id, incarnation=identity.incarnation, region=region)
-    fetcher = Fetcher(plan.host, name=f"{identity.worker_id}/{identity.incarnation}", spawn=plan.spawn)
+    name = f"{identity.worker_id}/{identity.incarnation}"
+    fetcher = Fetcher(plan.host, name=name, spawn=plan.spawn, tracer=plan.tracer)
     lender = Lender(plan.host)
     receiver_hub = ReceiverHub(
         local,
@@ -83,8 +114,10 @@ async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> F
         receivers=receivers,
         dialer=Dialer(open_channel=open_channel, metadata=plan.auth.client_metadata()),
         settings=plan.settings,
+        tracer=plan.tracer,
     )
-    sender_hub = SenderHub(local, owner=Departures(lender, plan.prompts), senders=senders, settings=plan.settings)
+    departures = Departures(lender, plan.prompts)
+    sender_hub = SenderHub(local, owner=departures, senders=senders, settings=plan.settings, tracer=plan.tracer)
     fetcher.hub = await stack.enter_async_context(receiver_hub)
     lender.hub = await stack.enter_async_context(sender_hub)
     sender_hub.register(server)

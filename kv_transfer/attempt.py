@@ -1,4 +1,7 @@
-"""The shell around one pure state machine of an attempt: executes its actions in order and feeds the answers back."""
+"""The shell around one pure state machine of an attempt: executes its actions in order and feeds the answers back.
+
+It also counts what the attempt came to, and tells its trace, if it has one, of everything that the machine digests.
+"""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -6,8 +9,10 @@ from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from kv_transfer.actions import Action, Actions
-from kv_transfer.messages import Envelope
-from kv_transfer.states import HandoffState
+from kv_transfer.attempt_trace import AttemptTrace
+from kv_transfer.messages import Body, Envelope
+from kv_transfer.states import LIVE, HandoffState
+from kv_transfer.stats import AttemptTally, Outcome
 
 
 class Machine(Protocol):
@@ -34,9 +39,14 @@ EventT = TypeVar("EventT")
 class Attempt(ABC, Generic[MachineT, EventT]):
     """Runs one machine; a subclass knows how to execute its actions."""
 
-    def __init__(self, machine: MachineT, *, now: Callable[[], float]) -> None:
+    def __init__(
+        self, machine: MachineT, *, now: Callable[[], float], tally: AttemptTally, trace: AttemptTrace | None
+    ) -> None:
         self.machine = machine
         self._now = now
+        self._tally = tally
+        self._trace = trace
+        self._live = True
         self._closed = False
         self._started = False
 
@@ -44,30 +54,56 @@ class Attempt(ABC, Generic[MachineT, EventT]):
         """Let the machine begin, once."""
         if not self._started:
             self._started = True
-            self._run(self._begin())
+            self._run(self._begin(), None)
 
     def on_message(self, envelope: Envelope) -> None:
         """A message for this hand-off."""
-        self._run(self.machine.on_message(envelope, self._now()))
+        self._run(self.machine.on_message(envelope, self._now()), envelope.body)
 
     def on_event(self, event: EventT) -> None:
         """Something happened here."""
         if not self._closed:
-            self._run(self.machine.on_event(event, self._now()))
+            self._run(self.machine.on_event(event, self._now()), event)
 
     def on_timer(self, now: float) -> None:
         """The reaper's visit."""
-        self._run(self.machine.on_timer(now))
+        self._run(self.machine.on_timer(now), None)
 
-    def _run(self, actions: Actions) -> None:
+    def _run(self, actions: Actions, cause: Body | EventT | None) -> None:
+        """Execute what the machine answered to `cause`, which is None for its start and its timer."""
+        self._note(cause)
         queue = deque(actions)
         while queue:
             event = self._execute(queue.popleft())
             if event is not None:
                 queue.extend(self.machine.on_event(event, self._now()))
+                self._note(event)
         if self.machine.state is HandoffState.CLOSED and not self._closed:
             self._closed = True
             self._on_closed()
+
+    def _note(self, cause: Body | EventT | None) -> None:
+        if self._trace is not None and cause is not None:
+            self._trace.saw(cause, self._now())
+        if self._live and self.machine.state not in LIVE:
+            self._live = False
+            outcome = self._outcome(cause)
+            if outcome is not None:
+                self._end(outcome)
+
+    def _end(self, outcome: Outcome) -> None:
+        """Count it; the blocks of a failed attempt may stay for long."""
+        self._tally.end(outcome, self._transport_name())
+        if self._trace is not None:
+            self._trace.ended(self._tally, self._transport_name(), self._now())
+
+    @abstractmethod
+    def _outcome(self, cause: Body | EventT | None) -> Outcome | None:
+        """What it came to now that the machine is live no more; None: that is still to be decided."""
+
+    @abstractmethod
+    def _transport_name(self) -> str:
+        """Of the link that it lives on."""
 
     @abstractmethod
     def _begin(self) -> Actions:

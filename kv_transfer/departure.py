@@ -7,6 +7,7 @@ from kv_transfer.messages import CellRange
 from kv_transfer.pairing import Pairing
 from kv_transfer.placed import PlacedCells
 from kv_transfer.region import Bytes, KVRegion
+from kv_transfer.runs import Runs
 
 
 class Departure:
@@ -19,8 +20,8 @@ class Departure:
 
     @property
     def converts(self) -> bool:
-        """Whether anything else than the pool's bytes leaves."""
-        return self._converter is not None
+        """Whether anything else than the pool's bytes leaves, or they are not in host memory."""
+        return self._converter is not None or self._region.device is not None
 
     def views(self, source: PlacedCells, cells: CellRange) -> list[memoryview]:
         """The payload in the order of the wire, without copying. Raises TransferError for cells that are not there."""
@@ -28,11 +29,20 @@ class Departure:
 
     def convert(self, source: PlacedCells, cells: CellRange) -> Bytes:
         """The payload as it travels, in new memory. The pool is read here, and not after."""
-        if self._converter is None:
-            raise ValueError("these cells travel as they are")
         payload = source.payload(cells)
-        gathered = np.empty(payload.num_bytes(self._pairing.source.dtype), np.uint8)
-        placing.gather(source.reads(cells), self._region.array(), gathered)
+        gathered = self._gathered(source.reads(cells), payload.num_bytes(self._pairing.source.dtype))
+        if self._converter is None:
+            return gathered
         converted = np.empty(payload.num_bytes(self._pairing.wire_dtype), np.uint8)
         self._converter.convert(payload, gathered, converted)
         return converted
+
+    def _gathered(self, runs: Runs, num_bytes: int) -> Bytes:
+        device = self._region.device
+        if device is not None:
+            gathered = device.allocate(num_bytes)
+            device.gather(runs, gathered)
+            return gathered
+        gathered = np.empty(num_bytes, np.uint8)
+        placing.gather(runs, self._region.array(), gathered)
+        return gathered

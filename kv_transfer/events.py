@@ -156,6 +156,11 @@ class WritesQuiet:
     """Answer to CancelWrites."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritesEnding:
+    """Answer to CancelWrites: no write begins any more, and each that is under way will be told as it ends."""
+
+
 ReceiverEvent = Bound | BindRefused | GrantOpened | Verified | Quiet | Committed | Cancelled | LinkLost | PeerFaulted
 SenderEvent = (
     Submitted
@@ -168,6 +173,7 @@ SenderEvent = (
     | Written
     | WriteFailed
     | WritesQuiet
+    | WritesEnding
     | Cancelled
     | LinkLost
     | PeerFaulted

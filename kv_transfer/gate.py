@@ -52,7 +52,7 @@ class Gate:
 
     __slots__ = ("_check", "_lock", "_other", "also_wanted", "wanted")
 
-    def __init__(self, check: Callable[[], None], lock: PieceLock, other: PieceLock | None = None) -> None:
+    def __init__(self, check: Callable[[], object], lock: PieceLock, other: PieceLock | None = None) -> None:
         self._check = check
         self._lock, self._other = lock, other
         self.wanted = lock.wanted

@@ -1,5 +1,7 @@
 """Where one attempt's chunks land: in the pool itself, or beside it until they are verified and converted."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from kv_transfer import placing
@@ -20,6 +22,7 @@ class Landing:
         self.pairing = pairing
         self._region = region
         self._converter = pairing.at_arrival()
+        self._device = region.device
         num_tokens = len(cells.at.blocks) * pairing.destination.block_size
         num_units = num_tokens // pairing.mapping.unit
         self._max_staged_bytes = num_units * pairing.destination.num_layers * pairing.unit_layer_bytes
@@ -35,13 +38,13 @@ class Landing:
         """Where their payload goes, in the order of the wire. Raises TransferError for cells not reserved."""
         runs = self.cells.writes(cells)
         self._checksums.pop(cells, None)
-        if self._converter is None:
+        if self._converter is None and self._device is None:
             return self._region.views(runs)
         others = sum(staged.nbytes for of, staged in self._staged.items() if of != cells)
         num_bytes = self.num_bytes(cells)
         if others + num_bytes > self._max_staged_bytes:
             raise TransferError("more is on the way than was reserved")
-        staged = self._staged[cells] = np.empty(num_bytes, np.uint8)
+        staged = self._staged[cells] = self._allocate(num_bytes)
         return [staged.data]
 
     def landed(self, cells: CellRange, checksum: int) -> None:
@@ -53,10 +56,15 @@ class Landing:
         known = self._checksums.pop(cells, None)
         if known is not None:
             return known
-        if self._converter is None:
-            return self._checksum_in_place(cells)
         staged = self._staged.get(cells)
-        return None if staged is None else checksum_of([staged.data])
+        if staged is not None:
+            return checksum_of([staged.data])
+        if self._converter is not None:
+            return None
+        if self._device is not None:
+            # What a peer put there by itself never was in host memory: it names another sum (see torch_pool).
+            return self._device.checksum(self.cells.writes(cells))
+        return self._checksum_in_place(cells)
 
     def _checksum_in_place(self, cells: CellRange) -> int:
         mover = load_mover()
@@ -66,16 +74,39 @@ class Landing:
             self._bytes = PlacedBytes(self._region, self.cells, is_source=False)
         return mover.checksum(self._bytes, cells)
 
-    def settle(self, cells: CellRange) -> None:
-        """Put verified cells into place: convert what is staged, copy what several ranks hold."""
+    def num_pieces(self, cells: CellRange) -> int:
+        """Steps in which verified cells are put into place, none of them long; 0 where they landed in it."""
+        if cells not in self._staged and not self.cells.fan_out(cells).lanes:
+            return 0
+        # A device copies all layers as fast as one.
+        return cells.num_layers if self._device is None else 1
+
+    def settle(self, cells: CellRange, piece: int) -> None:
+        """Take one of these steps: convert what is staged, copy what several ranks hold."""
+        staged = self._staged.get(cells)
+        if self._device is not None:
+            if staged is not None:
+                self._device.scatter(self.cells.writes(cells), self._converted(cells, staged))
+            self._device.copy(self.cells.fan_out(cells))
+            return
+        layer = replace(cells, first_layer=cells.first_layer + piece, num_layers=1)
         pool = self._region.array()
-        if self._converter is not None:
-            payload = self.cells.payload(cells)
-            converted = np.empty(payload.num_bytes(self._converter.destination), np.uint8)
-            self._converter.convert(payload, self._staged.pop(cells), converted)
-            placing.scatter(self.cells.writes(cells), converted, pool)
-        placing.copy(self.cells.fan_out(cells), pool, pool)
+        if staged is not None:
+            payload = self._converted(layer, staged.reshape(cells.num_layers, -1)[piece])
+            placing.scatter(self.cells.writes(layer), payload, pool)
+        placing.copy(self.cells.fan_out(layer), pool, pool)
+
+    def _converted(self, cells: CellRange, staged: Bytes) -> Bytes:
+        if self._converter is None:
+            return staged
+        payload = self.cells.payload(cells)
+        converted = self._allocate(payload.num_bytes(self._converter.destination))
+        self._converter.convert(payload, staged, converted)
+        return converted
+
+    def _allocate(self, num_bytes: int) -> Bytes:
+        return np.empty(num_bytes, np.uint8) if self._device is None else self._device.allocate(num_bytes)
 
     def discard(self, cells: CellRange) -> None:
-        """Forget a damaged payload."""
+        """Forget a payload that is damaged, or in place."""
         self._staged.pop(cells, None)

@@ -15,6 +15,7 @@ from tandem.kv_layout import KVLayout
 from tandem.outputs import PhaseTimes, SampledToken
 from tandem.prefix_holder import PrefixHolder
 from tandem.sampling import SamplingParams
+from tandem.tracing import TraceContext
 
 PROTOCOL_VERSION = 2
 
@@ -83,11 +84,18 @@ class PrefillJob:
     """Name of the last full hash block of `token_ids`, checked at the offer; stays on the decode worker."""
 
     fetch: bool = False
-    """Nothing is computed: what the sender holds of the prefix travels, as whole blocks of both workers."""
+    """Nothing is computed: what the sender holds of a prefix travels, as whole blocks of both workers."""
     names: tuple[BlockHash, ...] = ()
-    """For a fetch, names of all full hash blocks of `token_ids`; they stay on the receiving worker."""
+    """What a fetch has instead of tokens: names of the prefix's hash blocks."""
     holder: PrefixHolder | None = None
     """Who is thought to hold more of the prefix than the prefill worker."""
+    trace: TraceContext | None = None
+    """Of the span that the work on it belongs to."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt, or of the prefix that is fetched."""
+        return len(self.names) * HASH_BLOCK_TOKENS if self.fetch else len(self.token_ids)
 
     def expected_tail(self, num_tokens: int) -> BlockHash | None:
         """Name of the last full hash block of the first `num_tokens`, which are all unless this is a fetch."""
@@ -97,11 +105,12 @@ class PrefillJob:
 
     def num_blocks(self, block_size: int) -> int:
         """Blocks, or units, of so many tokens that travel: all that hold tokens, less those that are held whole."""
-        return -(-len(self.token_ids) // block_size) - self.held_tokens // block_size
+        return -(-self.num_tokens // block_size) - self.held_tokens // block_size
 
     def num_keepable_blocks(self, block_size: int) -> int:
         """Blocks that may be kept when an attempt fails: whole ones, and never all, for a token must be computed."""
-        return (len(self.token_ids) - 1) // block_size - self.held_tokens // block_size
+        num_tokens = self.num_tokens if self.fetch else self.num_tokens - 1
+        return num_tokens // block_size - self.held_tokens // block_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,17 +44,23 @@ def copy(copies: Copies, source: Bytes, destination: Bytes) -> None:
             there[targets, end : end + length] = here[sources, begin : begin + length]
 
 
-def _rows(runs: Runs, payload: Bytes) -> Iterator[tuple[_Rows, Bytes]]:
-    """Each run of a layer in all layers: its part of the region's planes, and of the payload: `[layer, byte]`."""
-    if payload.nbytes != runs.num_bytes:
-        raise TransferError(f"payload of {payload.nbytes} bytes for cells of {runs.num_bytes}")
-    layers = payload.reshape(runs.num_layers, -1, copy=False)
+def rows_of(runs: Runs) -> Iterator[tuple[_Rows, slice]]:
+    """Each run of a layer in all layers: (its planes and columns in the region, its columns in a layer's payload)."""
     per_layer, begin = len(runs.lanes) // runs.num_layers, 0
     for i, (_, pattern) in enumerate(runs.lanes[:per_layer]):
         planes = _steps([plane for plane, _ in runs.lanes[i::per_layer]])
         for offset, length in runs.patterns[pattern]:
-            yield (planes, slice(offset, offset + length)), layers[:, begin : begin + length]
+            yield (planes, slice(offset, offset + length)), slice(begin, begin + length)
             begin += length
+
+
+def _rows(runs: Runs, payload: Bytes) -> Iterator[tuple[_Rows, Bytes]]:
+    """The same with the payload's parts themselves: `[layer, byte]`."""
+    if payload.nbytes != runs.num_bytes:
+        raise TransferError(f"payload of {payload.nbytes} bytes for cells of {runs.num_bytes}")
+    layers = payload.reshape(runs.num_layers, -1, copy=False)
+    for rows, columns in rows_of(runs):
+        yield rows, layers[:, columns]
 
 
 def _planes(region: Bytes, plane_bytes: int) -> Bytes:

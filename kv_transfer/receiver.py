@@ -117,6 +117,12 @@ class Receiver:
         self._coverage = self._nothing_covered(self.plan.job.num_blocks(unit_tokens))
         return (Send(body=Prefill(job=self.plan.job, lease_s=self.plan.lease_s)),)
 
+    @property
+    def num_leased_blocks(self) -> int:
+        """Destinations that the peer may write, or may still be writing."""
+        over = self.state in (HandoffState.COMMITTED, HandoffState.CLOSED)
+        return len(self._blocks) if self._granted and not over else 0
+
     def renew(self, now: float) -> None:
         """The peer says that this hand-off is alive on its side."""
         self._lease.renew(now)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,13 +23,15 @@ from kv_transfer.actions import (
     Verify,
 )
 from kv_transfer.attempt import Attempt
-from kv_transfer.events import BindRefused, Bound, Committed, GrantOpened, Quiet, ReceiverEvent, Verified
+from kv_transfer.attempt_trace import AttemptTrace
+from kv_transfer.events import BindRefused, Bound, Cancelled, Committed, GrantOpened, Quiet, ReceiverEvent, Verified
 from kv_transfer.landing import Landing
-from kv_transfer.messages import Failure, FirstToken, TransferKey
+from kv_transfer.messages import Body, Failure, FirstToken, Prefill, TransferKey
 from kv_transfer.receiver import Receiver
 from kv_transfer.receiver_link import ReceiverLink
 from kv_transfer.region import KVRegion
-from kv_transfer.stats import TransferStats
+from kv_transfer.states import HandoffState
+from kv_transfer.stats import AttemptTally, Outcome, TransferStats
 from kv_transfer.transport import KVReceiver
 from tandem.errors import InvariantError, ServingError
 from tandem.ids import BlockId, TransferId
@@ -97,8 +99,16 @@ class AttemptUser(Protocol):
 class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
     """One attempt on one link."""
 
-    def __init__(self, machine: Receiver, link: ReceiverLink, context: ReceiverContext, user: AttemptUser) -> None:
-        super().__init__(machine, now=context.now)
+    def __init__(
+        self,
+        machine: Receiver,
+        link: ReceiverLink,
+        context: ReceiverContext,
+        user: AttemptUser,
+        trace: AttemptTrace | None = None,
+    ) -> None:
+        tally = AttemptTally(context.stats, is_fetch=machine.plan.job.fetch)
+        super().__init__(machine, now=context.now, tally=tally, trace=trace)
         self.link = link
         self._context = context
         self._user = user
@@ -117,11 +127,29 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
     def _on_closed(self) -> None:
         self._user.closed(self)
 
+    def _transport_name(self) -> str:
+        return self._transport or self.link.transport
+
+    def _outcome(self, cause: Body | ReceiverEvent | None) -> Outcome | None:
+        if self.machine.state is HandoffState.COMMITTED:
+            if self._trace is not None:
+                self._trace.complete(self._now())
+            return None  # a cancel may have come first
+        if cause is None:
+            return Outcome.EXPIRED
+        return Outcome.CANCELLED if isinstance(cause, Cancelled) else Outcome.FAILED
+
+    def _traced(self, body: Body) -> Body:
+        """PREFILL says whose children the peer's spans are."""
+        if self._trace is None or not isinstance(body, Prefill):
+            return body
+        return replace(body, job=replace(body.job, trace=self._trace.context))
+
     def _execute(self, action: Action) -> ReceiverEvent | None:
         owner, transfer_id = self._context.owner, self.key.transfer_id
         match action:
             case Send():
-                self.link.send(self.key, action.body)
+                self.link.send(self.key, self._traced(action.body))
             case BindBlocks():
                 self._context.spawn(self._bind(action.num_blocks))
             case OpenGrant():
@@ -135,8 +163,6 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
             case Revoke():
                 return Quiet() if self._context.receivers[self._transport].revoke(self.key) else None
             case ReportFailed():
-                self._context.stats.failed += 1
-                self._context.stats.expired += action.expired
                 self._user.failed(self, action.landed, action.failure)
             case Quarantine():
                 self._count_quarantined(len(action.blocks))
@@ -171,17 +197,24 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
         if landing is None:
             raise InvariantError(f"{self.key}: a chunk is verified that nothing was granted for")
         verify = partial(self._context.receivers[self._transport].verify, self.key, chunk.cells, chunk.checksum)
+        started_s = self._now()
         intact = await asyncio.get_running_loop().run_in_executor(self._context.executor, verify)
         if intact:
-            self._context.stats.count_chunk(landing.num_bytes(chunk.cells), chunk.write_s)
+            num_bytes, now = landing.num_bytes(chunk.cells), self._now()
+            self._tally.chunk(num_bytes, chunk.write_s)
+            if self._trace is not None:
+                self._trace.chunk(chunk.seq, num_bytes, now, write_s=chunk.write_s, verify_s=now - started_s)
         else:
-            self._context.stats.nacks += 1
+            self._tally.nack()
+            if self._trace is not None:
+                self._trace.damaged(chunk.seq, self._now())
         self.on_event(Verified(seq=chunk.seq, rewrite=chunk.rewrite, intact=intact))
 
     async def _commit(self, info: CommitInfo) -> None:
-        if self._user.committing(self):
-            self._context.stats.committed += 1
+        committing = self._user.committing(self)
+        if committing:
             await self._context.owner.commit(self.key.transfer_id, info)
         else:
             self._context.owner.released(self.key.transfer_id, info.blocks)
         self.on_event(Committed())
+        self._end(Outcome.COMMITTED if committing else Outcome.CANCELLED)

@@ -14,6 +14,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+from kv_transfer.attempt_trace import begin_trace
 from kv_transfer.config import TransferSettings
 from kv_transfer.events import Cancelled, LinkLost, PeerFaulted, Quiet
 from kv_transfer.ladder import Ladder
@@ -40,6 +41,7 @@ from kv_transfer.stats import TransferStats
 from kv_transfer.transport import KVReceiver
 from tandem.errors import InvariantError, Overloaded, TransferError
 from tandem.ids import BlockId, TransferId
+from tandem.tracing import NoTracer, Tracer
 
 
 class ReceiverHub:
@@ -54,8 +56,10 @@ class ReceiverHub:
         dialer: Dialer,
         settings: TransferSettings,
         clock: Callable[[], float] = time.monotonic,
+        tracer: Tracer | None = None,
     ) -> None:
         self.stats = TransferStats()
+        self._tracer = tracer or NoTracer()
         self._local = local
         self._owner = owner
         self._receivers = {receiver.name: receiver for receiver in receivers}
@@ -129,7 +133,6 @@ class ReceiverHub:
         ladder = Ladder(job, own=own, layout=layout, settings=self._settings)
         self._begin(ladder, route)
         self._ladders[job.transfer_id] = ladder
-        self.stats.started += 1
 
     def reroute(self, transfer_id: TransferId, route: Route) -> None:
         """Try again, with what has landed. Raises TransferError when it is over or an attempt is under way."""
@@ -143,7 +146,6 @@ class ReceiverHub:
         ladder = self._ladders.pop(transfer_id, None)
         if ladder is None:
             return
-        self.stats.cancelled += 1
         attempt = self._current(ladder)
         ladder.end()
         if attempt is not None:
@@ -158,9 +160,16 @@ class ReceiverHub:
         """Hand-offs that may still commit."""
         return len(self._ladders)
 
+    @property
+    def num_leased_blocks(self) -> int:
+        """Destinations that peers may write, quarantined ones included."""
+        return sum(attempt.machine.num_leased_blocks for attempt in self._attempts.values())
+
     def _begin(self, ladder: Ladder, route: Route) -> None:
-        machine = ladder.begin(route.attempt, route.incarnation, self._reaper.now())
-        attempt = ReceiverAttempt(machine, self._link(route.address), self._context, self)
+        now = self._reaper.now()
+        machine = ladder.begin(route.attempt, route.incarnation, now)
+        trace = begin_trace(self._tracer, "tandem.handoff", machine.plan.key, machine.plan.job, now)
+        attempt = ReceiverAttempt(machine, self._link(route.address), self._context, self, trace)
         self._attempts[attempt.key] = attempt
         self.stats.live = len(self._attempts)
         self._empty.clear()

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kv_transfer.device import DevicePool
 from kv_transfer.runs import Runs
+from tandem.errors import InvariantError
 from tandem.kv_layout import KVLayout
 
 Bytes = npt.NDArray[np.uint8]
@@ -18,10 +20,12 @@ class KVRegion:
     buffer: memoryview
     num_blocks: int
     layout: KVLayout
-    address: int
-    """Of the first byte, in this process."""
     fd: int | None = None
     """Of the memory itself when it can be mapped by another process (see transports/shared_pool.py)."""
+    address: int = 0
+    """Of the first byte, in this process; 0 where that is not in host memory."""
+    device: DevicePool | None = None
+    """Where the blocks are when they are not in host memory; then `buffer` is empty."""
 
     @classmethod
     def of(cls, buffer: memoryview, layout: KVLayout, *, fd: int | None = None) -> "KVRegion":
@@ -33,15 +37,29 @@ class KVRegion:
         address = int(np.frombuffer(flat, dtype=np.uint8).ctypes.data)
         return cls(buffer=flat, num_blocks=num_blocks, layout=layout, address=address, fd=fd)
 
+    @classmethod
+    def on_device(cls, device: DevicePool) -> "KVRegion":
+        """The region whose blocks `device` holds."""
+        return cls(buffer=memoryview(b""), num_blocks=device.num_blocks, layout=device.layout, device=device)
+
     def views(self, runs: Runs) -> list[memoryview]:
-        """These bytes, without copying; what is the same in all layers is worked out once."""
+        """These bytes, without copying; what is the same in all layers is worked out once.
+
+        Raises InvariantError for a pool that is not in host memory.
+        """
+        buffer = self._host_bytes()
         views: list[memoryview] = []
         parts = [[slice(offset, offset + length) for offset, length in pattern] for pattern in runs.patterns]
         for plane, pattern in runs.lanes:
-            lane = self.buffer[plane * runs.plane_bytes : (plane + 1) * runs.plane_bytes]
+            lane = buffer[plane * runs.plane_bytes : (plane + 1) * runs.plane_bytes]
             views += [lane[part] for part in parts[pattern]]
         return views
 
     def array(self) -> Bytes:
-        """All bytes, without copying."""
-        return np.frombuffer(self.buffer, dtype=np.uint8)
+        """All bytes, without copying. Raises InvariantError for a pool that is not in host memory."""
+        return np.frombuffer(self._host_bytes(), dtype=np.uint8)
+
+    def _host_bytes(self) -> memoryview:
+        if self.device is not None:
+            raise InvariantError("this KV pool is not in host memory")
+        return self.buffer

@@ -32,6 +32,7 @@ from kv_transfer.events import (
     SubmitRefused,
     Submitted,
     WriteFailed,
+    WritesEnding,
     WritesQuiet,
     Written,
 )
@@ -99,7 +100,7 @@ class Sender:
     def __init__(self, plan: SenderPlan, now: float) -> None:
         self.plan = plan
         self.state = HandoffState.NEW
-        self._end_tokens = len(plan.job.token_ids)
+        self._end_tokens = plan.job.num_tokens
         """Of the tokens that will have been sent, held ones included."""
         self._num_units = plan.job.num_blocks(plan.unit_tokens)
         self._num_blocks = plan.job.num_blocks(plan.block_size)
@@ -125,6 +126,11 @@ class Sender:
     def reserve(self) -> Reserve | None:
         """The receiver's grant, once it has come."""
         return self._reserve
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Sources that are held for the peer, as far as they are known here."""
+        return len(self._sources) if self.state is not HandoffState.CLOSED else 0
 
     def start(self) -> Actions:
         """Hand the job to the engine."""
@@ -168,6 +174,9 @@ class Sender:
                 return self._on_submit_refused(event.failure)
             case WritesQuiet():
                 self._writes_under_way.clear()
+                self._cancelling_writes = False
+                return self._close_if_quiet()
+            case WritesEnding():
                 self._cancelling_writes = False
                 return self._close_if_quiet()
             case Written() | WriteFailed() if not guards.still_live(self.state):

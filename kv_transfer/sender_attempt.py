@@ -17,11 +17,22 @@ from kv_transfer.actions import (
     SubmitPrefill,
 )
 from kv_transfer.attempt import Attempt
-from kv_transfer.events import SenderEvent, SubmitRefused, Submitted, WriteFailed, WritesQuiet, Written
-from kv_transfer.messages import Body, Failure, PrefillJob, TransferKey
+from kv_transfer.attempt_trace import AttemptTrace
+from kv_transfer.events import (
+    Cancelled,
+    SenderEvent,
+    SubmitRefused,
+    Submitted,
+    WriteFailed,
+    WritesEnding,
+    WritesQuiet,
+    Written,
+)
+from kv_transfer.messages import Abort, Body, CommitAck, Failure, PrefillJob, Reject, TransferKey
 from kv_transfer.pairing import Pairing
 from kv_transfer.sender import Sender
-from kv_transfer.stats import TransferStats
+from kv_transfer.states import HandoffState
+from kv_transfer.stats import AttemptTally, Outcome, TransferStats
 from kv_transfer.transport import PeerWriter, WriteOrder, WriteResult
 from tandem.errors import ServingError, TransferError, Unavailable
 from tandem.ids import TransferId
@@ -82,8 +93,11 @@ class SenderContext:
 class SenderAttempt(Attempt[Sender, SenderEvent]):
     """One attempt on one link."""
 
-    def __init__(self, machine: Sender, peer: SenderPeer, context: SenderContext) -> None:
-        super().__init__(machine, now=context.now)
+    def __init__(
+        self, machine: Sender, peer: SenderPeer, context: SenderContext, trace: AttemptTrace | None = None
+    ) -> None:
+        tally = AttemptTally(context.stats, is_fetch=machine.plan.job.fetch)
+        super().__init__(machine, now=context.now, tally=tally, trace=trace)
         self.peer = peer
         self._context = context
         self._loop = asyncio.get_running_loop()
@@ -105,6 +119,16 @@ class SenderAttempt(Attempt[Sender, SenderEvent]):
     def _on_closed(self) -> None:
         self._context.closed(self)
 
+    def _transport_name(self) -> str:
+        return self.peer.transport
+
+    def _outcome(self, cause: Body | SenderEvent | None) -> Outcome:
+        if isinstance(cause, CommitAck) and self.machine.state is HandoffState.CLOSED:
+            return Outcome.COMMITTED
+        if cause is None:
+            return Outcome.EXPIRED
+        return Outcome.CANCELLED if isinstance(cause, Abort | Reject | Cancelled) else Outcome.FAILED
+
     def _execute(self, action: Action) -> SenderEvent | None:
         owner, transfer_id = self._context.owner, self.key.transfer_id
         match action:
@@ -118,7 +142,7 @@ class SenderAttempt(Attempt[Sender, SenderEvent]):
             case AbortPrefill():
                 owner.abort(transfer_id)
             case CancelWrites():
-                return WritesQuiet() if self.peer.writer.cancel(self.key) else None
+                return WritesQuiet() if self.peer.writer.cancel(self.key) else WritesEnding()
             case ReleaseSources():
                 owner.release(transfer_id)
         return None
@@ -144,7 +168,10 @@ class SenderAttempt(Attempt[Sender, SenderEvent]):
         held_tokens = self.machine.plan.job.held_tokens
         source = self.peer.pairing.at_source(held_tokens, action.first_block, action.sources, self._context.pool_blocks)
         order = WriteOrder(key=self.key, grant=reserve.grant, cells=action.cells, source=source)
-        self._context.stats.nacks += action.rewrite > 0
+        if action.rewrite > 0:
+            self._tally.nack()
+            if self._trace is not None:
+                self._trace.damaged(action.seq, self._now())
         future = self.peer.writer.write(order)
         future.add_done_callback(
             lambda done: self._loop.call_soon_threadsafe(self._written, action.seq, action.rewrite, done)
@@ -155,7 +182,9 @@ class SenderAttempt(Attempt[Sender, SenderEvent]):
         error = future.exception()
         if error is None:
             result = future.result()
-            self._context.stats.count_chunk(result.num_bytes, result.seconds)
+            self._tally.chunk(result.num_bytes, result.seconds)
+            if self._trace is not None:
+                self._trace.chunk(seq, result.num_bytes, self._now(), write_s=result.seconds)
             written = Written(seq=seq, rewrite=rewrite, checksum=result.checksum, seconds=result.seconds)
             self.on_event(written)
         elif isinstance(error, TransferError):

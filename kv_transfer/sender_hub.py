@@ -10,10 +10,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 from kv_transfer import guards
+from kv_transfer.attempt_trace import begin_trace
 from kv_transfer.chunks import CellShape
 from kv_transfer.config import TransferSettings
 from kv_transfer.events import (
@@ -51,6 +53,7 @@ from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.errors import InvalidRequest, InvariantError, Overloaded, ServingError, Unavailable
 from tandem.ids import BlockHash, BlockId, TransferId
 from tandem.outputs import PhaseTimes, SampledToken
+from tandem.tracing import NoTracer, Tracer
 from tandem.v1.handoff_pb2_grpc import HandoffServicer, add_HandoffServicer_to_server
 
 _MAX_REMEMBERED = 16384
@@ -68,8 +71,10 @@ class SenderHub:
         senders: Sequence[KVSender],
         settings: TransferSettings,
         clock: Callable[[], float] = time.monotonic,
+        tracer: Tracer | None = None,
     ) -> None:
         self.stats = TransferStats()
+        self._tracer = tracer or NoTracer()
         self._local = local
         self._senders = senders
         self._settings = settings
@@ -151,6 +156,11 @@ class SenderHub:
     def num_transfers(self) -> int:
         """Hand-offs alive here."""
         return len(self._attempts)
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Sources that are held for peers."""
+        return sum(attempt.machine.num_pinned_blocks for attempt in self._attempts.values())
 
     # News from the engine
 
@@ -289,10 +299,12 @@ class SenderHub:
             link.send(key, Reject(failure=Failure.of(refusal)))
             return
         self._remember(key)
-        attempt = SenderAttempt(Sender(self._plan(link, key, body), self._reaper.now()), link, self._context)
+        now = self._reaper.now()
+        if (trace := begin_trace(self._tracer, "tandem.send", key, body.job, now)) is not None:
+            body = replace(body, job=replace(body.job, trace=trace.context))
+        attempt = SenderAttempt(Sender(self._plan(link, key, body), now), link, self._context, trace)
         self._attempts[key.transfer_id] = attempt
         self.stats.live = len(self._attempts)
-        self.stats.started += 1
         self._empty.clear()
         attempt.start()
 

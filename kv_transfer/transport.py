@@ -87,7 +87,10 @@ class PeerWriter(Protocol):
         """Write a chunk; the future ends when the bytes are in the remote memory, or in a TransferError."""
 
     def cancel(self, key: TransferKey) -> bool:
-        """Stop every write of this attempt. True: its sources are read no more. Pending futures fail."""
+        """Stop every write of this attempt. True: its sources are read no more, and pending futures fail.
+
+        Else a future that is still pending ends as soon as its sources are read no more.
+        """
 
     def close(self) -> None:
         """Stop every write, drop the connection and stop every thread."""

@@ -27,10 +27,11 @@ from kv_transfer.messages import (
     TransportOffer,
 )
 from tandem import wire
-from tandem.block_hash import HASH_BYTES
+from tandem.block_hash import HASH_BLOCK_TOKENS, HASH_BYTES
 from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
 from tandem.prefix_holder import PrefixHolder, holder_from_pb, holder_to_pb
 from tandem.sampling import MAX_TOP_LOGPROBS
+from tandem.tracing import context_from_text
 from tandem.v1 import common_pb2
 from tandem.v1 import handoff_pb2 as pb
 
@@ -117,7 +118,9 @@ def _encode_prefill(body: Prefill) -> pb.Prefill:
         lease_s=body.lease_s,
         resume=job.resume,
         fetch=job.fetch,
+        names=b"".join(job.names),
         holder=holder_to_pb(job.holder),
+        trace=job.trace.to_text() if job.trace is not None else None,
     )
 
 
@@ -185,9 +188,14 @@ def _check_layout(layout: common_pb2.KVLayout) -> None:
 def _decode_prefill(message: pb.Prefill, key: TransferKey | None) -> Prefill:
     if key is None:
         raise WireError("no transfer_id")
-    _check("tokens", len(message.token_ids), 1, MAX_TOKENS)
-    _check("num_prompt_tokens", message.num_prompt_tokens, 1, len(message.token_ids))
-    _check("held_tokens", message.held_tokens, 0, len(message.token_ids) - 1)
+    names = _names(message)
+    if message.fetch:
+        _check("tokens", len(message.token_ids), 0, 0)
+        _check("held_tokens", message.held_tokens, 0, len(names) * HASH_BLOCK_TOKENS - 1)
+    else:
+        _check("tokens", len(message.token_ids), 1, MAX_TOKENS)
+        _check("num_prompt_tokens", message.num_prompt_tokens, 1, len(message.token_ids))
+        _check("held_tokens", message.held_tokens, 0, len(message.token_ids) - 1)
     _check("request_id length", len(message.request_id), 1, MAX_ID_CHARS)
     _check("hash_root bytes", len(message.hash_root), HASH_BYTES, HASH_BYTES)
     _check("lease_s", message.lease_s, 0.001, MAX_LEASE_S)
@@ -207,9 +215,20 @@ def _decode_prefill(message: pb.Prefill, key: TransferKey | None) -> Prefill:
         timeout_s=timeout_s,
         resume=message.resume,
         fetch=message.fetch,
+        names=names,
         holder=_holder(message),
+        # Malformed or too long, it is nobody's trace: never a reason to refuse work.
+        trace=context_from_text(message.trace) if message.HasField("trace") else None,
     )
     return Prefill(job=job, lease_s=message.lease_s)
+
+
+def _names(message: pb.Prefill) -> tuple[BlockHash, ...]:
+    count, rest = divmod(len(message.names), HASH_BYTES)
+    _check("names bytes beyond whole names", rest, 0, 0)
+    most = MAX_TOKENS // HASH_BLOCK_TOKENS if message.fetch else 0
+    _check("names", count, 1 if message.fetch else 0, most)
+    return tuple(BlockHash(message.names[i * HASH_BYTES : (i + 1) * HASH_BYTES]) for i in range(count))
 
 
 def _holder(message: pb.Prefill) -> PrefixHolder | None:

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, suppress
 from engine.assembly import EngineParts, assemble
 from engine.host import EngineHost
 from fabric.config import tcp_settings, transfer_settings
+from fabric.region import region_of
 from fabric.service import FabricPlan, open_fabric
 from kv_transfer.region import KVRegion
 from kv_transfer.transports.shared_pool import SharedPool
@@ -21,6 +22,7 @@ from tandem.model_path import model_name
 from tandem.process import Lifetime, announce, worker_main
 from tandem.roles import WorkerRole
 from tandem.rpc import ClusterAuth, listen, make_server
+from tandem.telemetry import open_tracer
 from tandem.v1.session_pb2_grpc import add_WorkerServicer_to_server
 from tandem.worker_config import cluster_secret, listen_address
 from tandem.worker_identity import WorkerIdentity, draw_incarnation
@@ -35,10 +37,8 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
     host_name, port = listen_address(config.prefill, "prefill", index)
     auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer)
     parts = await asyncio.to_thread(assemble, engine_spec(config), pool=SharedPool)
-    region = _region(parts)
     async with AsyncExitStack() as stack:
-        if parts.pool is not None:
-            stack.callback(parts.pool.close)
+        region = _region(parts, stack)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         server = make_server(auth)
         bound = listen(server, host_name, port)
@@ -59,11 +59,13 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
             host=host,
             region=region,
             transport=config.transfer.transport,
+            isolated_network=config.transfer.isolated_network,
             settings=transfer_settings(config.transfer),
             tcp=tcp,
             auth=auth,
             spawn=tasks.create_task,
             prompts=worker,
+            tracer=open_tracer(stack, config.telemetry, service="tandem-prefill", instance=identity.worker_id),
         )
         worker.fabric = await open_fabric(stack, server, plan)
         add_WorkerServicer_to_server(sessions, server)  # type: ignore[no-untyped-call]
@@ -81,11 +83,13 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
                 await worker.drain()
 
 
-def _region(parts: EngineParts) -> KVRegion:
-    memory = parts.kv_memory()
-    if memory is None or parts.pool is None:
-        raise ConfigError("engine.device: hand-offs from CUDA memory are not built yet; a prefill worker runs on cpu")
-    return KVRegion.of(memory, parts.layout, fd=parts.pool.fd)
+def _region(parts: EngineParts, stack: AsyncExitStack) -> KVRegion:
+    if parts.pool is not None:
+        stack.callback(parts.pool.close)
+    region = region_of(parts)
+    if region is None:
+        raise ConfigError("prefill.tensor_parallel_size: hand-offs from the memory of several GPUs are not built yet")
+    return region
 
 
 if __name__ == "__main__":

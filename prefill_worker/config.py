@@ -3,14 +3,15 @@
 from engine.assembly import EngineSpec
 from tandem.config import ClusterConfig
 from tandem.model_path import model_directory
-from tandem.worker_config import cluster_secret, num_ranks
+from tandem.worker_config import cluster_secret, disk_folder, num_ranks
 
 
 def engine_spec(config: ClusterConfig) -> EngineSpec:
     """The engine of one worker. Raises ConfigError."""
     return EngineSpec(
         # Prompts under a hand-off are never preempted: nothing would ever be saved.
-        **config.engine_of(config.prefill).model_dump() | {"offload_bytes": 0},
+        **config.engine_of(config.prefill).model_dump()
+        | {"offload_bytes": 0, "disk_cache_path": disk_folder(config, "prefill")},
         model_path=model_directory(config.model.path),
         dtype=config.model.dtype,
         max_model_len=config.model.max_model_len,

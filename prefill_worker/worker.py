@@ -62,7 +62,10 @@ class PrefillWorker:
         """How busy this worker is."""
         if self.fabric is not None:
             self._host.kv_bytes_per_s = self.fabric.receiver_hub.stats.bytes_per_s
-        return await self._host.load()
+        load = await self._host.load()
+        if self.fabric is not None:
+            load.transfers.CopyFrom(self.fabric.report())
+        return load
 
     # SenderOwner
 
@@ -88,7 +91,7 @@ class PrefillWorker:
         # The engine needs these names anyway; here they also say what is going to be sent.
         self._host.parts.hasher.extend(request.hash_root, request.block_hashes, request.token_ids)
         if job.holder is not None and self.fabric is not None:
-            await self.fabric.fetcher.bring(request, job.holder)
+            await self.fabric.fetcher.bring(request, job.holder, job.trace)
         task = PrefillTask(job=job, request=request)
 
         def add(scheduler: Scheduler) -> None:

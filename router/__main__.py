@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 import sys
 import time
 from contextlib import AsyncExitStack
@@ -32,6 +33,7 @@ from tandem.model_path import model_directory
 from tandem.process import Lifetime, announce, router_main
 from tandem.registry import StaticDirectory
 from tandem.rpc import ClusterAuth, open_channel
+from tandem.telemetry import open_tracer
 from tandem.worker_config import cluster_secret
 from tandem.worker_identity import draw_incarnation
 
@@ -51,6 +53,9 @@ async def serve(config: ClusterConfig, ready_fd: int | None, lifetime: Lifetime)
         settings=SessionSettings(metadata=ClusterAuth(secret).client_metadata(), incarnation=draw_incarnation()),
     )
     async with AsyncExitStack() as stack:
+        tracer = open_tracer(
+            stack, config.telemetry, service="tandem-router", instance=f"router.{socket.gethostname()}"
+        )
         await stack.enter_async_context(fleet)
         if not await first_worker(registry, lifetime):
             return
@@ -59,7 +64,7 @@ async def serve(config: ClusterConfig, ready_fd: int | None, lifetime: Lifetime)
             raise ConfigError(f"the tokenizer has {tokenizer.size} tokens, the model embeds {model.vocab_size}")
         metrics = RouterMetrics(model.name)
         dispatcher = make_dispatcher(config, registry, metrics, secret)
-        frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret)
+        frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret, tracer=tracer)
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
         readiness = Readiness(registry, metrics, canary.answering)
         app = create_app(frontend, dispatcher, readiness, config.router, metrics)

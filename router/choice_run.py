@@ -85,6 +85,9 @@ class ChoiceRun:
         self._index = index
         self._request = request
         self._request_id = RequestId(f"{request.request_id}-{index}")
+        self._log_name = (
+            self._request_id if request.span is None else f"{self._request_id} trace {request.span.trace_id}"
+        )
         self._prompt_names = prompt_names
         self._around = around
         self._placer = around.placer
@@ -105,6 +108,7 @@ class ChoiceRun:
         """
         progress = self._progress
         while self._assignment is None:
+            started_s = self._around.clock()
             try:
                 assignment = self._assign()
             except NoDecodeWorker as none:
@@ -114,6 +118,7 @@ class ChoiceRun:
                 raise self.final_error() from none
             number = progress.begin_attempt()
             self._route = self._first_route(assignment)
+            self._trace_placement(assignment, self._route, started_s)
             try:
                 assignment.port.submit(self._order(number, assignment), partial(self._post, self._index, number))
             except Unavailable as error:
@@ -136,7 +141,7 @@ class ChoiceRun:
             case AttemptRefused():
                 return self._take_refusal(assignment, event.error)
             case WorkerLost():
-                logger.warning("request %s: its worker was lost: %s", self._request_id, event.reason)
+                logger.warning("request %s: its worker was lost: %s", self._log_name, event.reason)
                 return self._retry(assignment, RetryReason.WORKER_LOST, Unavailable("the worker was lost"))
             case TransferFailed():
                 self._reroute(assignment, event)
@@ -164,7 +169,7 @@ class ChoiceRun:
         try:
             tokens = tuple(self._progress.accept(arrived))
         except TokenGap as gap:
-            logger.error("request %s: %s", self._request_id, gap)
+            logger.error("request %s: %s", self._log_name, gap)
             assignment.port.cancel(self._request_id, self._progress.attempt)
             return self._retry(assignment, RetryReason.WORKER_FAULT, InternalError("tokens were lost"))
         self._placer.prompt_computed(assignment)
@@ -275,6 +280,7 @@ class ChoiceRun:
             timeout_s=timeout_s,
             prefill=self._route,
             holder=assignment.holder if self._route is None else None,
+            trace=None if request.span is None else request.span.context,
         )
 
     def _names(self) -> Sequence[BlockHash]:
@@ -301,9 +307,7 @@ class ChoiceRun:
         route, progress = self._route, self._progress
         if route is None or failed.transfer_id != route.transfer_id:
             return
-        logger.warning(
-            "request %s: hand-off from %s failed: %s", self._request_id, route.worker.worker_id, failed.reason
-        )
+        logger.warning("request %s: hand-off from %s failed: %s", self._log_name, route.worker.worker_id, failed.reason)
         error = failed.error
         if error is not None and is_final(error):
             raise error
@@ -311,6 +315,7 @@ class ChoiceRun:
         if not isinstance(error, RequestTooLarge):
             asked_s = None if error is None else error.retry_after_s
             self._placer.registry.penalise(route.worker, FAILURE_PENALTY_S if asked_s is None else asked_s)
+        started_s = self._around.clock()
         prefill = None
         if progress.may_reroute() and self._around.budget.spend():
             prefill = self._placer.reassign_prefill(assignment, frozenset(progress.excluded))
@@ -327,8 +332,29 @@ class ChoiceRun:
                 holder=assignment.holder,
             )
         )
+        self._trace_placement(assignment, self._route, started_s)
         self._around.observer.retried(RetryReason.TRANSFER_FAILED.value)
         assignment.port.reroute(self._request_id, progress.attempt, self._route)
+
+    def _trace_placement(self, assignment: Assignment, route: PrefillRoute | None, started_s: float) -> None:
+        if self._request.span is None:
+            return
+        span = self._request.span.child("tandem.place", started_s)
+        span.attributes.update(
+            {
+                "tandem.choice": self._index,
+                "tandem.attempt": self._progress.attempt,
+                "tandem.placement.reason": assignment.placement.reason.value,
+                "tandem.placement.uncached_tokens": assignment.placement.uncached_tokens,
+                "tandem.decode_worker": assignment.decode.worker_id,
+            }
+        )
+        if route is not None:
+            span.attributes["tandem.prefill_worker"] = route.worker.worker_id
+            span.attributes["tandem.transfer.attempt"] = route.attempt
+        if assignment.holder is not None:
+            span.attributes["tandem.prefix_holder"] = assignment.holder.worker_id
+        span.end(self._around.clock())
 
     def _finish(self, finish: ChoiceFinish) -> ChoiceDelta:
         self.done, self.waiting = True, None

@@ -22,6 +22,7 @@ from tandem.config import RouterConfig
 from tandem.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Overloaded
 from tandem.ids import BlockHash, RequestId
 from tandem.sampling import SamplingParams
+from tandem.tracing import NoTracer, TraceContext, Tracer
 
 ROLES = frozenset({"system", "developer", "user", "assistant"})
 MAX_MESSAGES = 2048
@@ -68,6 +69,8 @@ class ClientFields:
     priority: int = 0
     cache_salt: str | None = None
     tenant: str = ""
+    trace: TraceContext | None = None
+    """The client's own, from its headers."""
     time_left_s: float | None = None
     """The client's own deadline; the router's applies as well."""
 
@@ -98,6 +101,7 @@ class Frontend:
         secret: bytes,
         clock: Callable[[], float] = time.monotonic,
         mint_seed: Callable[[], int] = lambda: secrets.randbits(63),
+        tracer: Tracer | None = None,
     ) -> None:
         """`secret` keys block names, so it must be the workers' own."""
         self.model = model
@@ -106,15 +110,17 @@ class Frontend:
         self._config = config
         self._secret = secret
         self._mint_seed = mint_seed
+        self._tracer = tracer or NoTracer()
         self._preparing = 0
         self._max_chars = model.max_model_len * MAX_CHARS_PER_TOKEN
 
     async def prepare_chat(self, messages: Sequence[Message], fields: ClientFields) -> Prepared:
         """A conversation. Raises InvalidRequest, ContextLengthExceeded or ModelNotFound."""
+        started_s = self.clock()
         self.check_fields(fields)
         with self._preparation():
             ids = await self.encode_chat(messages, add_generation_prompt=fields.add_generation_prompt)
-        return self._finish(ids, fields, default_max_tokens=None)
+        return self._traced("chat", self._finish(ids, fields, default_max_tokens=None), fields, started_s)
 
     async def prepare_prompts(self, prompts: Sequence[str | tuple[int, ...]], fields: ClientFields) -> list[Prepared]:
         """Plain prompts, each text or token ids. Raises as `prepare_chat`."""
@@ -122,9 +128,11 @@ class Frontend:
         prepared = []
         with self._preparation():
             for prompt in prompts:
+                started_s = self.clock()
                 text = prompt if isinstance(prompt, str) else None
                 ids = prompt if isinstance(prompt, tuple) else await self.encode(prompt, fields.add_special_tokens)
                 one = self._finish(ids, fields, default_max_tokens=DEFAULT_COMPLETION_TOKENS)
+                one = self._traced("text_completion", one, fields, started_s)
                 prepared.append(replace(one, prompt_text=text))
         return prepared
 
@@ -247,6 +255,25 @@ class Frontend:
             include_stop=fields.include_stop,
             skip_special_tokens=fields.skip_special_tokens,
         )
+
+    def _traced(self, operation: str, one: Prepared, fields: ClientFields, started_s: float) -> Prepared:
+        """With the request's span begun, if it is sampled; names after OpenTelemetry's GenAI conventions."""
+        span = self._tracer.request(f"{operation} {self.model.name}", fields.trace, started_s)
+        if span is None:
+            return one
+        request = one.request
+        span.attributes.update(
+            {
+                "gen_ai.operation.name": operation,
+                "gen_ai.provider.name": "tandem",
+                "gen_ai.request.model": self.model.name,
+                "gen_ai.request.max_tokens": request.sampling.max_tokens,
+                "gen_ai.request.choice.count": request.num_choices,
+                "tandem.request.id": request.request_id,
+            }
+        )
+        span.interval("tandem.preprocess", started_s, self.clock())
+        return replace(one, request=replace(request, span=span))
 
     def hash_root(self, salt: str) -> BlockHash:
         """Root of the block names of everything under one salt. Clients' salts begin with a number."""

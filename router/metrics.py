@@ -13,8 +13,11 @@ from typing import Self
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from router.requests import ChoiceFinish
+from router.tier_metrics import TierMetrics
+from router.transfer_metrics import TransferMetrics
 from router.worker_view import WorkerSnapshot
 from tandem.errors import Code, ServingError
+from tandem.tracing import Span
 
 _TTFT = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -79,6 +82,10 @@ class RouterMetrics:
         self._kv_usage = Gauge(
             "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", _LABELS, registry=self.registry
         )
+        self._transfers = TransferMetrics()
+        self.registry.register(self._transfers)
+        self._tiers = TierMetrics()
+        self.registry.register(self._tiers)
         self._prefix_blocks = Gauge("tandem_prefix_map_blocks", "Block names in the prefix map", registry=self.registry)
 
     def on_render(self, refresh: Callable[[], None]) -> None:
@@ -123,6 +130,8 @@ class RouterMetrics:
         self._pool.clear()
         self._requests.clear()
         self._kv_usage.clear()
+        self._transfers.show(snapshots)
+        self._tiers.show(snapshots)
         for snapshot in snapshots:
             info, load = snapshot.info, snapshot.load
             worker = (info.key.worker_id, info.role.value)
@@ -158,8 +167,19 @@ def _nothing() -> None:
 class RequestMeter:
     """One request's measurements; a context manager around its stream."""
 
-    def __init__(self, metrics: RouterMetrics, clock: Callable[[], float], *, prompt_tokens: int, choices: int) -> None:
+    def __init__(
+        self,
+        metrics: RouterMetrics,
+        clock: Callable[[], float],
+        *,
+        prompt_tokens: int,
+        choices: int,
+        span: Span | None = None,
+    ) -> None:
+        """`span`: of the request; ends with it."""
         self._metrics = metrics
+        self._span = span
+        self._finishes: list[ChoiceFinish] = []
         self._clock = clock
         self._prompt_tokens = prompt_tokens
         self._start = clock()
@@ -177,12 +197,11 @@ class RequestMeter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         (self._metrics.running if self._began else self._metrics.waiting).dec()
-        if isinstance(error, ServingError):
-            self._metrics.failed(error.code)
-        elif isinstance(error, (asyncio.CancelledError, GeneratorExit)):
-            self._metrics.failed(Code.CANCELLED)
-        elif error is not None:
-            self._metrics.failed(Code.INTERNAL)
+        code = _code_of(error)
+        if code is not None:
+            self._metrics.failed(code)
+        if self._span is not None:
+            self._end_span(self._span, code)
 
     def tokens(self, choice: int, count: int) -> None:
         """`count` tokens of one choice arrived together."""
@@ -194,6 +213,8 @@ class RequestMeter:
             self._metrics.waiting.dec()
             self._metrics.running.inc()
             self._metrics.ttft.observe(now - self._start)
+            if self._span is not None:
+                self._span.event("first_token", now)
         if (last := self._last[choice]) is not None:
             for _ in range(count):
                 self._metrics.itl.observe((now - last) / count)
@@ -204,6 +225,7 @@ class RequestMeter:
     def choice_finished(self, choice: int, finish: ChoiceFinish) -> None:
         """One choice ended; its phase times are the workers' own."""
         metrics, times = self._metrics, finish.times
+        self._finishes.append(finish)
         metrics.succeeded(finish.reason.value)
         metrics.answer_size.observe(self._counts[choice])
         metrics.prefix_queries.inc(self._prompt_tokens)
@@ -216,3 +238,25 @@ class RequestMeter:
     def succeeded(self) -> None:
         """All choices ended."""
         self._metrics.e2e.observe(self._clock() - self._start)
+
+    def _end_span(self, span: Span, code: Code | None) -> None:
+        span.attributes.update(
+            {
+                "gen_ai.usage.input_tokens": self._prompt_tokens,
+                "gen_ai.usage.output_tokens": sum(self._counts),
+                "gen_ai.usage.cache_read.input_tokens": min((f.cached_tokens for f in self._finishes), default=0),
+                "gen_ai.response.finish_reasons": tuple(finish.reason.value for finish in self._finishes),
+            }
+        )
+        if code is not None:
+            span.attributes["error.type"] = code.value
+            span.fail(code.value)
+        span.end(self._clock())
+
+
+def _code_of(error: BaseException | None) -> Code | None:
+    if isinstance(error, ServingError):
+        return error.code
+    if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+        return Code.CANCELLED
+    return None if error is None else Code.INTERNAL

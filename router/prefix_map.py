@@ -19,11 +19,12 @@ from tandem.ids import BlockHash, WorkerId
 class _Holdings:
     """One worker's names: known ones oldest first, expected ones by the time they lapse."""
 
-    __slots__ = ("bit", "capacity", "expected", "known", "next_sequence", "synchronised")
+    __slots__ = ("bit", "capacity", "expected", "known", "names_per_block", "next_sequence", "synchronised")
 
-    def __init__(self, bit: int, capacity: int) -> None:
+    def __init__(self, bit: int, capacity: int, names_per_block: int) -> None:
         self.bit = bit
         self.capacity = capacity
+        self.names_per_block = names_per_block
         self.known: OrderedDict[BlockHash, None] = OrderedDict()
         self.expected: OrderedDict[BlockHash, float] = OrderedDict()
         self.next_sequence: int | None = None
@@ -39,24 +40,31 @@ class PrefixMap:
         self._holders: dict[BlockHash, int] = {}
         self._workers: dict[WorkerId, _Holdings] = {}
         self._by_bit: dict[int, WorkerId] = {}
+        self._groups: dict[int, int] = {}
+        """Bits of the workers by how many hash blocks one of their blocks holds."""
 
     def __len__(self) -> int:
         return len(self._holders)
 
-    def add_worker(self, worker: WorkerId, *, capacity: int) -> None:
-        """Start to follow a worker whose pool has room for `capacity` hash blocks; forgets an earlier life of it."""
+    def add_worker(self, worker: WorkerId, *, capacity: int, names_per_block: int = 1) -> None:
+        """Start to follow a worker whose pool has room for `capacity` blocks; forgets an earlier life of it.
+
+        `names_per_block`: hash blocks in one of its blocks, which it knows by the last one's name.
+        """
         self.drop_worker(worker)
         bit = 1
         while bit in self._by_bit:
             bit <<= 1
         self._by_bit[bit] = worker
-        self._workers[worker] = _Holdings(bit, capacity)
+        self._workers[worker] = _Holdings(bit, capacity, names_per_block)
+        self._groups[names_per_block] = self._groups.get(names_per_block, 0) | bit
 
     def drop_worker(self, worker: WorkerId) -> None:
         """Forget a worker and its blocks; no-op for an unknown one."""
         if (held := self._workers.pop(worker, None)) is not None:
             self._forget_all(held)
             del self._by_bit[held.bit]
+            self._groups[held.names_per_block] ^= held.bit
 
     def num_blocks(self, worker: WorkerId) -> int:
         """Blocks, known and expected, that the worker is thought to hold."""
@@ -83,12 +91,12 @@ class PrefixMap:
         held.next_sequence = max(due, change.first_sequence + len(change.changes))
         self._take(held, change.changes[max(0, due - change.first_sequence) :])
 
-    def expect(self, worker: WorkerId, names: Iterable[BlockHash], *, now_s: float) -> None:
-        """Blocks that the worker was just asked to compute."""
+    def expect(self, worker: WorkerId, names: Sequence[BlockHash], *, now_s: float) -> None:
+        """The prompt that the worker was just asked to compute, by the names of all its hash blocks."""
         held = self._workers.get(worker)
         if held is None:
             return
-        for name in names:
+        for name in names[held.names_per_block - 1 :: held.names_per_block]:
             if name in held.known:
                 held.known.move_to_end(name)
                 continue
@@ -119,26 +127,30 @@ class PrefixMap:
                 self._forget(held, name)
 
     def longest_prefix(self, names: Sequence[BlockHash]) -> dict[WorkerId, int]:
-        """Leading blocks of `names` that each worker holds without a hole; workers with none are absent."""
+        """Leading hash blocks of `names` that each worker holds without a hole; workers with none are absent."""
         matched: dict[WorkerId, int] = {}
+        for per_block, members in self._groups.items():
+            if members:
+                self._match(names[per_block - 1 :: per_block], members, per_block, matched)
+        return matched
+
+    def _match(self, names: Sequence[BlockHash], members: int, per_block: int, matched: dict[WorkerId, int]) -> None:
+        """The same for workers with blocks of one size, by the names of such blocks."""
         find = self._holders.get
-        alive = find(names[0], 0) if names else 0
+        alive = find(names[0], 0) & members if names else 0
         for depth, name in enumerate(names):
-            holders = find(name, 0)
-            if holders == alive:
-                continue
-            if left := alive & ~holders:
-                self._record(matched, left, depth)
+            left = alive & ~find(name, 0)
+            if left:
+                self._record(matched, left, depth * per_block)
                 alive ^= left
                 if not alive:
                     break
-        self._record(matched, alive, len(names))
-        return matched
+        self._record(matched, alive, len(names) * per_block)
 
-    def _record(self, matched: dict[WorkerId, int], bits: int, depth: int) -> None:
+    def _record(self, matched: dict[WorkerId, int], bits: int, num_names: int) -> None:
         while bits:
             bit = bits & -bits
-            matched[self._by_bit[bit]] = depth
+            matched[self._by_bit[bit]] = num_names
             bits ^= bit
 
     def _take(self, held: _Holdings, changes: Iterable[tuple[BlockHash, bool]]) -> None:

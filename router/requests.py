@@ -5,13 +5,14 @@ a stream of `ChoiceDelta`s, or raises one of `tandem.errors`. Doors know nothing
 """
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from router.worker_view import WorkerKey
 from tandem.ids import BlockHash, RequestId
 from tandem.outputs import FinishReason, PhaseTimes, SampledToken
 from tandem.sampling import SamplingParams
+from tandem.tracing import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,8 @@ class RoutedRequest:
     """On the router's monotonic clock; None: as long as its reader stays."""
     only_worker: WorkerKey | None = None
     """The one decode worker that may run it, of a canary; clients cannot ask for that."""
+    span: Span | None = field(default=None, compare=False)
+    """Of the whole request, when it is traced; its door ends it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

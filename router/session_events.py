@@ -10,6 +10,7 @@ from tandem.ids import BlockHash, RequestId, TransferId
 from tandem.outputs import FinishReason, PhaseTimes, SampledToken
 from tandem.prefix_holder import PrefixHolder
 from tandem.sampling import SamplingParams
+from tandem.tracing import TraceContext
 
 CLOSED_HERE = "the router closed the session"
 
@@ -45,6 +46,8 @@ class SubmitOrder:
     prefill: PrefillRoute | None
     holder: PrefixHolder | None = None
     """Without a route: who is thought to hold more of the prompt's prefix than the decode worker."""
+    trace: TraceContext | None = None
+    """Of the span that the worker's spans are children of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,8 @@ from router.session_events import (
     TokensArrived,
     TransferFailed,
 )
-from router.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
+from router.transfer_wire import transfers_from_pb
+from router.worker_view import CacheTierLoad, PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
 from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
 from tandem.kv_layout import DTYPE_BYTES
 from tandem.outputs import FinishReason
@@ -30,6 +31,8 @@ _ROLES: dict[int, WorkerRole] = {
     pb.WORKER_ROLE_PREFILL: WorkerRole.PREFILL,
     pb.WORKER_ROLE_DECODE: WorkerRole.DECODE,
 }
+_TIERS = frozenset({"host", "disk"})
+_MAX_TIERS = 4
 
 
 class ProtocolError(Exception):
@@ -66,6 +69,7 @@ def hello_from_pb(message: pb.WorkerMessage) -> WorkerInfo:
         transports=frozenset(hello.transports),
         vocab_size=hello.vocab_size,
         eos_token_ids=frozenset(hello.eos_token_ids),
+        num_blocks_below=hello.num_blocks_below,
     )
 
 
@@ -83,6 +87,7 @@ def submit_to_pb(order: SubmitOrder) -> pb.RouterMessage:
         timeout_s=order.timeout_s,
         prefill=_route_to_pb(order.prefill),
         holder=holder_to_pb(order.holder),
+        trace=order.trace.to_text() if order.trace is not None else None,
     )
     return pb.RouterMessage(submit=submit)
 
@@ -162,6 +167,27 @@ def load_from_pb(load: pb.LoadSnapshot) -> WorkerLoad:
         decode_step_s=load.decode_step_s,
         kv_bytes_per_s=load.kv_bytes_per_s,
         num_quarantined_blocks=load.num_quarantined_blocks,
+        transfers=transfers_from_pb(load.transfers) if load.HasField("transfers") else None,
+        cache_tiers=tuple(map(_tier_from_pb, load.cache_tiers[:_MAX_TIERS])),
+    )
+
+
+def _tier_from_pb(tier: pb.CacheTier) -> CacheTierLoad:
+    return CacheTierLoad(
+        tier=tier.tier if tier.tier in _TIERS else "other",
+        num_blocks=tier.num_blocks,
+        capacity_blocks=tier.capacity_blocks,
+        hits=tier.hits,
+        misses=tier.misses,
+        stores=tier.stores,
+        evictions=tier.evictions,
+        stored_bytes=tier.stored_bytes,
+        store_s=tier.store_s,
+        loaded_bytes=tier.loaded_bytes,
+        load_s=tier.load_s,
+        dropped=tier.dropped,
+        damaged=tier.damaged,
+        late=tier.late,
     )
 
 

@@ -31,6 +31,13 @@ class WorkerInfo:
     transports: frozenset[str] = frozenset()
     vocab_size: int = 0
     eos_token_ids: frozenset[int] = frozenset()
+    num_blocks_below: int = 0
+    """Room for cached blocks in host memory and on disk."""
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens whose KV may be cached on the worker, in its pool or below."""
+        return (self.num_blocks + self.num_blocks_below) * self.layout.block_size
 
     @property
     def pool_tokens(self) -> int:
@@ -54,6 +61,71 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheTierLoad:
+    """One tier of a worker's cache below its pool: gauges of now, totals since the worker's start."""
+
+    tier: str
+    num_blocks: int
+    capacity_blocks: int
+    hits: int
+    misses: int
+    stores: int
+    evictions: int
+    stored_bytes: int
+    store_s: float
+    loaded_bytes: int
+    load_s: float
+    dropped: int
+    damaged: int
+    late: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferEnds:
+    """All of a worker's attempts at moving KV that ended in one way: totals since its start."""
+
+    kind: str
+    """`handoff` of a prompt, or `fetch` of a prefix."""
+    transport: str
+    outcome: str
+    count: int
+    num_bytes: int
+    seconds: float
+    """Of just those bytes."""
+    chunks: int
+    damaged_chunks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferSide:
+    """One direction of what a worker moved."""
+
+    direction: str
+    started: int
+    ended: tuple[TransferEnds, ...]
+    bad_messages: int
+    live: int
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferReport:
+    """All that a worker counted of moving KV: totals since its start, and gauges of now."""
+
+    sides: tuple[TransferSide, ...]
+    fetches_started: int
+    fetches_completed: int
+    fetches_failed: int
+    fetches_declined: int
+    fetched_tokens: int
+    lent_tokens: int
+    pinned_blocks: int
+    leased_blocks: int
+    quarantined_blocks: int
+    loans: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
     """A worker's latest word on its work. A rate of 0 was not measured yet."""
 
@@ -67,6 +139,9 @@ class WorkerLoad:
     decode_step_s: float = 0.0
     kv_bytes_per_s: float = 0.0
     num_quarantined_blocks: int = 0
+    cache_tiers: tuple[CacheTierLoad, ...] = ()
+    transfers: TransferReport | None = None
+    """None of a worker that moves no KV, or has not told yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,7 +104,12 @@ class WorkerRegistry:
                 if theirs != ours:
                     raise WorkerRejected(f"{field} is {theirs!r}; the cluster serves {ours!r}")
         self._workers[key.worker_id] = _Worker(info, port, self._clock())
-        self.prefix_map.add_worker(key.worker_id, capacity=max(1, info.pool_tokens // HASH_BLOCK_TOKENS))
+        block_size = info.layout.block_size
+        self.prefix_map.add_worker(
+            key.worker_id,
+            capacity=max(1, info.cache_tokens // block_size),
+            names_per_block=max(1, block_size // HASH_BLOCK_TOKENS),
+        )
         logger.info("%s worker %s joined with %d blocks", info.role.value, key.worker_id, info.num_blocks)
         self._tell_watchers()
 

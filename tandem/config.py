@@ -89,6 +89,13 @@ class EngineConfig(Section):
     offload_bytes: int = Field(default=0, ge=0)
     """Host memory of a decode worker for the KV of preempted requests, where copying beats computing again; 0: none.
     Taken, and counted in `memory_bytes` on a CPU, at start."""
+    host_cache_bytes: int = Field(default=0, ge=0)
+    """Host memory of each worker for cached blocks that its pool evicts; 0: none. Taken like `offload_bytes`. On a CPU
+    the pool itself is host memory: there it serves the disk below it."""
+    disk_cache_bytes: int = Field(default=0, ge=0)
+    """Of files of each worker for what `host_cache_bytes` has no room for, at most 262,144 blocks; 0: none."""
+    disk_cache_path: str | None = None
+    """Folder for these files: they are not encrypted, and survive a restart if `secret` is stated. One rank only."""
     pipelined: Switch = "auto"
     """Launch a step before the one before has ended; `auto` does so on a GPU. Never over several ranks."""
     num_threads: PositiveInt | None = None
@@ -118,8 +125,12 @@ class TlsConfig(Section):
 class TransferConfig(Section):
     """Moving KV between workers."""
 
-    transport: Literal["auto", "shm", "tcp"] = "auto"
-    """`auto` takes shm between processes of one host, else tcp."""
+    transport: Literal["auto", "cuda_ipc", "shm", "nixl", "torch_dist", "tcp"] = "auto"
+    """`auto` takes the best that both workers can do: on one host cuda_ipc between GPUs, else shm; where both have
+    RDMA and `isolated_network` is set nixl (an extra: `pip install tandem-serve[nixl]`); else tcp."""
+    isolated_network: bool = False
+    """Nobody but this cluster can reach the network between its workers. nixl and torch_dist neither encrypt nor
+    authenticate what they move, so off a single machine they start only with `true`."""
     lease_s: Seconds = 2.0
     """A hand-off whose peer is silent this long is given up."""
     chunk_bytes: PositiveInt = 8 << 20
@@ -176,6 +187,18 @@ class PoolConfig(Section):
     a decode pool that caches codes, and the other way round; codes are never made of other codes."""
 
 
+class TelemetryConfig(Section):
+    """Traces. Metrics need no configuration: every router serves /metrics."""
+
+    otlp_endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+$")] | None = None
+    """http://host:port (https:// for TLS) of a collector that speaks OTLP over gRPC, such as http://localhost:4317;
+    null: nothing is traced. Needs the `telemetry` extra."""
+    otlp_headers: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")], SecretStr] = {}
+    """Sent with every batch, such as a key that the collector asks for."""
+    sample_ratio: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Share of requests that are traced; a client that brings a `traceparent` decides for itself."""
+
+
 class ClusterConfig(Section):
     """Everything."""
 
@@ -185,6 +208,7 @@ class ClusterConfig(Section):
     router: RouterConfig = RouterConfig()
     prefill: PoolConfig = PoolConfig()
     decode: PoolConfig = PoolConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
     secret: SecretStr | None = None
     """Keys block names and authenticates workers and routers to each other; `tandem up` draws one when absent."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

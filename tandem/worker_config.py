@@ -1,5 +1,7 @@
 """What every process reads from the cluster's configuration, and what it says when that is missing."""
 
+from pathlib import Path
+
 from tandem.config import ClusterConfig, PoolConfig
 from tandem.errors import ConfigError
 
@@ -26,3 +28,9 @@ def listen_address(pool: PoolConfig, name: str, index: int) -> tuple[str, int]:
     if host in ("0.0.0.0", "[::]", "::", "*"):  # noqa: S104 - refused
         raise ConfigError(f"{name}.addresses: {host} is not where a peer can reach this worker; name one address")
     return host, int(port)
+
+
+def disk_folder(config: ClusterConfig, role: str) -> Path | None:
+    """Where workers of one role keep blocks: the roles may split the model differently. None without a path."""
+    path = config.engine.disk_cache_path
+    return None if path is None else Path(path).expanduser() / role

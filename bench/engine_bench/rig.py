@@ -60,6 +60,8 @@ class Rig:
         self._ids = itertools.count()
         self._job: _RunningJob | None = None
         self._error: BaseException | None = None
+        if parts.disk is not None:
+            parts.disk.listen(self._engine.wake)
         self._engine.start()
 
     def __enter__(self) -> "Rig":

@@ -1,20 +1,131 @@
-"""Which transports exist, in order of preference, and how a worker opens both kinds of end."""
+"""Which transports exist, in order of preference, what each needs, and how a worker opens both kinds of end.
 
-from collections.abc import Sequence
+Left to themselves two workers take the first of these that both can do: memory within a process; cuda_ipc or shm on
+one host; nixl where both have RDMA and the network is theirs alone; else tcp. torch_dist is never taken unasked: over
+gloo it is slower than tcp and knows no secret.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 from kv_transfer.messages import TransportOffer
 from kv_transfer.region import KVRegion
 from kv_transfer.transport import KVReceiver, KVSender
+from kv_transfer.transports import communicator, nixl_agent
+from kv_transfer.transports.cuda_ipc_receiver import CudaIpcReceiver
+from kv_transfer.transports.cuda_ipc_sender import CudaIpcSender
+from kv_transfer.transports.device_sharing import CudaSharing, DeviceSharing
+from kv_transfer.transports.dial import is_loopback
+from kv_transfer.transports.host import has_rdma
 from kv_transfer.transports.memory import MemoryFabric, MemoryReceiver, MemorySender
+from kv_transfer.transports.nixl_receiver import NixlReceiver
+from kv_transfer.transports.nixl_sender import NixlSender
 from kv_transfer.transports.shm_receiver import ShmReceiver
 from kv_transfer.transports.shm_sender import ShmSender
 from kv_transfer.transports.tcp_receiver import TcpReceiver
 from kv_transfer.transports.tcp_sender import TcpSender
 from kv_transfer.transports.tcp_settings import PLAIN, TcpSettings
+from kv_transfer.transports.torch_dist_receiver import TorchDistReceiver
+from kv_transfer.transports.torch_dist_sender import TorchDistSender
 from tandem.errors import ConfigError
 
+_T = TypeVar("_T")
 AUTO = "auto"
-NAMES = ("memory", "shm", "tcp")
+CUDA = CudaSharing()
+"""How GPU memory is shared where nothing else is said; holds nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where an end is to be opened."""
+
+    region: KVRegion
+    host: str | None = None
+    """Where a receiver listens; None for a sender, which finds out whom it reaches."""
+    fabric: MemoryFabric | None = None
+    isolated_network: bool = False
+    tcp: TcpSettings = PLAIN
+    sharing: DeviceSharing = CUDA
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Transport:
+    receiver: Callable[[Place], KVReceiver]
+    sender: Callable[[Place], KVSender]
+    obstacle: Callable[[Place], str | None]
+    """Why it cannot work at a place, even when it is forced."""
+    unasked: Callable[[Place], bool] = lambda _place: True
+    """Whether it should be tried where nothing is forced."""
+
+
+def _no_fabric(place: Place) -> str | None:
+    if place.fabric is None:
+        return "joins the workers of one process; between processes use shm or tcp"
+    return _beyond_reach(place)
+
+
+def _beyond_reach(place: Place) -> str | None:
+    """Writers cannot reach GPU memory as they reach the host's; what a receiver takes in itself it can put there."""
+    if place.host is None or place.region.device is None:
+        return None
+    return "cannot write into a KV pool in GPU memory; cuda_ipc, tcp and torch_dist can"
+
+
+def _no_shared_memory(place: Place) -> str | None:
+    if place.host is None or place.region.fd is not None:
+        return None
+    return _beyond_reach(place) or "needs a KV pool in shared memory"
+
+
+def _no_nixl(place: Place) -> str | None:
+    return _open_network(place) or _beyond_reach(place) or nixl_agent.problem()
+
+
+def _no_communicator(place: Place) -> str | None:
+    return _open_network(place) or communicator.problem()
+
+
+def _open_network(place: Place) -> str | None:
+    if place.isolated_network or place.host is None or is_loopback(place.host):
+        return None
+    return f"is neither encrypted nor authenticated: on {place.host} it needs transfer.isolated_network: true"
+
+
+_TRANSPORTS: Mapping[str, _Transport] = {
+    "memory": _Transport(
+        receiver=lambda p: MemoryReceiver(p.region, _given(p.fabric)),
+        sender=lambda p: MemorySender(p.region, _given(p.fabric)),
+        obstacle=_no_fabric,
+    ),
+    "cuda_ipc": _Transport(
+        receiver=lambda p: CudaIpcReceiver(p.region, p.sharing),
+        sender=lambda p: CudaIpcSender(p.region, p.sharing),
+        obstacle=lambda p: p.sharing.problem(p.region),
+    ),
+    "shm": _Transport(
+        receiver=lambda p: ShmReceiver(p.region), sender=lambda p: ShmSender(p.region), obstacle=_no_shared_memory
+    ),
+    "nixl": _Transport(
+        receiver=lambda p: NixlReceiver(p.region, host=_given(p.host)),
+        sender=lambda p: NixlSender(p.region, isolated_network=p.isolated_network),
+        obstacle=_no_nixl,
+        unasked=lambda p: p.isolated_network and has_rdma(),
+    ),
+    "torch_dist": _Transport(
+        receiver=lambda p: TorchDistReceiver(p.region, host=_given(p.host)),
+        sender=lambda p: TorchDistSender(p.region, isolated_network=p.isolated_network),
+        obstacle=_no_communicator,
+        unasked=lambda _place: False,
+    ),
+    "tcp": _Transport(
+        receiver=lambda p: TcpReceiver(host=_given(p.host), settings=p.tcp),
+        sender=lambda p: TcpSender(p.region, settings=p.tcp),
+        obstacle=lambda _place: None,
+    ),
+}
+
+NAMES = tuple(_TRANSPORTS)
 """Best first."""
 
 
@@ -24,47 +135,49 @@ def open_receivers(
     choice: str = AUTO,
     host: str = "127.0.0.1",
     fabric: MemoryFabric | None = None,
+    isolated_network: bool = False,
     tcp: TcpSettings = PLAIN,
+    sharing: DeviceSharing = CUDA,
 ) -> tuple[KVReceiver, ...]:
     """Receiving ends of a decode worker: all that can work here, or the one that is forced.
 
     Raises ConfigError when the forced one cannot work here, OSError when `host` cannot be listened on.
     """
-    _check(choice, fabric)
-    if choice == "shm" and region.fd is None:
-        raise ConfigError("KV transport 'shm' needs a KV pool in shared memory")
-    receivers: list[KVReceiver] = []
-    if fabric is not None and choice in (AUTO, "memory"):
-        receivers.append(MemoryReceiver(region, fabric))
-    if choice == "shm" or (choice == AUTO and region.fd is not None):
-        receivers.append(ShmReceiver(region))
-    if choice in (AUTO, "tcp"):
-        receivers.append(TcpReceiver(host=host, settings=tcp))
-    return tuple(receivers)
+    place = Place(region=region, host=host, fabric=fabric, isolated_network=isolated_network, tcp=tcp, sharing=sharing)
+    return tuple(_TRANSPORTS[name].receiver(place) for name in _chosen(choice, place))
 
 
 def open_senders(
-    region: KVRegion, *, choice: str = AUTO, fabric: MemoryFabric | None = None, tcp: TcpSettings = PLAIN
+    region: KVRegion,
+    *,
+    choice: str = AUTO,
+    fabric: MemoryFabric | None = None,
+    isolated_network: bool = False,
+    tcp: TcpSettings = PLAIN,
+    sharing: DeviceSharing = CUDA,
 ) -> tuple[KVSender, ...]:
     """Sending ends of a prefill worker, best first. Raises ConfigError when the forced one cannot work here."""
-    _check(choice, fabric)
-    senders: list[KVSender] = []
-    if fabric is not None and choice in (AUTO, "memory"):
-        senders.append(MemorySender(region, fabric))
-    if choice in (AUTO, "shm"):
-        senders.append(ShmSender(region))
-    if choice in (AUTO, "tcp"):
-        senders.append(TcpSender(region, settings=tcp))
-    return tuple(senders)
-
-
-def _check(choice: str, fabric: MemoryFabric | None) -> None:
-    if choice not in (AUTO, *NAMES):
-        raise ConfigError(f"KV transport {choice!r:.40} is none of {', '.join((AUTO, *NAMES))}")
-    if choice == "memory" and fabric is None:
-        raise ConfigError("KV transport 'memory' joins the workers of one process; between processes use shm or tcp")
+    place = Place(region=region, fabric=fabric, isolated_network=isolated_network, tcp=tcp, sharing=sharing)
+    return tuple(_TRANSPORTS[name].sender(place) for name in _chosen(choice, place))
 
 
 def candidates(offers: Sequence[TransportOffer], senders: Sequence[KVSender]) -> list[tuple[KVSender, TransportOffer]]:
     """What both sides can do, best first by the sender's order."""
     return [(sender, offer) for sender in senders for offer in offers if sender.reaches(offer)]
+
+
+def _chosen(choice: str, place: Place) -> list[str]:
+    if choice == AUTO:
+        return [name for name, one in _TRANSPORTS.items() if one.unasked(place) and one.obstacle(place) is None]
+    if choice not in _TRANSPORTS:
+        raise ConfigError(f"KV transport {choice!r:.40} is none of {', '.join((AUTO, *NAMES))}")
+    if (obstacle := _TRANSPORTS[choice].obstacle(place)) is not None:
+        raise ConfigError(f"KV transport {choice!r}: {obstacle}")
+    return [choice]
+
+
+def _given(value: _T | None) -> _T:
+    """What an obstacle has made sure of."""
+    if value is None:
+        raise ConfigError("a KV transport was opened where it cannot work")
+    return value

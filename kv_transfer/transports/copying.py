@@ -22,7 +22,7 @@ class RegionCopier:
     def __init__(self, source: KVRegion, target: KVRegion, pairing: Pairing, mover: Mover | None) -> None:
         if pairing.wire_dtype != pairing.destination.dtype:
             raise TransferError("what is written into a peer's memory must be what it holds")
-        self._source, self._target = source, target
+        self._source, self._target, self._to = source, target, target.array()
         self._departure = Departure(source, pairing)
         self._converts = self._departure.converts
         self._mover = mover
@@ -33,7 +33,7 @@ class RegionCopier:
         if self._converts:
             with gate:
                 payload = self._departure.convert(order.source, order.cells)
-                placing.scatter(target.writes(order.cells), payload, self._target.array())
+                placing.scatter(target.writes(order.cells), payload, self._to)
             return checksum.crc32(payload.data), payload.nbytes
         if self._mover is None:
             return self._copy(order.source.copies_to(target, order.cells), gate)
@@ -48,8 +48,8 @@ class RegionCopier:
 
     def _copy(self, copies: Iterable[Copy], gate: Gate) -> tuple[int, int]:
         value = total = 0
-        buffer, here_bytes, there_bytes = self._source.buffer, self._source.array(), self._target.array()
-        for piece in _pieces(copies):
+        buffer, here_bytes, there_bytes = self._source.buffer, self._source.array(), self._to
+        for piece in pieces(copies):
             with gate:
                 for here, there, size in piece:
                     # numpy lets go of the GIL while it copies; slices of memoryviews would not.
@@ -59,10 +59,10 @@ class RegionCopier:
         return value, total
 
 
-def _pieces(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
-    """The same copies in groups of at most PIECE_BYTES."""
+def pieces(copies: Iterable[Copy], piece_bytes: int = PIECE_BYTES) -> Iterator[list[Copy]]:
+    """The same copies in groups of at most `piece_bytes`."""
     piece: list[Copy] = []
-    room = PIECE_BYTES
+    room = piece_bytes
     for start, target, length in copies:
         here, there, left = start, target, length
         while left:
@@ -71,6 +71,6 @@ def _pieces(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
             here, there, left, room = here + size, there + size, left - size, room - size
             if not room:
                 yield piece
-                piece, room = [], PIECE_BYTES
+                piece, room = [], piece_bytes
     if piece:
         yield piece

@@ -56,17 +56,20 @@ class GrantTable:
         if grant is None:
             return False
         try:
-            found = grant.landing.checksum(cells)
+            intact = grant.landing.checksum(cells) == checksum and self._settle(grant, cells)
+            grant.landing.discard(cells)
+        except TransferError:
+            return False  # cells that the reservation does not have
+        return intact
+
+    def _settle(self, grant: Grant, cells: CellRange) -> bool:
+        """Layer by layer, so that a revocation waits for no more than one; False once there was one."""
+        for piece in range(grant.landing.num_pieces(cells)):
             with grant.lock:
                 if grant.revoked:
                     return False
-                if found != checksum:
-                    grant.landing.discard(cells)
-                    return False
-                grant.landing.settle(cells)
-        except TransferError:
-            return False  # cells that the reservation does not have
-        return True
+                grant.landing.settle(cells, piece)
+        return not grant.revoked
 
     def revoke(self, key: TransferKey) -> Grant | None:
         """End a grant. On return nobody holds its lock, and whoever takes it next finds it revoked."""

@@ -1,11 +1,13 @@
 """`tcp`, receiving end of one stream: frames in order, each payload straight into its destinations.
 
-Bytes land under the lock of their grant, one call that does not wait at a time, so that a revocation is proven at once:
-what still comes for a revoked grant is read into scratch memory, and the stream goes on serving other grants. Each
-piece is checksummed as soon as it has landed, while the cache has it.
+Bytes land under the stream's own lock, so that streams do not wait for each other, and one call that does not wait at a
+time. So a revocation is proven at once: once a grant is marked, each stream that was landing for it need only be met
+between two calls. What still comes for it is read into scratch memory, and the stream goes on serving other grants.
+Each piece is checksummed as soon as it has landed, while the cache has it.
 """
 
 import itertools
+import threading
 from dataclasses import dataclass, field
 
 from kv_transfer.transports import tcp_wire
@@ -38,6 +40,8 @@ class Inbound:
         self._grants = grants
         self._stall_s = stall_s
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._lock = threading.Lock()
+        self._landing: Grant | None = None
 
     def run(self) -> None:
         """Until the sender ends. Raises OSError, or TransferError for a sender that cannot be trusted any more."""
@@ -49,6 +53,12 @@ class Inbound:
                 raise TransferError(f"frame {header.write_id} instead of {number}")
             answer(self._channel, self._take(header), number)
 
+    def await_quiet(self, revoked: Grant) -> None:
+        """On return nothing lands for this grant any more. On any thread, and not before the grant is revoked."""
+        if self._landing is revoked:
+            with self._lock:
+                return
+
     def _take(self, header: Header) -> Kind:
         """Receive a payload into its destinations, or past them when it has none."""
         grant = self._grants.find(header.token)
@@ -56,7 +66,10 @@ class Inbound:
         if grant is None or not room:
             self._skip(header.payload_bytes)
             return Kind.REFUSED
+        # Set before the grant is looked at: so either this sees the revocation, or whoever revokes sees this.
+        self._landing = grant
         landed, checksum = self._land(grant, room)
+        self._landing = None
         self._skip(header.payload_bytes - landed)
         with grant.lock:
             if grant.revoked:
@@ -82,7 +95,7 @@ class Inbound:
         landed = checksum = 0
         for piece in pieces(room, self._channel.piece_bytes):
             while piece:
-                with grant.lock:
+                with self._lock:
                     if grant.revoked:
                         return landed, checksum
                     if self._peer.ended:

@@ -49,6 +49,7 @@ class TcpReceiver:
         self._connections: dict[Channel, threading.Thread] = {}
         self._greeting: dict[Channel, None] = {}
         self._peers: dict[int, Peer] = {}
+        self._streams: set[Inbound] = set()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._server = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
         self._address = self._server.getsockname()[:2]
@@ -72,7 +73,12 @@ class TcpReceiver:
 
     def revoke(self, key: TransferKey) -> bool:
         """Always proven: see tcp_inbound.py."""
-        self._grants.revoke(key)
+        grant = self._grants.revoke(key)
+        if grant is not None:
+            with self._lock:
+                streams = list(self._streams)
+            for stream in streams:
+                stream.await_quiet(grant)
         return True
 
     def listen_quiet(self, listener: QuietListener) -> None:
@@ -134,7 +140,7 @@ class TcpReceiver:
             deadline_s = time.monotonic() + self._settings.stall_s
             self._secure(channel, deadline_s)
             name, peer = self._greet(channel, deadline_s)
-            Inbound(channel, peer, self._grants, stall_s=self._settings.stall_s).run()
+            self._run(Inbound(channel, peer, self._grants, stall_s=self._settings.stall_s))
         except (OSError, TransferError) as error:
             log.info("tcp sender dropped: %s", error)
         finally:
@@ -146,6 +152,15 @@ class TcpReceiver:
                 peer.channels.discard(channel)
                 channel.hang_up()
                 channel.close()
+
+    def _run(self, stream: Inbound) -> None:
+        with self._lock:
+            self._streams.add(stream)
+        try:
+            stream.run()
+        finally:
+            with self._lock:
+                self._streams.discard(stream)
 
     def _secure(self, channel: Channel, deadline_s: float) -> None:
         """Tell whoever speaks TLS here from who does not, which is wrong for one of them; finish its handshake."""

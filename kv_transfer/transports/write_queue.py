@@ -22,11 +22,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class WriteJob:
-    """One order under way. Its sources are read only under the queue's `lock` and while not `stopped`."""
+    """One order. Its sources are read only under the queue's `lock` while not `stopped`, or else while `reading`.
+
+    `reading` says that something reads them by itself, which nobody can stop: then the future ends when that has ended.
+    """
 
     order: WriteOrder
     future: "Future[WriteResult]" = field(default_factory=Future)
     stopped: bool = False
+    reading: bool = False
     started_s: float = field(default_factory=time.monotonic)
 
     def succeed(self, checksum: int, num_bytes: int) -> None:
@@ -83,23 +87,26 @@ class WriteQueue:
         job.future.add_done_callback(lambda _future: self._forget(job))
         return job.future
 
-    def cancel(self, key: TransferKey) -> None:
-        """Stop every write of `key`; on return none of them reads its sources any more."""
+    def cancel(self, key: TransferKey) -> bool:
+        """Stop every write of `key`. True: none of them reads its sources any more; else those that do end later."""
         with self.lock:
             jobs = list(self._jobs.get(key, ()))
+            idle = [job for job in jobs if not job.reading]
             for job in jobs:
                 job.stopped = True
-        for job in jobs:
+        for job in idle:
             job.fail("write cancelled")
+        return len(idle) == len(jobs)
 
     def fail_all(self, reason: str) -> None:
         """The connection is gone: stop every write and refuse new ones."""
         with self.lock:
             self._failure = self._failure or reason
             jobs = [job for jobs in self._jobs.values() for job in jobs]
+            idle = [job for job in jobs if not job.reading]
             for job in jobs:
                 job.stopped = True
-        for job in jobs:
+        for job in idle:
             job.fail(reason)
 
     def close(self) -> None:
@@ -149,8 +156,7 @@ class QueuedWriter(ABC):
 
     def cancel(self, key: TransferKey) -> bool:
         """See PeerWriter."""
-        self._queue.cancel(key)
-        return True
+        return self._queue.cancel(key)
 
     def close(self) -> None:
         """See PeerWriter."""

@@ -13,6 +13,7 @@ from router.text_stream import TextDelta, stream_text
 from router.usage import Usage
 from tandem import wire
 from tandem.errors import InvalidRequest
+from tandem.tracing import TraceContext, context_from_headers
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceServicer
 
@@ -31,7 +32,11 @@ class InferenceService(InferenceServicer):
         prepared = await self._prepare(request, self._fields(request, context))
         usage = Usage([prepared])
         meter = RequestMeter(
-            self._metrics, self._frontend.clock, prompt_tokens=usage.prompt_tokens, choices=prepared.request.num_choices
+            self._metrics,
+            self._frontend.clock,
+            prompt_tokens=usage.prompt_tokens,
+            choices=prepared.request.num_choices,
+            span=prepared.request.span,
         )
         stream = stream_text(self._generator, prepared, self._frontend.tokenizer, meter)
         async with aclosing(stream) as deltas:
@@ -82,6 +87,7 @@ class InferenceService(InferenceServicer):
             priority=request.priority,
             cache_salt=request.cache_salt or None,
             tenant=self._tenant(context),
+            trace=_trace(context),
             time_left_s=context.time_remaining(),
         )
 
@@ -95,6 +101,12 @@ class InferenceService(InferenceServicer):
             ids = self._frontend.parse_ids(request.prompt_token_ids.ids, "prompt_token_ids")
             return (await self._frontend.prepare_prompts([ids], fields))[0]
         raise InvalidRequest("input is missing: send prompt, prompt_token_ids or chat", param="input")
+
+
+def _trace(context: Any) -> TraceContext | None:
+    sent = context.invocation_metadata() or ()
+    parents = [value for key, value in sent if key == "traceparent"]
+    return context_from_headers(parents, [value for key, value in sent if key == "tracestate"])
 
 
 def _messages(chat: pb.Chat) -> Sequence[Message]:

@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -21,6 +21,7 @@ from router.metrics import RequestMeter, RouterMetrics
 from router.requests import Generator
 from router.text_stream import TextDelta, collect, stream_all
 from router.usage import Usage
+from tandem.tracing import TraceContext, context_from_headers
 
 TIMING_HEADER = "X-Tandem-Timing"
 """`1` asks for a `timing` object in the answer, or in the last chunk of a stream."""
@@ -51,7 +52,7 @@ class GenerationRoutes:
     async def chat(self, request: Request) -> Response:
         """A conversation."""
         body = validate(ChatBody, await self._read(request))
-        fields = body.chat_fields(request.state.tenant)
+        fields = replace(body.chat_fields(request.state.tenant), trace=_trace(request))
         messages = [turn.message() for turn in body.messages]
         head = self._head(body, "chatcmpl")
 
@@ -66,7 +67,7 @@ class GenerationRoutes:
     async def completions(self, request: Request) -> Response:
         """Plain prompts."""
         body = validate(CompletionBody, await self._read(request))
-        fields = body.completion_fields(request.state.tenant)
+        fields = replace(body.completion_fields(request.state.tenant), trace=_trace(request))
         prompts = self._frontend.parse_prompts(body.prompt)
         head = self._head(body, "cmpl", echo=bool(body.echo))
 
@@ -122,6 +123,7 @@ class GenerationRoutes:
             self._frontend.clock,
             prompt_tokens=len(request.prompt_token_ids),
             choices=request.num_choices,
+            span=request.span,
         )
 
     async def _whole(self, call: _Call) -> dict[str, Any]:
@@ -157,6 +159,11 @@ class GenerationRoutes:
         if call.include_usage:
             timing = {"timing": _timing(usage)} if call.timing else {}
             yield event(answer.ending() | {"usage": _usage(usage)} | timing)
+
+
+def _trace(request: Request) -> TraceContext | None:
+    headers = request.headers
+    return context_from_headers(headers.getlist("traceparent"), headers.getlist("tracestate"))
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class TransportOffer(_message.Message):
     def __init__(self, name: _Optional[str] = ..., advert: _Optional[bytes] = ..., host_id: _Optional[str] = ...) -> None: ...
 
 class Prefill(_message.Message):
-    __slots__ = ("token_ids", "num_prompt_tokens", "held_tokens", "sampling", "choice_index", "hash_root", "priority", "timeout_s", "request_id", "lease_s", "resume", "fetch", "holder")
+    __slots__ = ("token_ids", "num_prompt_tokens", "held_tokens", "sampling", "choice_index", "hash_root", "priority", "timeout_s", "request_id", "lease_s", "resume", "fetch", "names", "holder", "trace")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -83,7 +83,9 @@ class Prefill(_message.Message):
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     FETCH_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
     held_tokens: int
@@ -96,8 +98,10 @@ class Prefill(_message.Message):
     lease_s: float
     resume: bool
     fetch: bool
+    names: bytes
     holder: _common_pb2.PrefixHolder
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., held_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choice_index: _Optional[int] = ..., hash_root: _Optional[bytes] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., request_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., resume: bool = ..., fetch: bool = ..., holder: _Optional[_Union[_common_pb2.PrefixHolder, _Mapping]] = ...) -> None: ...
+    trace: str
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., held_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choice_index: _Optional[int] = ..., hash_root: _Optional[bytes] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., request_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., resume: bool = ..., fetch: bool = ..., names: _Optional[bytes] = ..., holder: _Optional[_Union[_common_pb2.PrefixHolder, _Mapping]] = ..., trace: _Optional[str] = ...) -> None: ...
 
 class Offer(_message.Message):
     __slots__ = ("num_units", "queue_s", "tail_hash")

@@ -54,7 +54,7 @@ class PrefillRoute(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., holder: _Optional[_Union[_common_pb2.PrefixHolder, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "generated_token_ids", "sampling", "choice_index", "hash_root", "priority", "timeout_s", "prefill", "holder")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "generated_token_ids", "sampling", "choice_index", "hash_root", "priority", "timeout_s", "prefill", "holder", "trace")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class Submit(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -77,7 +78,8 @@ class Submit(_message.Message):
     timeout_s: float
     prefill: PrefillRoute
     holder: _common_pb2.PrefixHolder
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choice_index: _Optional[int] = ..., hash_root: _Optional[bytes] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., prefill: _Optional[_Union[PrefillRoute, _Mapping]] = ..., holder: _Optional[_Union[_common_pb2.PrefixHolder, _Mapping]] = ...) -> None: ...
+    trace: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choice_index: _Optional[int] = ..., hash_root: _Optional[bytes] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., prefill: _Optional[_Union[PrefillRoute, _Mapping]] = ..., holder: _Optional[_Union[_common_pb2.PrefixHolder, _Mapping]] = ..., trace: _Optional[str] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("request_id", "attempt")
@@ -116,7 +118,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., transfer_failed: _Optional[_Union[TransferFailed, _Mapping]] = ..., kv_events: _Optional[_Union[KVEvents, _Mapping]] = ..., load: _Optional[_Union[LoadSnapshot, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("protocol_version", "worker_id", "incarnation", "role", "model_name", "max_model_len", "num_blocks", "layout", "handoff_address", "transports", "vocab_size", "eos_token_ids")
+    __slots__ = ("protocol_version", "worker_id", "incarnation", "role", "model_name", "max_model_len", "num_blocks", "layout", "handoff_address", "transports", "vocab_size", "eos_token_ids", "num_blocks_below")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +131,7 @@ class WorkerHello(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_BELOW_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     worker_id: str
     incarnation: int
@@ -141,7 +144,8 @@ class WorkerHello(_message.Message):
     transports: _containers.RepeatedScalarFieldContainer[str]
     vocab_size: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., model_name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., handoff_address: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    num_blocks_below: int
+    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., model_name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., handoff_address: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., num_blocks_below: _Optional[int] = ...) -> None: ...
 
 class StepTokens(_message.Message):
     __slots__ = ("deltas",)
@@ -232,7 +236,7 @@ class KVEvent(_message.Message):
     def __init__(self, block_hash: _Optional[bytes] = ..., stored: bool = ...) -> None: ...
 
 class LoadSnapshot(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "backlog_tokens", "num_free_blocks", "num_total_blocks", "prefill_tokens_per_s", "decode_step_s", "kv_bytes_per_s", "num_quarantined_blocks")
+    __slots__ = ("num_running", "num_waiting", "backlog_tokens", "num_free_blocks", "num_total_blocks", "prefill_tokens_per_s", "decode_step_s", "kv_bytes_per_s", "num_quarantined_blocks", "cache_tiers", "transfers")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     BACKLOG_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -242,6 +246,8 @@ class LoadSnapshot(_message.Message):
     DECODE_STEP_S_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     NUM_QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_TIERS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     backlog_tokens: int
@@ -251,7 +257,103 @@ class LoadSnapshot(_message.Message):
     decode_step_s: float
     kv_bytes_per_s: float
     num_quarantined_blocks: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., kv_bytes_per_s: _Optional[float] = ..., num_quarantined_blocks: _Optional[int] = ...) -> None: ...
+    cache_tiers: _containers.RepeatedCompositeFieldContainer[CacheTier]
+    transfers: TransferReport
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., kv_bytes_per_s: _Optional[float] = ..., num_quarantined_blocks: _Optional[int] = ..., cache_tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ..., transfers: _Optional[_Union[TransferReport, _Mapping]] = ...) -> None: ...
+
+class CacheTier(_message.Message):
+    __slots__ = ("tier", "num_blocks", "capacity_blocks", "hits", "misses", "stores", "evictions", "stored_bytes", "store_s", "loaded_bytes", "load_s", "dropped", "damaged", "late")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    STORES_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STORE_S_FIELD_NUMBER: _ClassVar[int]
+    LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    num_blocks: int
+    capacity_blocks: int
+    hits: int
+    misses: int
+    stores: int
+    evictions: int
+    stored_bytes: int
+    store_s: float
+    loaded_bytes: int
+    load_s: float
+    dropped: int
+    damaged: int
+    late: int
+    def __init__(self, tier: _Optional[str] = ..., num_blocks: _Optional[int] = ..., capacity_blocks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., stores: _Optional[int] = ..., evictions: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., store_s: _Optional[float] = ..., loaded_bytes: _Optional[int] = ..., load_s: _Optional[float] = ..., dropped: _Optional[int] = ..., damaged: _Optional[int] = ..., late: _Optional[int] = ...) -> None: ...
+
+class TransferReport(_message.Message):
+    __slots__ = ("sent", "received", "fetches_started", "fetches_completed", "fetches_failed", "fetches_declined", "fetched_tokens", "lent_tokens", "pinned_blocks", "leased_blocks", "quarantined_blocks", "loans")
+    SENT_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    FETCHES_STARTED_FIELD_NUMBER: _ClassVar[int]
+    FETCHES_COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    FETCHES_FAILED_FIELD_NUMBER: _ClassVar[int]
+    FETCHES_DECLINED_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOANS_FIELD_NUMBER: _ClassVar[int]
+    sent: TransferSide
+    received: TransferSide
+    fetches_started: int
+    fetches_completed: int
+    fetches_failed: int
+    fetches_declined: int
+    fetched_tokens: int
+    lent_tokens: int
+    pinned_blocks: int
+    leased_blocks: int
+    quarantined_blocks: int
+    loans: int
+    def __init__(self, sent: _Optional[_Union[TransferSide, _Mapping]] = ..., received: _Optional[_Union[TransferSide, _Mapping]] = ..., fetches_started: _Optional[int] = ..., fetches_completed: _Optional[int] = ..., fetches_failed: _Optional[int] = ..., fetches_declined: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., lent_tokens: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., loans: _Optional[int] = ...) -> None: ...
+
+class TransferSide(_message.Message):
+    __slots__ = ("started", "ended", "bad_messages", "live", "bytes_per_s")
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    BAD_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    started: int
+    ended: _containers.RepeatedCompositeFieldContainer[TransferEnds]
+    bad_messages: int
+    live: int
+    bytes_per_s: float
+    def __init__(self, started: _Optional[int] = ..., ended: _Optional[_Iterable[_Union[TransferEnds, _Mapping]]] = ..., bad_messages: _Optional[int] = ..., live: _Optional[int] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
+
+class TransferEnds(_message.Message):
+    __slots__ = ("fetch", "transport", "outcome", "count", "num_bytes", "seconds", "chunks", "damaged_chunks")
+    FETCH_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    fetch: bool
+    transport: str
+    outcome: str
+    count: int
+    num_bytes: int
+    seconds: float
+    chunks: int
+    damaged_chunks: int
+    def __init__(self, fetch: bool = ..., transport: _Optional[str] = ..., outcome: _Optional[str] = ..., count: _Optional[int] = ..., num_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., chunks: _Optional[int] = ..., damaged_chunks: _Optional[int] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("reason",)

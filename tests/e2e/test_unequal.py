@@ -32,5 +32,9 @@ async def test_blocks_of_another_size_keep_the_tokens(way, oracle):
             answers = await asyncio.gather(*(cluster.tokens(p, MAX_TOKENS, cache_salt=salt) for p, _ in asked))
             assert [i for i, (answer, (_, said)) in enumerate(zip(answers, asked, strict=True)) if answer != said] == []
         assert await cluster.disaggregated() > 0
+        prompt = max((prompt for prompt, _ in asked), key=len)
+        again = await cluster.complete(prompt, MAX_TOKENS, cache_salt="warm")
+        # The router finds what is held whatever the size of the blocks that hold it.
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(prompt) - 64
         assert await cluster.figure("tandem_dispatch_retries_total") == 0, "a hand-off failed"
         await cluster.until_idle()

@@ -1,24 +1,24 @@
-"""`python -m tests.explore [chunks [faults [attempts]]]`: explore on both kinds of transports and print the counts."""
+"""`python -m tests.explore [nightly] [name ...]`: explore the worlds of `worlds.py` and print what was found."""
 
 import sys
-import time
 
-from tests.explore.explorer import SHARINGS, explore
-from tests.explore.scope import Scope
+from tests.explore.explorer import explore
+from tests.explore.worlds import DAILY, NIGHTLY
 
 
 def main(arguments: list[str]) -> None:
     """Explore and print."""
-    given = [int(argument) for argument in arguments]
-    num_chunks, max_faults, max_attempts = (*given, *(1, 2, 1)[len(given) :])
-    for shared_memory in (True, False):
-        scope = Scope(
-            num_chunks=num_chunks, max_faults=max_faults, max_attempts=max_attempts, shared_memory=shared_memory
-        )
-        started = time.perf_counter()
-        explored = explore(scope, *(SHARINGS if max_attempts == 1 else ()))
-        seconds = time.perf_counter() - started
-        print(f"{explored}; {explored.num_states / seconds:,.0f} states/s", flush=True)
+    worlds = NIGHTLY if "nightly" in arguments else DAILY
+    names = set(arguments) - {"nightly"}
+    if unknown := names - {world.name for world in worlds}:
+        raise SystemExit(f"no such world: {', '.join(sorted(unknown))}; there are {', '.join(map(str, worlds))}")
+    num_states, seconds = 0, 0.0
+    for world in worlds:
+        if not names or world.name in names:
+            explored = explore(world.scope, *world.meetings)
+            num_states, seconds = num_states + explored.num_states, seconds + explored.seconds
+            print(f"{world.name}: {explored}", flush=True)
+    print(f"{num_states:,} states in {seconds:.1f} s; every property holds in each")
 
 
 if __name__ == "__main__":

@@ -7,27 +7,31 @@ from dataclasses import replace
 
 from kv_transfer.messages import Body, Chunk, CommitAck, Envelope, Nack, Offer, Reserve, Seal
 from tests.explore.prefill_side import OTHER_TAIL
+from tests.explore.scope import Scope
 
 
-def bends(envelope: Envelope, num_chunks: int) -> list[Envelope]:
+def bends(envelope: Envelope, scope: Scope) -> list[Envelope]:
     """The alterations of one message."""
-    return [replace(envelope, body=body) for body in _bodies(envelope.body, num_chunks)]
+    return [replace(envelope, body=body) for body in _bodies(envelope.body, scope)]
 
 
-def _bodies(body: Body, num_chunks: int) -> list[Body]:
+def _bodies(body: Body, scope: Scope) -> list[Body]:
+    num_chunks, num_units = scope.num_chunks, scope.num_units
     match body:
         case Offer():
-            return [replace(body, num_blocks=body.num_blocks - 1)]
+            other_sizes = [replace(body, num_units=body.num_units + more) for more in (-1, num_units)]
+            return [*other_sizes, replace(body, tail_hash=OTHER_TAIL)]
         case Reserve():
-            return [replace(body, num_blocks=body.num_blocks - 1), CommitAck()]
+            return [replace(body, num_units=body.num_units - 1), CommitAck()]
         case Chunk():
             cells = body.cells
-            outside = replace(cells, first_block=cells.first_block + num_chunks)
-            moved = replace(cells, first_block=(cells.first_block + 1) % num_chunks)
+            outside = replace(cells, first_unit=cells.first_unit + num_units)
+            above = replace(cells, first_layer=cells.first_layer + scope.num_layers)
+            moved = replace(cells, first_unit=(cells.first_unit + 1) % num_units)
+            lifted = replace(cells, first_layer=(cells.first_layer + 1) % scope.num_layers)
             return [
-                replace(body, cells=outside),
-                replace(body, cells=moved),
-                replace(body, cells=replace(cells, num_blocks=0)),
+                *(replace(body, cells=other) for other in (outside, above, moved, lifted) if other != cells),
+                replace(body, cells=replace(cells, num_units=0)),
                 replace(body, seq=body.seq + num_chunks),
                 replace(body, seq=(body.seq + 1) % num_chunks),
             ]

@@ -5,24 +5,14 @@ from typing import Any
 
 from kv_transfer import actions as act
 from kv_transfer import events as ev
+from kv_transfer import guards
 from kv_transfer.messages import Abort, Chunk, Failure, Offer, Seal
 from kv_transfer.states import LIVE, HandoffState
 from tandem.errors import Unavailable
 from tests.explore import properties
-from tests.explore.life import (
-    CRASHED,
-    DECODE,
-    DONE,
-    LOOSE,
-    MOVING,
-    OPEN,
-    OVER,
-    OWNED,
-    TORN,
-    Life,
-    Write,
-)
-from tests.explore.scope import Names
+from tests.explore.life import DONE, LOOSE, LOST, MOVING, NEW, OPEN, OVER, OWNED, TORN, Life
+from tests.explore.scope import UNIT_TOKENS, Names
+from tests.explore.writing import Writing
 
 BUSY = Failure(kind=Unavailable, message="no blocks")
 
@@ -33,13 +23,14 @@ class DecodeSide:
     def __init__(self, names: Names) -> None:
         self._names = names
         self._machines = names.machines
+        self._writing = Writing(names.scope)
 
     # The ladder
 
     def begin(self, life: Life, at: int) -> None:
-        """The router names a prefill worker for the next attempt; a request that lost its decode worker starts anew."""
-        if life.request == CRASHED:
-            life.request, life.tokens, life.ladder = OPEN, 0, self._names.fresh_ladder
+        """The router names a prefill worker for the next attempt."""
+        if life.request == NEW:
+            life.request, life.ladder = OPEN, self._names.fresh_ladder
         life.attempt += 1
         epoch = life.workers[at].epoch
         key = ("begin", life.attempt, at, epoch)
@@ -48,7 +39,7 @@ class DecodeSide:
             life.ladder, key, lambda ladder: self._machines.add(ladder.begin(life.attempt, peer, 0.0))
         )
         life.receivers[life.attempt] = (machine, at, epoch)
-        self._step(life, life.attempt, "start", lambda receiver: receiver.start())
+        self._step(life, life.attempt, "start", lambda receiver: receiver.start(UNIT_TOKENS))
 
     def _ladder(self, life: Life, key: tuple[Any, ...], do: Any) -> None:
         life.ladder, _none = self._machines.step(life.ladder, key, do)
@@ -74,16 +65,18 @@ class DecodeSide:
 
     # Receivers
 
-    def deliver(self, life: Life, envelope_number: int) -> None:
+    def deliver(self, life: Life, number: int) -> None:
         """To every attempt of the hand-off: telling them apart is the machines' business."""
-        envelope = self._names.envelopes.values[envelope_number]
+        envelope = self._names.envelopes.values[number]
+        mine = self._names.decode(life.decode_epoch)
         if not life.receivers and isinstance(envelope.body, Offer | Chunk | Seal):
             at = self._names.at(envelope.incarnation)
-            if self._names.prefill(at, life.workers[at].epoch) == envelope.incarnation:
-                answer = self._names.from_decode(life.decode_epoch, envelope.key, Abort(reason="unknown"))
-                life.messages.add((at, answer))
+            known = self._names.prefill(at, life.workers[at].epoch) == envelope.incarnation
+            if known and not guards.misdirected(envelope, mine):
+                answer = Abort(reason="unknown")
+                life.messages.add((at, self._names.envelope(mine, envelope.incarnation, envelope.key, answer)))
         for attempt in list(life.receivers):
-            key = ("message", envelope_number)
+            key = ("message", number)
             self._step(life, attempt, key, lambda receiver: receiver.on_message(envelope, 0.0))
 
     def tell(self, life: Life, attempt: int, event: ev.ReceiverEvent) -> None:
@@ -108,14 +101,15 @@ class DecodeSide:
 
     def _advance(self, life: Life, attempt: int, key: Any, do: Any) -> list[tuple[str, Any]]:
         machine, at, epoch = life.receivers[attempt]
-        mine = life.decode_epoch
+        mine = self._names.decode(life.decode_epoch)
+        there = self._names.prefill(at, life.workers[at].epoch)
 
         def run(receiver: Any) -> list[tuple[str, Any]]:
             return self._names.compiled(
-                do(receiver), lambda body: self._names.from_decode(mine, receiver.plan.key, body)
+                do(receiver), lambda body: self._names.envelope(mine, there, receiver.plan.key, body)
             )
 
-        machine, actions = self._machines.step(machine, (mine, key), run)
+        machine, actions = self._machines.step(machine, (mine, there, key), run)
         life.receivers[attempt] = (machine, at, epoch)
         return actions
 
@@ -126,19 +120,22 @@ class DecodeSide:
             case "BindBlocks":
                 life.owed.add(("bind", attempt, action.num_blocks))
             case "OpenGrant":
-                life.grants[attempt] = action.blocks
+                life.grants[attempt] = (action.blocks, *life.routed_to(attempt))
                 scope = self._names.scope
                 proof = scope.shared_memory and not scope.remote
                 return ev.GrantOpened(transport="x", grant=b"g", drain_proves_quiet=proof)
             case "Verify":
                 chunk = action.chunk
-                life.owed.add(("verify", attempt, chunk.seq, chunk.rewrite, action.blocks, chunk.checksum))
+                slots = self._names.scope.slots(chunk.cells, life.grants[attempt][0])
+                life.owed.add(("verify", attempt, chunk.seq, chunk.rewrite, slots, chunk.checksum))
             case "ForwardFirstToken":
                 properties.sampled_once(life)
                 life.tokens += 1
                 self._ladder(life, ("token",), lambda ladder: ladder.first_token_known())
             case "Commit":
-                properties.committable(life, action.info, self._names.scope.num_chunks)
+                scope = self._names.scope
+                needed = None if scope.fetch else scope.num_blocks
+                properties.committable(life, action.info, needed, num_cells=scope.num_cells)
                 life.owed.add(("commit", attempt, action.info.blocks))
             case "Revoke":
                 return self._revoke(life, attempt)
@@ -160,7 +157,9 @@ class DecodeSide:
         if life.request != OPEN or attempt != life.attempt:
             raise properties.Violation(f"attempt {attempt} reports failure, but its request has moved on")
         properties.given_up_once(life, attempt, action.landed)
-        properties.right_content(life, action.landed, len(life.kept), "keeps wrong KV")
+        properties.right_content(
+            life, action.landed, len(life.kept), "keeps wrong KV", num_cells=self._names.scope.num_cells
+        )
         properties.no_writer_into(life, action.landed, "is kept")
         for block in action.landed:
             life.blocks[block] = (OWNED, life.blocks[block][1])
@@ -181,30 +180,32 @@ class DecodeSide:
             life.owed.add(("quiet", attempt))
             return None
         for write in writes:
-            self.stop(life, write)
+            self._writing.shut_out(life, write)
         return ev.Quiet()
 
-    def stop(self, life: Life, write: Write) -> None:
-        """It can land no more; its sender, if alive, learns that."""
-        life.writes.discard(write)
-        if write.phase == MOVING and life.workers[write.at].epoch == write.epoch:
-            life.owed.add(("write failed", write.at, write.attempt, write.seq, write.rewrite))
+    def quiet(self, life: Life, attempt: int) -> None:
+        """The writers of an attempt have answered its revocation, or are proven dead."""
+        for write in [w for w in life.writes if w.attempt == attempt and w.phase in (MOVING, LOOSE)]:
+            self._writing.shut_out(life, write)
+        self.tell(life, attempt, ev.Quiet())
 
     # Answers to actions
 
     def bind(self, life: Life, attempt: int, blocks: tuple[int, ...]) -> None:
         """The pool gives destinations."""
+        torn = (TORN,) * (self._names.scope.units_per_block * self._names.scope.num_layers)
         for block in blocks:
-            life.blocks[block] = (attempt, TORN)
+            life.blocks[block] = (attempt, torn)
         self.tell(life, attempt, ev.Bound(blocks=blocks))
 
     def refuse(self, life: Life, attempt: int) -> None:
         """The pool gives none."""
         self.tell(life, attempt, ev.BindRefused(failure=BUSY))
 
-    def verify(self, life: Life, attempt: int, seq: int, rewrite: int, blocks: tuple[int, ...], checksum: int) -> None:
+    def verify(self, life: Life, item: tuple[Any, ...]) -> None:
         """Compare what is in memory now with what the chunk said."""
-        intact = [life.blocks.get(block, (0, TORN))[1] for block in blocks] == [checksum]
+        _verify, attempt, seq, rewrite, slots, checksum = item
+        intact = life.read(slots) == checksum
         self.tell(life, attempt, ev.Verified(seq=seq, rewrite=rewrite, intact=intact))
 
     def commit(self, life: Life, attempt: int, blocks: tuple[int, ...]) -> None:
@@ -212,7 +213,9 @@ class DecodeSide:
         properties.given_up_once(life, attempt, blocks)
         properties.no_writer_into(life, blocks, "is decoded from")
         if life.request == OPEN:
-            properties.right_content(life, (*life.kept, *blocks), 0, "decodes wrong KV")
+            properties.right_content(
+                life, (*life.kept, *blocks), 0, "decodes wrong KV", num_cells=self._names.scope.num_cells
+            )
             life.request, life.ladder = DONE, -1
             self._free_owned(life)
         for block in blocks:
@@ -220,23 +223,19 @@ class DecodeSide:
         self.tell(life, attempt, ev.Committed())
 
     def crash(self, life: Life) -> None:
-        """The process dies and starts again; its memory is another one now."""
+        """The process dies and starts again; its memory is another one now, and the hand-off is over."""
         life.decode_epoch += 1
-        for worker, index in zip(life.workers, (0, 1), strict=True):
+        for at, worker in enumerate(life.workers):
             if worker.sender is not None:
-                life.owed.add(("sender link lost", index, worker.sender.attempt))
-        for write in list(life.writes):
-            if write.phase == LOOSE:
-                life.writes.discard(write)
-            elif write.phase == MOVING:
-                self.stop(life, write)
-        life.messages = {(to, number) for to, number in life.messages if to != DECODE}
+                life.owed.add(("sender link lost", at, worker.sender.attempt))
+        self._writing.memory_dies(life)
         life.owed = {
             item for item in life.owed if item[0] in ("write failed", "sender link lost", "writes quiet", "submit")
         }
         life.receivers, life.grants, life.blocks, life.kept = {}, {}, {}, []
         if life.request == OPEN:
-            life.request, life.ladder, life.tokens = CRASHED, -1, 0
+            life.request = LOST
+        life.ladder = -1
 
 
 def live(state: HandoffState | None) -> bool:

@@ -8,9 +8,10 @@ from kv_transfer.states import HandoffState
 from tests.explore import properties
 from tests.explore.bends import bends
 from tests.explore.decode_side import DecodeSide, live
+from tests.explore.engine import STOPPED
 from tests.explore.freeze import BEYOND_DEADLINE, BEYOND_LEASES
-from tests.explore.life import CRASHED, DECODE, LANDED, LOOSE, MOVING, OPEN, Life, Packed
-from tests.explore.prefill_side import STOPPED, PrefillSide
+from tests.explore.life import DECODE, LANDED, MOVING, NEW, OPEN, Life, Packed
+from tests.explore.prefill_side import PrefillSide
 from tests.explore.scope import Names, Scope
 
 Move = tuple[Any, ...]
@@ -41,13 +42,20 @@ class Environment:
                 moves.append(("lingerer dies", write.at, write.epoch))
         for at, worker in enumerate(life.workers):
             if worker.sender is not None and 0 <= worker.sender.step < STOPPED:
-                moves.append(("engine", at))
-        if life.request == CRASHED or self.decode.ladder_waits(life.ladder):
+                lends = [("lend", at, units) for units in range(self.scope.num_units + 1)]
+                moves += lends if self.scope.fetch else [("engine", at)]
+        if life.request == NEW:
+            moves.append(("begin", 0))
+        elif self.decode.ladder_waits(life.ladder):
             if life.attempt < self.scope.max_attempts:
                 moves += [("begin", 0), ("begin", 1)]
             moves.append(("give up",))
         expiries = list(self._expiries(life))
-        moves += [move for move, free in expiries if free or not moves]
+        wanted = {attempt for attempt, (machine, *_to) in life.receivers if live(self._states[machine])}
+        moves += [("refuse to bind", attempt) for attempt in self._asked(life) if attempt not in wanted]
+        # Only the pool is awaited, or nothing: time passes. So an end never needs what another request may hold.
+        idle = all(move[0] == "bind" for move in moves)
+        moves += [move for move, free in expiries if free or idle]
         return moves
 
     def faults(self, life: Packed) -> list[Move]:
@@ -56,30 +64,40 @@ class Environment:
         moves: list[Move] = [(kind, *message) for message in life.messages for kind in ("lose", "repeat")]
         moves += [("damage", write) for write in life.writes if write.phase != LANDED]
         moves += [("expire", *move[1:]) for move, _free in self._expiries(life) if move not in free]
-        moves += [("refuse to bind", item[1]) for item in life.owed if item[0] == "bind"]
+        moves += [move for a in self._asked(life) if (move := ("refuse to bind", a)) not in free]
         moves += [("refuse to submit", item[1], item[2]) for item in life.owed if item[0] == "submit"]
-        for attempt, (machine, at, epoch) in life.receivers:
-            if live(self._states[machine]) and life.workers[at].epoch == epoch:
-                moves.append(("cut", attempt))
-        for at, worker in enumerate(life.workers):
-            moves += self._worker_faults(life, at, worker.sender)
+        for at in range(2):
+            moves += self._worker_faults(life, at)
         moves += [("bind too few", *item[1:]) for item in life.owed if item[0] == "bind"]
         if self.scope.bent:
             moves += [("bend", to, number) for to, bent in life.messages for number in self._bent(bent)]
         if life.request == OPEN:
-            moves += [("cancel",), ("decode worker crashes",)]
+            moves.append(("cancel",))
+        if life.decode_epoch == 0 and (life.request == OPEN or life.receivers or self._to(life, DECODE)):
+            moves.append(("decode worker crashes",))
         if self.scope.only is not None:
             moves = [move for move in moves if move[0] in self.scope.only]
         return moves
 
     def _bent(self, number: int) -> list[int]:
         envelopes = self.names.envelopes
-        return [envelopes.number(e) for e in bends(envelopes.values[number], self.scope.num_chunks)]
+        return [envelopes.number(e) for e in bends(envelopes.values[number], self.scope)]
 
-    def _worker_faults(self, life: Packed, at: int, sender: Any) -> Iterator[Move]:
-        epoch = life.workers[at].epoch
+    @staticmethod
+    def _asked(life: Packed) -> list[int]:
+        """Attempts that wait for blocks."""
+        return [item[1] for item in life.owed if item[0] == "bind"]
+
+    @staticmethod
+    def _to(life: Packed, where: int) -> bool:
+        return any(to == where for to, _number in life.messages)
+
+    def _worker_faults(self, life: Packed, at: int) -> Iterator[Move]:
+        epoch, _newest, sender = life.workers[at]
         routed = any((to, e) == (at, epoch) for _a, (_m, to, e) in life.receivers)
         if sender is not None or routed:
+            yield ("cut", at)
+        if sender is not None or routed or self._to(life, at):
             yield ("crash", at)
         if any((w.at, w.epoch, w.phase) == (at, epoch, MOVING) for w in life.writes):
             yield ("hang", at)
@@ -89,8 +107,10 @@ class Environment:
             yield ("deadline", at)
             if 0 <= sender.step < STOPPED:
                 yield ("engine fails", at)
-            if sender.step == 0 and self.scope.other_tokens:
-                yield ("computes other tokens", at)
+        if self.scope.mistakes and not sender.other and 0 <= sender.step < STOPPED:
+            yield ("computes other tokens" if sender.step == 0 else "goes on with other tokens", at)
+        if self.scope.preempts and sender.thrown_out < 0 and self.prefill.between_steps(sender):
+            yield ("preempt", at)
 
     def _expiries(self, life: Packed) -> Iterator[tuple[Move, bool]]:
         """Leases that can end, and whether they do so without anybody being late."""
@@ -134,7 +154,7 @@ class Environment:
                 if move[0] != "lose":
                     self._deliver(life, to, number)
             case ("land" | "damage", write):
-                self.prefill.land(life, write, damaged=move[0] == "damage")
+                self.prefill.writing.land(life, write, damaged=move[0] == "damage")
             case ("written", write):
                 self.prefill.written(life, write)
             case ("begin", at):
@@ -145,8 +165,8 @@ class Environment:
                 self.decode.expire(life, attempt, BEYOND_LEASES)
             case ("decode worker crashes",):
                 self.decode.crash(life)
-            case ("cut", attempt):
-                self._cut(life, attempt)
+            case ("cut", at):
+                self._cut(life, at)
             case ("bind" | "bind too few" | "refuse to bind", *_):
                 self._bind(life, move)
             case _:
@@ -173,6 +193,8 @@ class Environment:
         match move:
             case ("engine", at):
                 self.prefill.engine(life, at)
+            case ("lend", at, num_units):
+                self.prefill.lend(life, at, num_units)
             case ("expire", "sender", at):
                 self.prefill.expire(life, at, BEYOND_LEASES)
             case ("deadline", at):
@@ -182,13 +204,14 @@ class Environment:
                 self.prefill.submit(life, at, attempt, accepted=False)
             case ("engine fails", at):
                 self.prefill.fail(life, at)
-            case ("computes other tokens", at):
+            case ("computes other tokens" | "goes on with other tokens", at):
                 self.prefill.mistake(life, at)
+            case ("preempt", at):
+                self.prefill.preempt(life, at)
             case ("crash", at) | ("hang", at):
                 self.prefill.crash(life, at, lingers=move[0] == "hang")
             case ("lingerer dies", at, epoch):
-                for write in [w for w in life.writes if (w.at, w.epoch) == (at, epoch)]:
-                    life.writes.discard(write)
+                self.prefill.writing.lingerer_dies(life, at, epoch)
             case _:
                 raise AssertionError(f"no such move: {move}")
 
@@ -200,14 +223,12 @@ class Environment:
 
     def _answer(self, life: Life, item: Move) -> None:
         match item:
-            case ("verify", attempt, seq, rewrite, block, checksum):
-                self.decode.verify(life, attempt, seq, rewrite, block, checksum)
+            case ("verify", *_):
+                self.decode.verify(life, item)
             case ("commit", attempt, blocks):
                 self.decode.commit(life, attempt, blocks)
             case ("quiet", attempt):
-                for write in [w for w in life.writes if w.attempt == attempt and w.phase in (MOVING, LOOSE)]:
-                    self.decode.stop(life, write)
-                self.decode.tell(life, attempt, ev.Quiet())
+                self.decode.quiet(life, attempt)
             case ("receiver link lost", attempt):
                 self.decode.tell(life, attempt, ev.LinkLost(reason="gone"))
             case ("sender link lost", at, attempt):
@@ -219,13 +240,17 @@ class Environment:
             case ("writes quiet", at, attempt):
                 self.prefill.writes_quiet(life, at, attempt)
 
-    def _cut(self, life: Life, attempt: int) -> None:
+    def _cut(self, life: Life, at: int) -> None:
         """The link ends: what is on it is lost, and each side notices in its own time."""
-        at, _epoch = life.routed_to(attempt)
+        epoch = life.workers[at].epoch
+        mine = self.names.prefill(at, epoch)
+        envelopes = self.names.envelopes.values
         life.messages = {
-            (to, number) for to, number in life.messages if self.names.envelopes.values[number].key.attempt != attempt
+            (to, number) for to, number in life.messages if to != at and envelopes[number].incarnation != mine
         }
-        life.owed.add(("receiver link lost", attempt))
+        for attempt in life.receivers:
+            if life.routed_to(attempt) == (at, epoch):
+                life.owed.add(("receiver link lost", attempt))
         sender = life.workers[at].sender
-        if sender is not None and sender.attempt == attempt:
-            life.owed.add(("sender link lost", at, attempt))
+        if sender is not None:
+            life.owed.add(("sender link lost", at, sender.attempt))

@@ -1,18 +1,23 @@
 """One exploration from start to end, and the line that it prints."""
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 
+from tandem.ids import TransferId
 from tests.explore.environment import Environment
+from tests.explore.freeze import Machines, freeze
 from tests.explore.lives import Lives
-from tests.explore.pairs import Pairs, Sharing
-from tests.explore.scope import Scope
+from tests.explore.pairs import Meeting, Pairs
+from tests.explore.properties import Violation
+from tests.explore.scope import Names, Scope
 
-SHARINGS = (
-    Sharing(decode_worker=True, prefill_worker=True),
-    Sharing(decode_worker=True, prefill_worker=False),
-    Sharing(decode_worker=False, prefill_worker=True),
+MEETINGS = (
+    Meeting(same_decode=True, same_prefill=True),
+    Meeting(same_decode=True, same_prefill=False),
+    Meeting(same_decode=False, same_prefill=True),
+    Meeting(same_decode=False, same_prefill=False),
 )
-"""Two requests that share nothing tell no more than one request does."""
+"""All ways to place two requests on two decode workers and two prefill workers, but for names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +31,9 @@ class Explored:
     num_machines: int
     """Distinct states of receivers, senders and ladders."""
     num_pairs: int
-    """Distinct states of the whole cluster with two requests; 0 where one request was explored."""
+    """Distinct states of the whole cluster with two requests, over all placements explored; 0 for one request alone."""
+    seconds: float
+    """Of one core."""
 
     @property
     def num_states(self) -> int:
@@ -34,21 +41,43 @@ class Explored:
         return max(self.num_lives, self.num_pairs)
 
     def __str__(self) -> str:
-        scope = self.scope
         return (
-            f"{scope.num_chunks} chunks, {scope.max_faults} faults, {scope.max_attempts} attempts, "
-            f"{'shm' if scope.shared_memory else 'tcp'}: {self.num_lives:,} lives by {self.num_moves:,} moves "
-            f"({self.num_machines:,} machine states), {self.num_pairs:,} pairs of lives"
+            f"{self.scope}: {self.num_lives:,} states of one request by {self.num_moves:,} moves "
+            f"({self.num_machines:,} of machines), {self.num_pairs:,} of two requests, {self.seconds:.1f} s of one core"
         )
 
 
-def explore(scope: Scope, *sharings: Sharing) -> Explored:
-    """Everything that can happen to one request, then to two for each way of sharing workers. Raises Broken."""
+def explore(scope: Scope, *meetings: Meeting) -> Explored:
+    """Everything that can happen to one request, then to two for each placement. Raises Broken."""
+    started = time.process_time()
     lives = Lives(Environment(scope)).explore()
+    num_pairs = sum(Pairs(lives, meeting).explore() for meeting in meetings)
     return Explored(
         scope=scope,
         num_lives=len(lives.nodes),
         num_moves=lives.num_moves,
         num_machines=len(lives.environment.names.machines.images),
-        num_pairs=sum(Pairs(lives, sharing).explore() for sharing in sharings),
+        num_pairs=num_pairs,
+        seconds=time.process_time() - started,
     )
+
+
+def strangers_do_nothing(names: Names) -> int:
+    """Show every message met, under another hand-off's name, to every machine met. Returns how many were shown."""
+    machines: Machines = names.machines
+    strangers = [
+        replace(envelope, key=replace(envelope.key, transfer_id=TransferId("another")))
+        for envelope in names.envelopes.values
+    ]
+    num_shown = 0
+    for image, state in zip(machines.images.values, machines.states, strict=True):
+        if state is None:
+            continue
+        machine = machines.get(machines.images.number(image))
+        for stranger in strangers:
+            if machine.on_message(stranger, 0.0) != ():
+                raise Violation(f"{stranger} of another hand-off does something to {image}")
+            num_shown += 1
+        if freeze(machine) != image:
+            raise Violation(f"messages of another hand-off change {image}")
+    return num_shown

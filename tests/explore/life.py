@@ -2,7 +2,10 @@
 
 A life is the request's ladder and receivers on its decode worker, its senders on both prefill workers, the bytes and
 messages under way for it, the answers its shells still owe, and the blocks that the decode worker's pool gave it. Two
-lives share nothing but that pool, the life and death of processes, and the number of faults.
+lives share nothing but that pool, the life and death of processes and links, and the number of faults (see `pairs.py`).
+
+A hand-off dies with its decode worker: what the router does then is another hand-off, under another name, on either
+decode worker. To this one it is a second request.
 """
 
 from dataclasses import dataclass
@@ -13,11 +16,11 @@ DECODE = 2
 OWNED = 0
 """Owner of blocks that the request itself holds; attempts count from 1."""
 TORN = -1
-"""What a block holds is a number: this, or the index of the right content in the prompt, or that plus OTHER."""
-OTHER = 100
+"""What a cell holds is a number: this, or its place in the prompt, or that plus OTHER."""
+OTHER = 1000
 """Whole, but computed from tokens that nobody asked for."""
 
-OPEN, CRASHED, OVER, DONE = "open", "decode worker died", "over", "done"
+NEW, OPEN, LOST, OVER, DONE = "new", "open", "decode worker died", "over", "done"
 
 
 class Write(NamedTuple):
@@ -28,10 +31,12 @@ class Write(NamedTuple):
     epoch: int
     seq: int
     rewrite: int
-    slots: tuple[int, ...]
+    slots: tuple[tuple[int, int], ...]
+    """(block, position in it) of each cell."""
     phase: str
     """MOVING reads the sources; LOOSE no longer does, but may land; LANDED waits to be told."""
-    content: int
+    content: tuple[int, ...]
+    """Of each cell. It is its own checksum: no two contents have the same."""
 
 
 MOVING, LOOSE, LANDED = "moving", "loose", "landed"
@@ -48,6 +53,8 @@ class SenderSlot(NamedTuple):
     """Whether the engine keeps the sources."""
     other: bool
     """Whether it computes other tokens than it was asked for."""
+    thrown_out: int
+    """Step at which it was preempted, and begun again in other blocks; -1 if it was not."""
 
 
 class Worker(NamedTuple):
@@ -80,7 +87,7 @@ class Packed(NamedTuple):
     def ended(self) -> bool:
         """Whether nothing of it is left anywhere."""
         return (
-            self.request in (OVER, DONE)
+            self.request in (OVER, DONE, LOST)
             and not (self.receivers or self.writes or self.messages or self.owed or self.blocks or self.grants)
             and all(worker.sender is None for worker in self.workers)
         )
@@ -104,10 +111,10 @@ class Life:
     messages: set[tuple[int, int]]
     """(to, number of the envelope). Two equal messages under way are one: repeating costs a fault anyway."""
     owed: set[tuple[Any, ...]]
-    blocks: dict[int, tuple[int, int]]
-    """block -> (owner, content)."""
-    grants: dict[int, tuple[int, ...]]
-    """attempt -> destinations into which its peer may write."""
+    blocks: dict[int, tuple[int, tuple[int, ...]]]
+    """block -> (owner, content of its cells)."""
+    grants: dict[int, tuple[tuple[int, ...], int, int]]
+    """attempt -> (destinations, the prefill worker that may write into them, its epoch)."""
 
     @classmethod
     def unpack(cls, packed: Packed) -> "Life":
@@ -151,8 +158,18 @@ class Life:
         _machine, at, epoch = self.receivers[attempt]
         return at, epoch
 
+    def put(self, slots: tuple[tuple[int, int], ...], content: tuple[int, ...]) -> None:
+        """Overwrite cells."""
+        for (block, position), value in zip(slots, content, strict=True):
+            owner, cells = self.blocks[block]
+            self.blocks[block] = (owner, (*cells[:position], value, *cells[position + 1 :]))
+
+    def read(self, slots: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+        """What is in these cells now."""
+        return tuple(self.blocks[block][1][position] if block in self.blocks else TORN for block, position in slots)
+
 
 def unborn() -> Packed:
     """The life of a request that nobody has started."""
     worker = Worker(0, 0, None)
-    return Packed(0, CRASHED, -1, 0, 0, (), (), (worker, worker), (), (), (), (), ())
+    return Packed(0, NEW, -1, 0, 0, (), (), (worker, worker), (), (), (), (), ())

@@ -1,10 +1,12 @@
 """Two requests at once: every pair of lives that shared workers allow, by breadth-first search over arrays.
 
-Two lives touch each other through three things only: the pool of a shared decode worker, the crash of a shared process,
-and the number of faults. A pair of lives is thus two nodes of the graph of all lives, and its moves are those of either
-life that the other allows. No interleaving is left out; the search is exact and costs some nanoseconds a pair.
+No machine, message, grant or write of one hand-off ever reaches another (`explorer.strangers_do_nothing` proves it on
+every state met). So two lives touch each other through four things only: the pool of a decode worker that they share,
+the death of a process, the end of a link, and the number of faults. The state of the whole cluster is thus a pair of
+nodes of the graph of all lives, and its moves are those of either life, and the strikes that hit both. No interleaving
+is left out: `whole.py` searches a small cluster in the plain way, and finds as many states.
 
-A crash that strikes both requests counts as a fault of each.
+What must hold of a pair and does not follow from its lives alone is that blocks change hands between them cleanly.
 """
 
 from collections.abc import Iterator
@@ -13,167 +15,165 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.explore.lives import BIND, CRASH, DECODE_CRASH, STEP, Lives
+from tests.explore.edges import Numbers
+from tests.explore.life import LANDED, Packed
+from tests.explore.lives import BIND, EVENT, EVENTS, FAULT, STEP, Lives
 from tests.explore.traces import Broken
 
-Numbers = NDArray[np.int64]
 _SLICE = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharing:
-    """What the two requests have in common."""
+class Meeting:
+    """Where the second request is placed, compared with the first: there are two of either kind of worker."""
 
-    decode_worker: bool
-    prefill_worker: bool
+    same_decode: bool
+    same_prefill: bool
 
-    def together(self, kind: int) -> bool:
-        """Whether an edge of this kind strikes both."""
-        return (kind == CRASH and self.prefill_worker) or (kind == DECODE_CRASH and self.decode_worker)
+    def seen_by_second(self, event: tuple[str, ...]) -> tuple[str, ...]:
+        """What the second calls that event: to each request, its first prefill worker is number 0."""
+        return event if self.same_prefill or len(event) == 1 else (event[0], 1 - event[1])
+
+    def strikes_both(self, event: tuple[str, ...]) -> bool:
+        """Both prefill workers serve both requests; a link or a decode worker may be one's own."""
+        return self.same_decode or event[0] in ("crash", "hang")
 
 
 class Pairs:
     """See the module's docstring."""
 
-    def __init__(self, lives: Lives, sharing: Sharing) -> None:
-        self._lives = lives
-        self._sharing = sharing
-        self._faults = lives.environment.scope.max_faults
+    def __init__(self, lives: Lives, meeting: Meeting) -> None:
+        scope = lives.environment.scope
+        self._lives, self._meeting, self._faults = lives, meeting, scope.max_faults
         self._levels = np.array(lives.levels, dtype=np.int64)
+        self._held = np.array([len(life.blocks) for life in lives.nodes], dtype=np.int64)
+        self._pool = scope.pool_blocks
+        # With no block to spare, the pool has one request's blocks: both lives call them by the same names.
+        self._named_alike = meeting.same_decode and not scope.spare_blocks
         self._blocks = np.array([sum(1 << b for b, _ in life.blocks) for life in lives.nodes], dtype=np.int64)
-        self._ended = np.array([life.ended for life in lives.nodes])
-        counts = np.array([len(edges) for edges in lives.edges], dtype=np.int64)
-        self._first = np.concatenate(([0], np.cumsum(counts)))
-        flat = np.array([edge for edges in lives.edges for edge in edges], dtype=np.int64).reshape(-1, 2)
-        self._kinds, self._targets = flat[:, 0], flat[:, 1]
-        self._free, self._binds = self._having(STEP), self._having(BIND)
-        self._struck = {kind: self._strike(kind) for kind in (CRASH, DECODE_CRASH) if sharing.together(kind)}
-        # Pairs are numbered without gaps: rows are first lives, as wide as the faults they leave to the second.
+        self._writes = np.array([_written(life) for life in lives.nodes], dtype=np.int64)
+        self._edges = lives.edges()
+        self._struck = [self._strike(EVENT + index) for index in range(len(EVENTS))]
+        after = self._edges.reached(np.unique(np.concatenate([s[s >= 0] for s in self._struck])))
+        # Pairs are numbered without gaps: rows are first lives, as wide as the faults that they leave to the second;
+        # two lives that one strike may have hit together share its cost.
         upto = np.searchsorted(self._levels, np.arange(self._faults + 1), side="right")
-        widths = upto[self._faults - self._levels]
+        widths = np.where(after, upto[self._faults], upto[self._faults - self._levels])
         self._row = np.concatenate(([0], np.cumsum(widths)))
-        self.distance = np.zeros(int(self._row[-1]), dtype=np.uint8)
-        """Moves from the start to each pair, plus one; 0 where none leads there."""
-
-    def _having(self, kind: int) -> NDArray[np.bool_]:
-        having = np.zeros(len(self._levels), dtype=bool)
-        having[np.repeat(np.arange(len(self._levels)), np.diff(self._first))[self._kinds == kind]] = True
-        return having
+        self._seen = np.zeros(int(self._row[-1]) // 8 + 1, dtype=np.uint8)
 
     def _strike(self, kind: int) -> Numbers:
-        """What each life becomes by a crash of that kind; -1 where it is not concerned."""
+        """What each life becomes by that event; -1 where it is not concerned."""
         struck = np.full(len(self._levels), -1, dtype=np.int64)
-        sources = np.repeat(np.arange(len(self._levels)), np.diff(self._first))
-        chosen = self._kinds == kind
-        struck[sources[chosen]] = self._targets[chosen]
+        which, edge = self._edges.of(np.arange(len(self._levels)))
+        chosen = self._edges.kinds[edge] == kind
+        struck[which[chosen]] = self._edges.targets[edge[chosen]]
         return struck
 
     def explore(self) -> int:
-        """Number of distinct pairs. Raises Broken, with the shortest trace, where a property does not hold."""
-        frontier = np.zeros(1, dtype=np.int64)
-        self.distance[0] = depth = 1
-        total = 1
-        while len(frontier):
-            depth += 1
-            if depth > 255:
-                raise Broken("no end in sight", [])
-            fresh = []
-            for start in range(0, len(frontier), _SLICE):
-                first, second = self._split(frontier[start : start + _SLICE])
+        """Number of distinct pairs. Raises Broken, with a trace of each life, where a property does not hold."""
+        total = 0
+        found = [np.zeros(1, dtype=np.int64)]
+        for level in range(self._faults + 1):
+            pending = [new for pairs in found if len(new := self._new(pairs))]
+            found = []
+            while pending:
+                pairs = pending.pop()
+                if len(pairs) > _SLICE:
+                    pending.append(pairs[_SLICE:])
+                pairs = pairs[:_SLICE]
+                total += len(pairs)
+                first, second = self._split(pairs)
                 self._check(first, second)
-                moved = [self._number(a, b) for a, b in self._moves(first, second)]
-                found = np.concatenate(moved)
-                found = np.unique(found[self.distance[found] == 0])
-                self.distance[found] = depth
-                fresh.append(found)
-            frontier = np.concatenate(fresh)
-            total += len(frontier)
+                if len(following := self._new(self._unseen(self._steps(first, second)))):
+                    pending.append(following)
+                if level < self._faults:
+                    found.append(self._unseen(self._misfortunes(first, second)))
         return total
+
+    def _new(self, pairs: Numbers) -> Numbers:
+        """Those that were not seen before; now they are."""
+        pairs = pairs[self._is_unseen(pairs)]
+        if len(pairs):
+            places = pairs >> 3
+            starts = np.flatnonzero(np.concatenate(([True], places[1:] != places[:-1])))
+            bits = np.left_shift(np.uint8(1), (pairs & 7).astype(np.uint8))
+            self._seen[places[starts]] |= np.bitwise_or.reduceat(bits, starts)
+        return pairs
+
+    def _unseen(self, moves: Iterator[tuple[Numbers, Numbers]]) -> Numbers:
+        """The pairs to which these moves lead, in order and each once, less those seen before."""
+        pairs = np.concatenate([self._row[first] + second for first, second in moves])
+        pairs = np.sort(pairs[self._is_unseen(pairs)])
+        return pairs[np.concatenate(([True], pairs[1:] != pairs[:-1]))] if len(pairs) else pairs
+
+    def _is_unseen(self, pairs: Numbers) -> NDArray[np.bool_]:
+        return (self._seen[pairs >> 3] >> (pairs & 7).astype(np.uint8)) & 1 == 0
 
     def _split(self, pairs: Numbers) -> tuple[Numbers, Numbers]:
         first = np.searchsorted(self._row, pairs, side="right") - 1
         return first, pairs - self._row[first]
 
-    def _number(self, first: Numbers, second: Numbers) -> Numbers:
-        return self._row[first] + second
-
     def _check(self, first: Numbers, second: Numbers) -> None:
-        if self._sharing.decode_worker:
-            both = (self._blocks[first] & self._blocks[second]) != 0
-            if both.any():
-                raise Broken("a block has two owners", self.trace(int(first[both][0]), int(second[both][0])))
-        stuck = ~self._can_go(first, second) & ~self._can_go(second, first)
-        stuck &= ~(self._ended[first] & self._ended[second])
-        if stuck.any():
-            raise Broken("both requests are stuck", self.trace(int(first[stuck][0]), int(second[stuck][0])))
+        if not self._meeting.same_decode:
+            return
+        self._require(self._held[first] + self._held[second] <= self._pool, "the pool is overdrawn", first, second)
+        if self._named_alike:
+            shared = self._blocks[first] & self._blocks[second]
+            self._require(shared == 0, "a block has two owners", first, second)
+            crossing = (self._writes[first] & self._blocks[second]) | (self._writes[second] & self._blocks[first])
+            self._require(crossing == 0, "a block is reused while a writer may be alive", first, second)
 
-    def _can_go(self, mover: Numbers, other: Numbers) -> NDArray[np.bool_]:
-        """Whether the mover has a move that is nobody's fault."""
-        if not self._sharing.decode_worker:
-            return self._free[mover] | self._binds[mover]
-        return self._free[mover] | (self._binds[mover] & (self._blocks[other] == 0))
+    def _require(self, holds: NDArray[np.bool_], what: str, first: Numbers, second: Numbers) -> None:
+        if not holds.all():
+            at = int(np.argmin(holds))
+            traces = [("first", self._lives.trace(int(first[at]))), ("second", self._lives.trace(int(second[at])))]
+            raise Broken(what, [f"{name} request: {line}" for name, lines in traces for line in lines])
 
-    def _moves(self, first: Numbers, second: Numbers) -> Iterator[tuple[Numbers, Numbers]]:
-        yield self._moves_of(first, second)
-        moved, still = self._moves_of(second, first)
-        yield still, moved
-        for struck in self._struck.values():
-            a, b = struck[first], struck[second]
-            chosen = (a >= 0) & (b >= 0)
-            yield self._affordable(a[chosen], b[chosen])
+    # Moves
 
-    def _moves_of(self, mover: Numbers, other: Numbers) -> tuple[Numbers, Numbers]:
-        counts = self._first[mover + 1] - self._first[mover]
-        which = np.repeat(np.arange(len(mover)), counts)
-        edge = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts) + self._first[mover][which]
-        target, still, kind = self._targets[edge], other[which], self._kinds[edge]
-        allowed = np.ones(len(which), dtype=bool)
-        if self._sharing.decode_worker:
-            allowed &= (kind != BIND) | (self._blocks[still] == 0)
-        for together, struck in self._struck.items():
-            allowed &= (kind != together) | (struck[still] < 0)
-        return self._affordable(target[allowed], still[allowed])
+    def _steps(self, first: Numbers, second: Numbers) -> Iterator[tuple[Numbers, Numbers]]:
+        """What happens by itself, to one of them."""
+        for mover, other, swapped in ((first, second, False), (second, first, True)):
+            which, edge = self._edges.of(mover)
+            kinds, still = self._edges.kinds[edge], other[which]
+            allowed = (kinds == STEP) | (kinds >= BIND)
+            if self._meeting.same_decode:
+                needed = np.where(kinds >= BIND, kinds - BIND, 0)
+                allowed &= (needed == 0) | (self._held[mover][which] + self._held[still] + needed <= self._pool)
+            moved, still = self._edges.targets[edge][allowed], still[allowed]
+            yield (still, moved) if swapped else (moved, still)
 
-    def _affordable(self, first: Numbers, second: Numbers) -> tuple[Numbers, Numbers]:
-        chosen = self._levels[first] + self._levels[second] <= self._faults
-        return first[chosen], second[chosen]
+    def _misfortunes(self, first: Numbers, second: Numbers) -> Iterator[tuple[Numbers, Numbers]]:
+        """What costs a fault: of one of them, or whatever both share."""
+        for mover, other, swapped in ((first, second, False), (second, first, True)):
+            which, edge = self._edges.of(mover)
+            chosen = self._edges.kinds[edge] == FAULT
+            moved, still = self._edges.targets[edge][chosen], other[which[chosen]]
+            yield (still, moved) if swapped else (moved, still)
+        for index, event in enumerate(EVENTS):
+            theirs = EVENTS.index(self._meeting.seen_by_second(event))
+            if self._meeting.strikes_both(event):
+                yield self._struck_by(event, (first, index), (second, theirs))
+            else:
+                yield self._struck_by(event, (first, index), (second, None))
+                yield self._struck_by(event, (first, None), (second, theirs))
 
-    # Traces
+    def _struck_by(
+        self, event: tuple[str, ...], first: tuple[Numbers, int | None], second: tuple[Numbers, int | None]
+    ) -> tuple[Numbers, Numbers]:
+        hit = np.zeros(len(first[0]), dtype=bool)
+        become = []
+        for lives, index in (first, second):
+            target = np.full(len(lives), -1) if index is None else self._struck[index][lives]
+            hit |= target >= 0
+            if event[0] == "hang" and index is not None:
+                # A life with nothing under way from the hanging process sees it die.
+                target = np.where(target >= 0, target, self._struck[index - 2][lives])
+            become.append(np.where(target >= 0, target, lives))
+        return become[0][hit], become[1][hit]
 
-    def trace(self, first: int, second: int) -> list[str]:
-        """The shortest way to a pair, in words."""
-        lines: list[str] = []
-        distance = int(self.distance[self._row[first] + second])
-        while distance > 1:
-            distance -= 1
-            before = self._before(first, second, distance)
-            lines.append(self._said(before, (first, second)))
-            first, second = before
-        return lines[::-1]
 
-    def _before(self, first: int, second: int, distance: int) -> tuple[int, int]:
-        """A pair one move closer to the start."""
-        sources = np.repeat(np.arange(len(self._levels)), np.diff(self._first))
-        into = [sources[self._targets == target] for target in (first, second)]
-        pairs = [(int(a), second) for a in into[0]] + [(first, int(b)) for b in into[1]]
-        pairs += [
-            (int(a), int(b))
-            for struck in self._struck.values()
-            for a in into[0]
-            for b in into[1]
-            if (struck[a], struck[b]) == (first, second)
-        ]
-        for a, b in pairs:
-            if self._levels[a] + self._levels[b] <= self._faults and self.distance[self._row[a] + b] == distance:
-                moves = self._moves(np.array([a]), np.array([b]))
-                if any((first, second) == (x, y) for xs, ys in moves for x, y in zip(xs, ys, strict=True)):
-                    return a, b
-        raise LookupError("no way leads here")
-
-    def _said(self, before: tuple[int, int], after: tuple[int, int]) -> str:
-        said = [
-            f"{name}: {self._lives.edge_in_words(a, b)}"
-            for name, a, b in zip(("first request", "second request"), before, after, strict=True)
-            if a != b
-        ]
-        return "; ".join(said)
+def _written(life: Packed) -> int:
+    """Blocks into which something may still land, as bits."""
+    return sum(1 << b for b in {b for w in life.writes if w.phase != LANDED for b, _position in w.slots})

@@ -6,21 +6,21 @@ from typing import Any
 from kv_transfer import events as ev
 from kv_transfer import guards
 from kv_transfer.messages import Abort, Drained, Envelope, Failure, FirstToken, Prefill, Reject
-from kv_transfer.sender import Sender, SenderPlan
+from kv_transfer.sender import Sender
 from kv_transfer.states import LIVE, HandoffState
 from tandem.errors import TransferError, Unavailable
 from tandem.ids import BlockHash, BlockId
 from tandem.outputs import PhaseTimes, SampledToken
 from tests.explore import properties
-from tests.explore.life import DECODE, LANDED, LOOSE, MOVING, OTHER, TORN, Life, SenderSlot, Worker, Write
-from tests.explore.scope import LAYOUT, TAIL, Names
+from tests.explore.engine import COMPUTED, FINISH, SCHEDULE, STOPPED, Engine
+from tests.explore.life import DECODE, MOVING, TORN, Life, SenderSlot, Worker, Write
+from tests.explore.scope import TAIL, UNIT_TOKENS, Names
+from tests.explore.writing import Writing
 
 TOKEN = FirstToken(token=SampledToken(token_id=1), cached_tokens=0)
 OTHER_TAIL = BlockHash(b"other tokens....")
 DRAINING = Failure(kind=Unavailable, message="an earlier attempt is still draining")
 REFUSED = Failure(kind=Unavailable, message="refused")
-STOPPED = 99
-"""Step of an engine that has nothing left to do."""
 
 
 class PrefillSide:
@@ -29,23 +29,31 @@ class PrefillSide:
     def __init__(self, names: Names) -> None:
         self._names = names
         self._machines = names.machines
+        self.engine_of = Engine(names.scope)
+        self.writing = Writing(names.scope)
 
     # Messages
 
     def deliver(self, life: Life, at: int, number: int) -> None:
         """As SenderHub routes messages; but a sender sees those of other attempts too: refusing is its business."""
         envelope = self._names.envelopes.values[number]
-        sender = life.workers[at].sender
+        worker = life.workers[at]
+        if guards.misdirected(envelope, self._names.prefill(at, worker.epoch)):
+            return
+        sender = worker.sender
         if isinstance(envelope.body, Prefill):
             self._prefill(life, at, envelope)
             return
         if isinstance(envelope.body, Abort) and (sender is None or sender.attempt != envelope.key.attempt):
-            self._say(life, at, envelope.key, Drained())
+            self._say(life, at, envelope, Drained())
         if sender is not None:
             self._step(life, at, ("message", number), lambda machine: machine.on_message(envelope, 0.0))
 
-    def _say(self, life: Life, at: int, key: Any, body: Any) -> None:
-        life.messages.add((DECODE, self._names.from_prefill(at, life.workers[at].epoch, key, body)))
+    def _say(self, life: Life, at: int, asked: Envelope, body: Any) -> None:
+        """Answer without a sender."""
+        mine = self._names.prefill(at, life.workers[at].epoch)
+        if asked.incarnation == self._names.decode(life.decode_epoch):
+            life.messages.add((DECODE, self._names.envelope(mine, asked.incarnation, asked.key, body)))
 
     def _prefill(self, life: Life, at: int, envelope: Envelope) -> None:
         worker, key = life.workers[at], envelope.key
@@ -55,27 +63,12 @@ class PrefillSide:
             self.tell(life, at, worker.sender.attempt, ev.Cancelled(reason="superseded"))
         worker = life.workers[at]
         if worker.sender is not None:
-            self._say(life, at, key, Reject(failure=DRAINING))
+            self._say(life, at, envelope, Reject(failure=DRAINING))
             return
-        machine = self._machines.add(Sender(self._plan(envelope), 0.0))
-        slot = SenderSlot(key.attempt, machine, -1, False, False)
+        machine = self._machines.add(Sender(self._names.sender_plan(envelope), 0.0))
+        slot = SenderSlot(key.attempt, machine, -1, False, False, -1)
         life.workers[at] = Worker(worker.epoch, key.attempt, slot)
         self._step(life, at, "start", lambda sender: sender.start())
-
-    def _plan(self, envelope: Envelope) -> SenderPlan:
-        settings = self._names.settings
-        return SenderPlan(
-            key=envelope.key,
-            peer=envelope.incarnation,
-            job=envelope.body.job,
-            layout=LAYOUT,
-            lease_s=settings.lease_s,
-            stall_s=settings.stall_s,
-            queue_s=settings.queue_s,
-            chunk_blocks=1,
-            write_window=settings.write_window,
-            max_rewrites=settings.max_rewrites,
-        )
 
     # The sender
 
@@ -106,15 +99,13 @@ class PrefillSide:
 
     def _advance(self, life: Life, at: int, key: Any, do: Any) -> list[tuple[str, Any]]:
         worker = life.workers[at]
-        sender = worker.sender
+        mine = self._names.prefill(at, worker.epoch)
 
         def run(machine: Any) -> list[tuple[str, Any]]:
-            transfer = machine.plan.key
-            return self._names.compiled(
-                do(machine), lambda body: self._names.from_prefill(at, worker.epoch, transfer, body)
-            )
+            plan = machine.plan
+            return self._names.compiled(do(machine), lambda body: self._names.envelope(mine, plan.peer, plan.key, body))
 
-        number, actions = self._machines.step(sender.machine, (at, worker.epoch, key), run)
+        number, actions = self._machines.step(worker.sender.machine, (mine, key), run)
         self._change(life, at, machine=number)
         return actions
 
@@ -135,7 +126,7 @@ class PrefillSide:
             case "AbortPrefill":
                 self._change(life, at, step=STOPPED)
             case "CancelWrites":
-                return self._cancel_writes(life, at)
+                return ev.WritesQuiet() if self.writing.cancel(life, at, worker.sender.attempt) else None
             case "ReleaseSources":
                 sender = properties.holds_sources(worker.sender, "gives back")
                 properties.sources_unread(life, at, worker.epoch, sender.attempt)
@@ -143,72 +134,39 @@ class PrefillSide:
         return None
 
     def _start_write(self, life: Life, at: int, action: Any) -> None:
-        worker = life.workers[at]
+        worker, scope = life.workers[at], self._names.scope
         sender = properties.holds_sources(worker.sender, "reads")
         machine = self._machines.get_cached(sender.machine)
         plan = machine.plan
         properties.may_write(machine.reserve, action.rewrite, plan.max_rewrites)
-        granted = life.grants.get(sender.attempt)
-        failed = ("write failed", at, sender.attempt, action.seq, action.rewrite)
-        if granted is None or plan.peer != self._names.decode(life.decode_epoch):
-            life.owed.add(failed)
+        grant = life.grants.get(sender.attempt)
+        if grant is None or plan.peer != self._names.decode(life.decode_epoch):
+            life.owed.add(("write failed", at, sender.attempt, action.seq, action.rewrite))
             return
-        first = action.cells.first_block
-        slots = granted[first : first + action.cells.num_blocks]
+        blocks, *granted = grant
+        properties.granted_to(tuple(granted), (at, worker.epoch))
+        slots = scope.slots(action.cells, blocks)
         properties.writes_its_own(life, sender.attempt, slots)
-        for slot in slots:
-            life.blocks[slot] = (life.blocks[slot][0], TORN)
-        content = plan.job.held_tokens // LAYOUT.block_size + first + (OTHER if sender.other else 0)
+        life.put(slots, (TORN,) * len(slots))
+        content = self.engine_of.read(sender, plan.job.held_tokens // UNIT_TOKENS, action)
         life.writes.add(Write(sender.attempt, at, worker.epoch, action.seq, action.rewrite, slots, MOVING, content))
-
-    def _cancel_writes(self, life: Life, at: int) -> ev.SenderEvent | None:
-        """`shm` copies piece by piece and stops when it notices; `tcp` leaves bytes in the network."""
-        worker = life.workers[at]
-        attempt = worker.sender.attempt
-        mine = [w for w in life.writes if (w.at, w.epoch, w.attempt) == (at, worker.epoch, attempt)]
-        if self._names.scope.shared_memory and any(w.phase == MOVING for w in mine):
-            life.owed.add(("writes quiet", at, attempt))
-            return None
-        for write in mine:
-            self._stop(life, write)
-        return ev.WritesQuiet()
-
-    def _stop(self, life: Life, write: Write) -> None:
-        life.writes.discard(write)
-        if write.phase == LOOSE:
-            life.writes.add(write)
-            return
-        if write.phase == MOVING and (self._names.scope.remote or not self._names.scope.shared_memory):
-            life.writes.add(write._replace(phase=LOOSE))
-        life.owed.add(("write failed", write.at, write.attempt, write.seq, write.rewrite))
-
-    def writes_quiet(self, life: Life, at: int, attempt: int) -> None:
-        """Answer to CancelWrites."""
-        worker = life.workers[at]
-        for write in [w for w in life.writes if (w.at, w.epoch, w.attempt) == (at, worker.epoch, attempt)]:
-            self._stop(life, write)
-        self.tell(life, at, attempt, ev.WritesQuiet())
 
     # Bytes
 
-    def land(self, life: Life, write: Write, damaged: bool) -> None:
-        """The bytes are in the decode worker's memory."""
-        properties.writes_its_own(life, write.attempt, write.slots)
-        life.writes.discard(write)
-        for slot in write.slots:
-            life.blocks[slot] = (life.blocks[slot][0], TORN if damaged else write.content)
-        if write.phase == MOVING and life.workers[write.at].epoch == write.epoch:
-            life.writes.add(write._replace(phase=LANDED))
-
     def written(self, life: Life, write: Write) -> None:
-        """The writer hears of it."""
+        """The writer hears that its bytes are there."""
         life.writes.discard(write)
         event = ev.Written(seq=write.seq, rewrite=write.rewrite, checksum=write.content, seconds=0.0)
         self.tell(life, write.at, write.attempt, event)
 
     def write_failed(self, life: Life, at: int, attempt: int, seq: int, rewrite: int) -> None:
-        """It did not arrive."""
+        """They did not arrive."""
         self.tell(life, at, attempt, ev.WriteFailed(seq=seq, rewrite=rewrite, reason="stopped"))
+
+    def writes_quiet(self, life: Life, at: int, attempt: int) -> None:
+        """Answer to CancelWrites."""
+        self.writing.stop_all(life, at, attempt)
+        self.tell(life, at, attempt, ev.WritesQuiet())
 
     # The engine
 
@@ -224,25 +182,51 @@ class PrefillSide:
             self.tell(life, at, attempt, ev.SubmitRefused(failure=REFUSED))
 
     def engine(self, life: Life, at: int) -> None:
-        """One step: leave the queue, compute a block, or sample and finish."""
+        """What it does next: see `engine.py`."""
         sender = life.workers[at].sender
-        total = self._names.scope.num_chunks
-        job = self._machines.get_cached(sender.machine).plan.job
-        first = job.held_tokens // LAYOUT.block_size
-        step = sender.step
-        self._change(life, at, step=step + 1)
-        blocks = tuple(BlockId(b) for b in range(total))
-        if step == 0:
-            self.tell(life, at, sender.attempt, ev.Scheduled(queue_s=0.0))
-            self._change(life, at, step=first + 1)
-        elif step <= total:
-            done = min(step * LAYOUT.block_size, len(job.token_ids))
-            self.tell(life, at, sender.attempt, ev.Progress(num_computed_tokens=done, blocks=blocks))
-        else:
-            self._change(life, at, step=STOPPED)
-            tail = OTHER_TAIL if sender.other else TAIL
+        op = self.engine_of.program(self._held_units(sender))[sender.step]
+        self._change(life, at, step=STOPPED if op.kind == FINISH else sender.step + 1)
+        table = tuple(map(BlockId, self.engine_of.table(sender.thrown_out)))
+        tail = OTHER_TAIL if sender.other else TAIL
+        if op.kind == SCHEDULE:
+            self.tell(life, at, sender.attempt, ev.Scheduled(queue_s=0.0, tail_hash=tail))
+            return
+        tokens = self.engine_of.tokens
+        coming = tokens(op.coming) if op.layers else 0
+        progress = ev.Progress(
+            num_computed_tokens=tokens(op.ready), blocks=table, coming_tokens=coming, num_layers=op.layers
+        )
+        if op.kind == FINISH:
             self.tell(life, at, sender.attempt, ev.FirstTokenSampled(first_token=TOKEN))
+            self.tell(life, at, sender.attempt, progress)
             self.tell(life, at, sender.attempt, ev.Finished(cached_tokens=0, times=PhaseTimes(), tail_hash=tail))
+        else:
+            self.tell(life, at, sender.attempt, progress)
+
+    def lend(self, life: Life, at: int, num_units: int) -> None:
+        """The answer to a fetch: so much of the prefix is held here."""
+        sender, scope = life.workers[at].sender, self._names.scope
+        self._change(life, at, step=STOPPED)
+        whole = max(scope.units_per_source, scope.units_per_block)
+        num_units = num_units // whole * whole
+        tail = self._names.prefix[num_units - 1] if num_units else None
+        table = tuple(map(BlockId, self.engine_of.table(-1)[: num_units // scope.units_per_source]))
+        tokens = num_units * UNIT_TOKENS
+        self.tell(life, at, sender.attempt, ev.Scheduled(queue_s=0.0, tail_hash=tail, num_tokens=tokens))
+        self.tell(life, at, sender.attempt, ev.Progress(num_computed_tokens=tokens, blocks=table))
+        self.tell(life, at, sender.attempt, ev.Finished(cached_tokens=tokens, times=PhaseTimes(), tail_hash=tail))
+
+    def between_steps(self, sender: SenderSlot) -> bool:
+        """Whether a step of the engine has just ended, and another will follow."""
+        program = self.engine_of.program(self._held_units(sender))
+        return 0 < sender.step < STOPPED and program[sender.step - 1].kind == COMPUTED
+
+    def _held_units(self, sender: SenderSlot) -> int:
+        return self._machines.get_cached(sender.machine).plan.job.held_tokens // UNIT_TOKENS
+
+    def preempt(self, life: Life, at: int) -> None:
+        """The prompt loses its blocks, but for those that a sender was told of, and is computed again."""
+        self._change(life, at, thrown_out=life.workers[at].sender.step, step=1)
 
     def fail(self, life: Life, at: int) -> None:
         """The engine gives the request up."""
@@ -258,16 +242,13 @@ class PrefillSide:
     # Death
 
     def crash(self, life: Life, at: int, *, lingers: bool) -> None:
-        """The process ends and another starts at its address. `lingers`: the old one only hangs, its writes with it."""
+        """The process ends and another starts at its address. `lingers`: the old one only hangs, its writes with it.
+
+        What was sent to it reaches its successor.
+        """
         worker = life.workers[at]
         life.workers[at] = Worker(worker.epoch + 1, 0, None)
-        # A link's messages die with the process that it led to.
-        life.messages = {message for message in life.messages if message[0] != at}
-        for write in list(life.writes):
-            if (write.at, write.epoch) == (at, worker.epoch) and not (lingers and write.phase == MOVING):
-                life.writes.discard(write)
-                if write.phase == MOVING and not self._names.scope.shared_memory:
-                    life.writes.add(write._replace(phase=LOOSE))
+        self.writing.writer_dies(life, at, worker.epoch, lingers=lingers)
         life.owed = {
             item
             for item in life.owed

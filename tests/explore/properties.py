@@ -1,5 +1,7 @@
 """What must hold in every state, checked where it would break."""
 
+from collections.abc import Iterable
+
 from kv_transfer.actions import CommitInfo
 from kv_transfer.messages import Reserve
 from tests.explore.life import DONE, LANDED, LOOSE, MOVING, OPEN, OWNED, Life, Packed, SenderSlot
@@ -9,49 +11,51 @@ class Violation(AssertionError):
     """A property does not hold."""
 
 
-def no_writer_into(life: Life, blocks: tuple[int, ...], why: str, *, told: bool = False) -> None:
+def no_writer_into(life: Life, blocks: Iterable[int], why: str, *, told: bool = False) -> None:
     """No destination changes hands while a write that may still land names it.
 
     `told`: nor while its own writer has not reported, whose bytes may be complete before it has stopped.
     """
     for write in life.writes:
-        awaited = told and any(life.blocks[block][0] == write.attempt for block in blocks)
-        if (awaited or write.phase in (MOVING, LOOSE)) and not set(blocks).isdisjoint(write.slots):
-            raise Violation(f"block {min(set(blocks) & set(write.slots))} {why} while its writer may be alive")
+        touched = {block for block, _position in write.slots}.intersection(blocks)
+        awaited = told and any(life.blocks[block][0] == write.attempt for block in touched)
+        if touched and (awaited or write.phase in (MOVING, LOOSE)):
+            raise Violation(f"block {min(touched)} {why} while its writer may be alive")
 
 
-def writes_its_own(life: Life, attempt: int, slots: tuple[int, ...]) -> None:
+def writes_its_own(life: Life, attempt: int, slots: tuple[tuple[int, int], ...]) -> None:
     """Bytes land only in blocks that belong to their own attempt."""
-    for slot in slots:
-        owner = life.blocks.get(slot, (None, 0))[0]
+    for slot, _position in slots:
+        owner = life.blocks.get(slot, (None, ()))[0]
         if owner != attempt:
             raise Violation(f"attempt {attempt} wrote into block {slot}, which belongs to {owner}")
 
 
-def given_up_once(life: Life, attempt: int, blocks: tuple[int, ...]) -> None:
+def given_up_once(life: Life, attempt: int, blocks: Iterable[int]) -> None:
     """A block leaves its owner once, and by its owner's word alone."""
     for block in blocks:
-        if life.blocks.get(block, (None, 0))[0] != attempt:
+        if life.blocks.get(block, (None, ()))[0] != attempt:
             raise Violation(f"attempt {attempt} gives block {block} away, which is not its own")
 
 
-def right_content(life: Life, blocks: tuple[int, ...], first: int, what: str) -> None:
-    """What decoding may read is what was asked for, in its place."""
+def right_content(life: Life, blocks: tuple[int, ...], first: int, what: str, *, num_cells: int) -> None:
+    """What decoding may read is what was asked for, in its place. `num_cells`: of the whole prompt."""
     for index, block in enumerate(blocks, first):
-        content = life.blocks[block][1]
-        if content != index:
-            raise Violation(f"{what}: block {block} should hold part {index} of the prompt, but holds {content}")
+        cells = life.blocks[block][1]
+        needed = range(index * len(cells), min(num_cells, (index + 1) * len(cells)))
+        if cells[: len(needed)] != tuple(needed):
+            raise Violation(f"{what}: block {block} should hold block {index} of the prompt, but holds cells {cells}")
 
 
-def committable(life: Life, info: CommitInfo, num_needed: int) -> None:
-    """A commit is whole, unique, and touched by nobody."""
+def committable(life: Life, info: CommitInfo, num_needed: int | None, *, num_cells: int) -> None:
+    """A commit is whole, unique, and touched by nobody. `num_needed`: blocks of a prompt; None for a fetched prefix."""
     if life.request != OPEN:
         raise Violation(f"commits when the request is {life.request}")
-    if len(life.kept) + len(info.blocks) != num_needed:
+    if not info.blocks or num_needed not in (None, len(life.kept) + len(info.blocks)):
         raise Violation(f"commits {len(life.kept) + len(info.blocks)} blocks of {num_needed}")
-    if not life.tokens:
+    if num_needed is not None and not life.tokens:
         raise Violation("commits without a first token")
-    right_content(life, tuple(life.kept) + info.blocks, 0, "commits wrong KV")
+    right_content(life, tuple(life.kept) + info.blocks, 0, "commits wrong KV", num_cells=num_cells)
     no_writer_into(life, info.blocks, "is committed", told=True)
 
 
@@ -74,6 +78,12 @@ def may_write(reserve: Reserve | None, rewrite: int, max_rewrites: int) -> None:
         raise Violation("writes before it is let in")
     if rewrite > max_rewrites:
         raise Violation(f"writes a chunk for the {rewrite + 1}th time")
+
+
+def granted_to(granted: tuple[int, int], writer: tuple[int, int]) -> None:
+    """A grant is used by the process that it was given to: any proof of quiet is about that one."""
+    if granted != writer:
+        raise Violation(f"process {writer} writes through a grant that process {granted} was given")
 
 
 def sources_unread(life: Life, at: int, epoch: int, attempt: int) -> None:
@@ -99,7 +109,7 @@ def at_rest(packed: Packed) -> None:
         current = packed.workers[write.at].epoch == write.epoch
         if write.phase == MOVING and current and (sender is None or sender.attempt != write.attempt):
             raise Violation(f"attempt {write.attempt} writes, but its sender has ended")
-    for attempt, _slots in packed.grants:
+    for attempt, _grant in packed.grants:
         if attempt not in alive:
             raise Violation(f"the grant of attempt {attempt} leaks")
     if packed.request == DONE and packed.kept:

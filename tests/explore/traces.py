@@ -31,7 +31,7 @@ def words(environment: Environment, move: Move) -> str:
             sender = "the decode worker" if to != DECODE else WORKERS[environment.names.at(envelope.incarnation)]
             detail = "".join(
                 f" {name} {getattr(envelope.body, name)}"
-                for name in ("seq", "rewrite", "num_blocks", "num_chunks")
+                for name in ("seq", "rewrite", "num_units", "num_chunks")
                 if hasattr(envelope.body, name)
             )
             body = type(envelope.body).__name__.upper()
@@ -39,16 +39,19 @@ def words(environment: Environment, move: Move) -> str:
         case ("land" | "damage" | "written", Write() as write):
             done = {"land": "land", "damage": "land damaged", "written": "are reported written"}[move[0]]
             chunk = f"chunk {write.seq} (rewrite {write.rewrite}) of attempt {write.attempt}"
-            return f"the bytes of {chunk} {done} in blocks {list(write.slots)}"
+            return f"the bytes of {chunk} {done} in blocks {sorted({block for block, _ in write.slots})}"
         case ("bind", attempt, blocks):
             return f"attempt {attempt} is given blocks {list(blocks)}"
         case ("expire", side, which):
             return f"a lease of {WORKERS[which] if side == 'sender' else f'attempt {which}'} ends on the {side}'s side"
         case ("begin", at):
             return f"the router names {WORKERS[at]}"
-        case ("crash" | "hang" | "engine" | "engine fails" | "deadline" | "computes other tokens", at):
+        case ("cut", at):
+            return f"the link to {WORKERS[at]} ends"
+        case ("crash" | "hang" | "engine" | "engine fails" | "deadline" | "preempt", at):
             verb = {"crash": "crashes and restarts", "hang": "is replaced while its old process hangs"}
-            verb |= {"engine": "makes an engine step", "deadline": "runs out of time"}
+            verb |= {"engine": "computes on", "deadline": "runs out of time", "engine fails": "gives the prompt up"}
+            verb |= {"preempt": "begins the prompt again in other blocks"}
             return f"{WORKERS[at]} {verb.get(move[0], move[0])}"
         case _:
             return " ".join(map(str, move))

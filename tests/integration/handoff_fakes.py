@@ -25,6 +25,7 @@ from tandem.kv_layout import KVLayout
 from tandem.outputs import PhaseTimes, SampledToken
 from tandem.rpc import CLIENT_OPTIONS, SERVER_OPTIONS
 from tandem.sampling import SamplingParams
+from tandem.tracing import Tracer
 
 LAYOUT = KVLayout(model_fingerprint="m", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4)
 BLOCK = LAYOUT.block_size
@@ -239,6 +240,7 @@ async def prefill_worker(
     layout: KVLayout = LAYOUT,
     settings: TransferSettings = SETTINGS,
     port: int = 0,
+    tracer: Tracer | None = None,
 ) -> AsyncIterator[Prefill]:
     owner = PrefillOwner(pool)
     local = LocalWorker(
@@ -246,7 +248,8 @@ async def prefill_worker(
         incarnation=Incarnation(incarnation),
         region=replace(pool.region, layout=layout),
     )
-    async with SenderHub(local, owner=owner, senders=senders(pool.region), settings=settings) as hub:
+    offered = senders(pool.region)
+    async with SenderHub(local, owner=owner, senders=offered, settings=settings, tracer=tracer) as hub:
         owner.hub = hub
         server = grpc.aio.server(options=SERVER_OPTIONS)
         hub.register(server)
@@ -265,14 +268,16 @@ async def decode_worker(
     pool: Pool,
     incarnation: int = 22,
     settings: TransferSettings = SETTINGS,
+    tracer: Tracer | None = None,
 ) -> AsyncIterator[tuple[ReceiverHub, DecodeOwner]]:
     owner = DecodeOwner(pool)
     local = LocalWorker(worker_id=WorkerId("d"), incarnation=Incarnation(incarnation), region=pool.region)
     options = (*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
     dialer = Dialer(open_channel=lambda address: grpc.aio.insecure_channel(address, options=options))
     async with AsyncExitStack() as stack:
+        ends = receivers(pool.region)
         hub = await stack.enter_async_context(
-            ReceiverHub(local, owner=owner, receivers=receivers(pool.region), dialer=dialer, settings=settings)
+            ReceiverHub(local, owner=owner, receivers=ends, dialer=dialer, settings=settings, tracer=tracer)
         )
         yield hub, owner
 

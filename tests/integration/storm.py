@@ -11,10 +11,13 @@ import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from queue import SimpleQueue
 
 import torch
 
+from engine.cache_tiers import TierSpec
+from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.eviction import POLICIES
 from engine.kv_cache import PagedKVCache
@@ -32,11 +35,13 @@ from engine.tiers import HostTier
 from tandem.block_hash import BlockHasher
 from tandem.ids import RequestId
 from tandem.sampling import SamplingParams
+from tests.integration.storm_below import NOTHING, Below
 from tests.unit.engine import ledger
 from tests.unit.engine.paged_harness import random_tokens
 
 LIMIT = 120
 EOS = 2
+WAIT_S = 60.0
 CHEAP_COPY = MeasuredRates(prefill_tokens_per_s=1.0, offload_bytes_per_s=1e12, load_bytes_per_s=1e12)
 CUT_SHORT = (FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.ERROR)
 
@@ -108,7 +113,14 @@ class Rig:
     """One engine whose turns are made by hand."""
 
     def __init__(
-        self, model: Decoder, *, pipelined: bool, late: bool = False, num_slots: int = 0, **limits: object
+        self,
+        model: Decoder,
+        *,
+        pipelined: bool,
+        late: bool = False,
+        num_slots: int = 0,
+        below: Below = NOTHING,
+        **limits: object,
     ) -> None:
         config = ledger.config(max_model_len=LIMIT, eos_token_ids=frozenset({EOS}), **limits)
         layout = kv_layout(
@@ -117,17 +129,16 @@ class Rig:
         cache = PagedKVCache(layout, num_blocks=config.num_blocks)
         # What nobody has written is never read for anybody.
         cache.tensor.fill_(float("nan"))
-        runner = (LateRunner if late else ModelRunner)(model, cache, num_host_slots=num_slots)
+        runner = (LateRunner if late else ModelRunner)(model, cache, num_host_slots=num_slots + below.num_places)
         if isinstance(runner, LateRunner):
             runner.pending = deque()
         self.poisoned: set[RequestId] = set()
         runner._sampler = Poison(runner._sampler, self.poisoned)  # type: ignore[assignment]
         self.tier = HostTier(num_slots)
-        self.scheduler = Scheduler(
-            config, BlockHasher(ledger.SECRET), tier=self.tier if num_slots else None, block_bytes=1
-        )
-        if self.scheduler.offloading is not None:
-            self.scheduler.offloading.rates = CHEAP_COPY
+        self._landed = threading.Event()
+        self.disk = below.open(layout, runner, self._landed)
+        cache = below.spec(range(num_slots, num_slots + below.num_places), runner, self.disk)
+        self.scheduler = self._make_scheduler(config, cache)
         self._maker = threading.current_thread()
         self.now = 0.0
         self.told: dict[RequestId, Told] = {}
@@ -152,11 +163,26 @@ class Rig:
             pipelined=pipelined,
         )
 
+    def _make_scheduler(self, config: EngineConfig, cache: TierSpec | None) -> Scheduler:
+        """With whatever it has below the pool next to free."""
+        tier = self.tier if self.tier.num_slots else None
+        made = Scheduler(config, BlockHasher(ledger.SECRET), tier=tier, block_bytes=1, cache=cache)
+        if made.offloading is not None:
+            made.offloading.rates = CHEAP_COPY
+        if made.tiers is not None:
+            made.tiers.costs.rates = CHEAP_COPY
+        return made
+
     def turn(self) -> bool:
         """What the engine's thread does in one; False when there was nothing to do."""
         self.now += 1.0
+        self._landed.clear()
         did = self.engine._step()
         self.scheduler.check_invariants()
+        if not did and self.scheduler.patience_s(self.now) is not None:
+            # Somebody waits for the disk; sometimes longer than there is patience.
+            self._landed.wait(WAIT_S)
+            return True
         return did
 
     def add(self, request: Request) -> None:
@@ -170,6 +196,8 @@ class Rig:
         assert all(told.reason is not None for told in self.told.values())
         ledger.assert_empty(self.scheduler)
         assert self.tier.num_free == self.tier.num_slots
+        if self.disk is not None:
+            self.disk.close()
 
     def _on_step(self, output: StepOutput) -> None:
         self.num_preemptions += len(output.preemptions)
@@ -258,17 +286,33 @@ class Figures:
     copied: int
     ahead: int
     reasons: frozenset[FinishReason]
+    host_hits: int = 0
+    disk_hits: int = 0
 
 
-def storm(model: Decoder, seed: int, *, pipelined: bool, late: bool, offload: bool, count: int = 10) -> Figures:
+def storm(
+    model: Decoder,
+    seed: int,
+    *,
+    pipelined: bool,
+    late: bool,
+    offload: bool,
+    count: int = 10,
+    cache_folder: Path | None = None,
+) -> Figures:
     """One of them; AssertionError where a request says what it would not say alone, or anything is left over."""
     draw = random.Random(seed)
     asked = asks(draw, count)
+    below = NOTHING
+    if cache_folder is not None:  # what earlier storms left there is of the same model: it may be found
+        asked = draw.sample(3 * asked, 3 * count)  # most are asked again when others have pushed them down
+        below = Below(num_places=draw.choice([2, 4, 8]), num_files=draw.choice([10, 40]), folder=cache_folder)
     rig = Rig(
         model,
         pipelined=pipelined,
         late=late,
         num_slots=draw.choice([1, 3, 8, 40]) if offload else 0,
+        below=below,
         num_blocks=draw.choice([8, 9, 12, 16]),
         prefill_chunk_tokens=draw.choice([1, 7, 20, 48]),
         max_batched_tokens=draw.choice([3, 24, 64]),
@@ -280,7 +324,10 @@ def storm(model: Decoder, seed: int, *, pipelined: bool, late: bool, offload: bo
     _blow(rig, draw, asked)
     rig.finish()
     nobody_says_anything_else(rig, told_alone(model, asked))
+    hits = {counts.tier: counts.hits for counts in rig.scheduler.load().tiers}
     return Figures(
+        host_hits=hits.get("host", 0),
+        disk_hits=hits.get("disk", 0),
         preemptions=rig.num_preemptions,
         saved=rig.num_saved,
         loaded=rig.num_loaded,

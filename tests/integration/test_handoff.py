@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from kv_transfer.receiver_hub import ReceiverHub
-from kv_transfer.transports.catalogue import NAMES, open_receivers, open_senders
+from kv_transfer.transports.catalogue import open_receivers, open_senders
 from kv_transfer.transports.memory import MemoryFabric
 from tandem.errors import RequestTooLarge, TransferError, Unavailable
 from tandem.ids import BlockHash, Incarnation
@@ -25,6 +25,7 @@ from tests.integration.handoff_fakes import (
     make_job,
     prefill_worker,
 )
+from tests.unit.kv_transfer.transport_needs import require
 
 DEADLINE_S = 20.0
 
@@ -47,8 +48,9 @@ class Cluster:
         assert self.hub.stats.quarantined_blocks == 0
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=["memory", "shm", "nixl", "torch_dist", "tcp"])
 async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
+    require(request.param)
     fabric = MemoryFabric()
     async with AsyncExitStack() as stack:
         prefill = await stack.enter_async_context(

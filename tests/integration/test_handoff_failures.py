@@ -321,7 +321,7 @@ async def test_a_newer_attempt_supersedes_an_older_one_on_the_same_worker() -> N
     async with decoding("memory", fabric=fabric) as (hub, owner), prefilling("memory", fabric=fabric) as worker:
         worker.owner.gate.clear()
         transfer = begin(hub, owner, make_job("a", 40), worker.route(1))
-        await wait_for(lambda: worker.owner.jobs)
+        await wait_for(lambda: worker.owner.jobs and worker.hub._attempts[transfer].machine.reserve)
         worker.hub.failed(transfer, TransferError("engine gave up"))
         record = await owner.until(transfer, lambda r: r.errors)
         assert record.errors[0].message == "prefill worker: engine gave up"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from engine.ranks.messages import RankSetup
 from engine.request import Batch, BatchItem, BlockTable, Request, SampledToken
 from kv_transfer.transports.shared_pool import SharedPool
 from tandem.errors import ConfigError
-from tandem.ids import BlockHash, BlockId, RequestId
+from tandem.ids import BlockHash, BlockId, RequestId, TransferId
 from tandem.model_path import model_directory
 from tandem.sampling import SamplingParams
 from tests.unit.engine.paged_harness import ARCHITECTURES, reference_model
@@ -210,6 +210,45 @@ def test_every_rank_saves_and_brings_back_its_part_of_a_preempted_request(tmp_pa
         assert together.facts()["offload_bytes"] > 0
     finally:
         together.ranks.close()
+
+
+def test_every_rank_keeps_its_part_of_evicted_blocks(tmp_path: Path) -> None:
+    model = reference_model("Qwen3ForCausalLM", num_attention_heads=8, num_key_value_heads=4, head_dim=8)
+    model.save_pretrained(tmp_path)
+    alone = serve_all(assemble(spec(tmp_path, 1)))
+    with pytest.raises(ConfigError, match="blocks on disk are for one rank"):
+        assemble(spec(tmp_path, 2, host_cache_bytes=1 << 20, disk_cache_bytes=1 << 20, disk_cache_path=tmp_path))
+    together = assemble(spec(tmp_path, 2, num_blocks=11, host_cache_bytes=1 << 20))
+    try:
+        tiers = together.scheduler.tiers
+        assert tiers is not None
+        tiers.costs.rates = MeasuredRates(prefill_tokens_per_s=1.0, offload_bytes_per_s=1e12, load_bytes_per_s=1e12)
+        assert [serve_all(together) for _ in range(2)] == [alone, alone]
+        assert tiers.counts()[0].hits > 0
+        # Between steps nobody can tell the other ranks to save: what a hand-off overwrites is lost, and counted.
+        stranger = request_of(range(3, 93), "stranger")
+        together.scheduler.reservations.reserve(TransferId("t"), stranger)
+        before = tiers.counts()[0]
+        together.scheduler.reservations.bind(TransferId("t"))
+        after = tiers.counts()[0]
+        assert (after.stores, after.num_blocks) == (before.stores, before.num_blocks)
+        assert after.dropped > before.dropped
+        together.scheduler.reservations.cancel(TransferId("t"))
+        together.scheduler.check_invariants()
+    finally:
+        together.ranks.close()
+
+
+def request_of(tokens: Iterable[int], name: str) -> Request:
+    ids = array("i", tokens)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    return Request(
+        request_id=RequestId(name),
+        token_ids=ids,
+        num_prompt_tokens=len(ids),
+        params=params,
+        hash_root=BlockHash(b"root"),
+    )
 
 
 def serve_all(parts: EngineParts) -> list[list[int]]:

@@ -47,6 +47,17 @@ def test_in_a_storm_everybody_says_what_they_say_alone(model, mode, count):
         assert frozenset().union(*(one.reasons for one in seen)) == frozenset(FinishReason)
 
 
+@pytest.mark.parametrize(
+    ("mode", "count"),
+    [("ahead-offload", 2), ("late-offload", 2), *(pytest.param(mode, 300, marks=pytest.mark.slow) for mode in MODES)],
+)
+def test_in_a_storm_over_host_memory_and_disk_too(model, mode, count, tmp_path):
+    """Each storm but the first finds files that another one has left."""
+    seen = [storm(model, seed, **MODES[mode], count=6, cache_folder=tmp_path) for seed in range(count)]
+    assert sum(one.host_hits for one in seen)
+    assert sum(one.disk_hits for one in seen)
+
+
 def client(rig, requests, draw):
     """On a thread of its own: asks, and sometimes thinks better of it."""
     for request in requests:

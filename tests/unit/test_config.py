@@ -25,6 +25,8 @@ from tandem.errors import ConfigError
         (f"prefill: {{replicas: {MAX_REPLICAS + 1}}}", "prefill.replicas"),
         ("transfer: {lease_s: .inf}", "transfer.lease_s"),
         ("transfer: {lease_s: .nan}", "transfer.lease_s"),
+        ("transfer: {transport: pigeon}", "transfer.transport"),
+        ("transfer: {isolated_network: perhaps}", "transfer.isolated_network"),
         ("prefill: {drain_s: .inf}", "prefill.drain_s"),
         ("engine: {max_step_s: 0}", "engine.max_step_s"),
         ("engine: {max_step_s: .nan}", "engine.max_step_s"),

@@ -27,6 +27,7 @@ MAX_CONSTRUCTOR_PARAMETERS = 7
 PURE = (
     "engine.block_manager",
     "engine.blocks",
+    "engine.cache_tiers",
     "engine.parallel.shard",
     "engine.prefix_index",
     "engine.ranks.step_wire",
@@ -46,6 +47,9 @@ PURE = (
     "cluster.supervisor",
     "fabric.destinations",
     "fabric.cost",
+    "kv_transfer.attempt_trace",
+    "kv_transfer.stats",
+    "tandem.tracing",
 )
 IMPURE = ("torch", "triton", "grpc", "redis", "asyncio", "opentelemetry")
 

@@ -96,7 +96,7 @@ def test_the_budgets_are_within_eight_minutes() -> None:
     assert LIMIT_S < 480
     assert len({part.name for part in PARTS}) == len(PARTS)
     # What hangs in one part must leave the others their time: even if every one did, each would have had its own.
-    assert sum(part.budget_s for part in PARTS) <= 430
+    assert sum(part.budget_s for part in PARTS) <= LIMIT_S - 20
     assert LIMIT_S >= 450
 
 

@@ -11,9 +11,11 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+from engine.block_moves import BlockLoad, BlockOffload
 from engine.config import EngineConfig
 from engine.request import Batch, Request, SampledToken
 from engine.scheduler import Scheduler
+from engine.tier_counts import Traffic
 from tandem.block_hash import BlockHasher, root_hash
 from tandem.ids import BlockId, RequestId
 from tandem.sampling import SamplingParams
@@ -142,6 +144,12 @@ class LedgerRunner:
         for move in batch.copies:
             for i in range(self.block_size):
                 self.memory[move.target, i] = self.memory.get((move.source, i))
+
+    traffic = Traffic()
+
+    def move_now(self, offloads: Sequence[BlockOffload], loads: Sequence[BlockLoad]) -> None:
+        """Implements `engine.tiers.BlockCopier`."""
+        self.move(Batch(items=(), offloads=tuple(offloads), loads=tuple(loads)))
 
     def read(self, blocks: Sequence[BlockId], num_tokens: int) -> list[int]:
         size = self.block_size

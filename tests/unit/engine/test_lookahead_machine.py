@@ -35,7 +35,7 @@ class PipelinedMachine(SchedulerMachine):
                 return
             self.settle()
             self.launched = launched
-            if batch is not None and batch.offloads:
+            if batch is not None and batch.saves_free_blocks:
                 self.settle()
             for transfer_id in self.stale_writers:
                 self.write_garbage(transfer_id)

@@ -5,6 +5,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.blocks import PoolExhausted
+from engine.config import EngineConfig
 from engine.eviction import POLICIES
 from engine.preemption import MeasuredRates
 from engine.request import Batch, FinishReason, Request, RequestState
@@ -52,13 +53,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority_aging_s=policy[2],
         )
         self.tier = HostTier(num_slots)
-        self.sched = Scheduler(config, BlockHasher(ledger.SECRET), tier=self.tier, block_bytes=1)
+        self.runner = self.make_runner()
+        self.sched = self.make_scheduler(config)
         # Copying is next to free: whatever fits in the tier goes there.
         self.sched.offloading.rates = MeasuredRates(
             prefill_tokens_per_s=1.0, offload_bytes_per_s=1e9, load_bytes_per_s=1e9
         )
         self.sched._planner._pace = ledger.Crawl(beside_decodes)
-        self.runner = self.make_runner()
         self.now = 0.0
         self.requests: dict[RequestId, Request] = {}
         self.prompts: dict[RequestId, list[int]] = {}
@@ -71,6 +72,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def make_runner(self) -> LedgerRunner:
         return LedgerRunner()
+
+    def make_scheduler(self, config: EngineConfig) -> Scheduler:
+        return Scheduler(config, BlockHasher(ledger.SECRET), tier=self.tier, block_bytes=1)
 
     def expected(self, request: Request) -> list[int]:
         return ledger.continuation(self.prompts[request.request_id], request.params, limit=120)

@@ -11,6 +11,7 @@ from engine.scheduler import Scheduler
 from fabric.lending import Lender
 from fabric.owners import Departures
 from kv_transfer.messages import PrefillJob
+from tandem.block_hash import BlockHasher
 from tandem.errors import InvalidRequest, Unavailable
 from tandem.ids import BlockHash, BlockId, RequestId, TransferId
 from tandem.sampling import SamplingParams
@@ -19,6 +20,8 @@ from tests.unit.engine.ledger_host import parts, settled
 
 WAIT_S = 20.0
 PROMPT = tuple((7 * i) % 90 for i in range(75))
+NAMES: list[BlockHash] = []
+BlockHasher(ledger.SECRET).extend(ledger.ROOT, NAMES, PROMPT)
 
 
 class FakeHub:
@@ -52,8 +55,9 @@ def job(**changes: Any) -> PrefillJob:
     fields = {
         "transfer_id": TransferId("t"),
         "request_id": RequestId("r"),
-        "token_ids": PROMPT,
-        "num_prompt_tokens": len(PROMPT),
+        "token_ids": (),
+        "num_prompt_tokens": 0,
+        "names": tuple(NAMES),
         "held_tokens": 16,
         "sampling": SamplingParams(max_tokens=1),
         "hash_root": ledger.ROOT,
@@ -103,7 +107,7 @@ async def test_what_is_not_here_is_refused(bench: Bench) -> None:
 
 async def test_a_worker_that_only_lends_computes_for_nobody(bench: Bench) -> None:
     with pytest.raises(InvalidRequest, match="only lends"):
-        await Departures(bench.lender).submit(job(fetch=False))
+        await Departures(bench.lender).submit(job(fetch=False, token_ids=PROMPT))
 
 
 async def test_a_loan_that_was_given_back_before_it_was_told_is_not_told(bench: Bench) -> None:

@@ -1,5 +1,7 @@
 """What the tests of both state machines share."""
 
+from dataclasses import replace
+
 from kv_transfer import actions as act
 from kv_transfer.config import TransferSettings
 from kv_transfer.messages import (
@@ -33,6 +35,17 @@ JOB = PrefillJob(
     sampling=SamplingParams(),
     hash_root=BlockHash(bytes(16)),
 )
+
+
+FETCH = replace(
+    JOB,
+    token_ids=(),
+    num_prompt_tokens=0,
+    fetch=True,
+    resume=True,
+    names=tuple(BlockHash(bytes([i]) * 16) for i in range(3)),
+)
+"""48 tokens, twelve blocks of the layout."""
 
 
 class Half:

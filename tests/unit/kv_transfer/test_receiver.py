@@ -24,9 +24,9 @@ from kv_transfer.messages import (
 )
 from kv_transfer.states import HandoffState
 from tandem.errors import InvariantError, TransferError
-from tandem.ids import BlockHash, Incarnation, TransferId
+from tandem.ids import BlockHash, BlockId, Incarnation, TransferId
 from tandem.outputs import PhaseTimes, SampledToken
-from tests.unit.kv_transfer.halves import BLOCKS, JOB, KEY, LAYOUT, OWN, PEER, SETTINGS, TOKEN, Half, kinds
+from tests.unit.kv_transfer.halves import BLOCKS, FETCH, JOB, KEY, LAYOUT, OWN, PEER, SETTINGS, TOKEN, Half, kinds
 
 
 def box(
@@ -306,3 +306,30 @@ def test_a_later_attempt_has_less_time() -> None:
         [ask] = ladder.begin(attempt, PEER, now).start(LAYOUT.block_size)
         assert ask.body.job.timeout_s == left_s
         ladder.failed(0, now)
+
+
+def test_a_fetch_takes_what_is_offered_if_it_is_whole_and_named() -> None:
+    half = receiving(FETCH)
+    [ask] = half.machine.start(LAYOUT.block_size)
+    assert (ask.body.job.token_ids, ask.body.job.num_tokens) == ((), 48)
+    assert half.hear(offer(8, tail_hash=FETCH.names[1])) == (act.BindBlocks(num_blocks=8),)
+    blocks = tuple(BlockId(i) for i in range(8))
+    half.see(ev.Bound(blocks=blocks))
+    [reserve] = half.see(ev.GrantOpened(transport="x", grant=b"g", drain_proves_quiet=True))
+    assert reserve.body.num_units == 8
+    half.hear(chunk(0, box(0, 8)))
+    assert verify(half, 0) == ()
+    [commit] = half.hear(seal(1, FETCH.names[1]))
+    assert (commit.info.blocks, commit.info.first_token) == (blocks, None)
+
+
+@pytest.mark.parametrize(
+    ("num_units", "tail_hash", "unit_tokens"),
+    [(13, FETCH.names[2], 4), (8, FETCH.names[2], 4), (8, None, 4), (3, FETCH.names[0], 2)],
+    ids=["more than asked for", "another prefix", "no name", "half a block"],
+)
+def test_an_impossible_offer_ends_a_fetch(num_units: int, tail_hash: BlockHash | None, unit_tokens: int) -> None:
+    half = receiving(FETCH)
+    half.machine.start(unit_tokens)
+    assert kinds(half.hear(offer(num_units, tail_hash=tail_hash))) == ["Abort", "ReportFailed"]
+    assert half.state is HandoffState.CLOSED

@@ -21,7 +21,7 @@ from kv_transfer.states import HandoffState
 from tandem.errors import DeadlineExceeded, TransferError
 from tandem.ids import BlockId
 from tandem.outputs import PhaseTimes
-from tests.unit.kv_transfer.halves import BLOCKS, JOB, KEY, LAYOUT, OWN, PEER, TOKEN, Half, kinds
+from tests.unit.kv_transfer.halves import BLOCKS, FETCH, JOB, KEY, LAYOUT, OWN, PEER, TOKEN, Half, kinds
 
 
 def sending(
@@ -216,3 +216,34 @@ def test_a_chunk_says_how_long_its_write_took() -> None:
     half.hear(RESERVE)
     [sent] = written(half, 0)
     assert sent.body.write_s == 0.5
+
+
+def test_sources_stay_until_reads_that_nobody_can_stop_have_ended() -> None:
+    half = offered()
+    half.see(progress(10))
+    half.hear(RESERVE)
+    assert kinds(half.hear(Abort(reason="left"))) == ["AbortPrefill", "CancelWrites"]
+    assert half.see(ev.WritesEnding()) == ()
+    assert half.see(ev.WriteFailed(seq=1, rewrite=0, reason="cancelled")) == ()
+    assert kinds(half.see(ev.Written(seq=0, rewrite=0, checksum=0, seconds=0.1))) == ["Drained", "ReleaseSources"]
+
+
+def test_a_fetch_is_answered_with_what_is_held_in_whole_blocks_of_both() -> None:
+    half = sending(job=replace(FETCH, held_tokens=8), window=8, unit_tokens=2, chunk_bytes=1000)
+    half.see(ev.Submitted())
+    [offer] = half.see(ev.Scheduled(queue_s=0.0, tail_hash=FETCH.names[0], num_tokens=19))
+    assert offer.body.num_units == 4, "of 19 tokens 16 are whole blocks, and 8 are held there"
+    blocks = tuple(BlockId(i) for i in range(20, 24))
+    half.see(ev.Progress(num_computed_tokens=16, blocks=blocks))
+    half.see(ev.Finished(cached_tokens=16, times=PhaseTimes(), tail_hash=FETCH.names[0]))
+    [write, seal] = half.hear(Reserve(num_units=4, transport="x", grant=b"g"))
+    assert (write.first_block, write.sources) == (2, blocks[2:])
+    assert seal.body.num_chunks == 1
+
+
+def test_a_fetch_of_nothing_more_is_refused() -> None:
+    half = sending(job=replace(FETCH, held_tokens=16))
+    half.see(ev.Submitted())
+    actions = half.see(ev.Scheduled(queue_s=0.0, tail_hash=None, num_tokens=16))
+    assert kinds(actions) == ["Reject", "AbortPrefill", "Drained", "ReleaseSources"]
+    assert half.state is HandoffState.CLOSED

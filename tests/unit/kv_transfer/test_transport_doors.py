@@ -15,7 +15,7 @@ import pytest
 from kv_transfer.messages import TransferKey
 from kv_transfer.region import KVRegion
 from kv_transfer.transport import KVReceiver
-from kv_transfer.transports import shm_receiver, tcp_wire
+from kv_transfer.transports import claims, tcp_wire
 from kv_transfer.transports.catalogue import candidates, open_receivers, open_senders
 from kv_transfer.transports.tcp_channel import PlainChannel
 from kv_transfer.transports.tcp_receiver import MAX_CONNECTIONS, TcpReceiver
@@ -178,10 +178,10 @@ def test_a_receiver_that_stops_reading_fails_the_connection() -> None:
     os.close(source.fd)
 
 
-def test_the_shm_receiver_drops_strangers() -> None:
+def test_the_claims_drops_strangers() -> None:
     target = make_region(seed=0)
     [receiver] = open_receivers(target, choice="shm")
-    for data in (b"", b"x" * 100, struct.pack("!4sB16s", b"TKS1", 99, bytes(16))):
+    for data in (b"", b"x" * 100, struct.pack("!4sB16s", b"TKC1", 99, bytes(16))):
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(receiver.offer().advert[16:].decode())
             sock.sendall(data)
@@ -192,13 +192,13 @@ def test_the_shm_receiver_drops_strangers() -> None:
     os.close(target.fd)
 
 
-def test_another_user_gets_no_slot_at_the_shm_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_gets_no_slot_at_the_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_region(seed=0)
     [receiver] = open_receivers(target, choice="shm")
     address = receiver.offer().advert[16:].decode()
     uid = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: uid + 1)
-    monkeypatch.setattr(shm_receiver, "HELLO_S", 10 * WAIT_S)
+    monkeypatch.setattr(claims, "HELLO_S", 10 * WAIT_S)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(WAIT_S / 2)
         sock.connect(address)

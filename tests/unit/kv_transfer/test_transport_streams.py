@@ -3,15 +3,18 @@
 import os
 import random
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from kv_transfer.messages import TransferKey
 from kv_transfer.region import KVRegion
+from kv_transfer.transports.tcp_channel import PlainChannel
 from kv_transfer.transports.tcp_receiver import TcpReceiver
 from kv_transfer.transports.tcp_sender import TcpSender, TcpWriter
 from kv_transfer.transports.tcp_settings import MAX_STREAMS, TcpSettings
+from kv_transfer.transports.tcp_wire import HEADER_BYTES
 from tandem.errors import TransferError
 from tandem.ids import TransferId
 from tests.unit.kv_transfer.transport_peer import PAIRING, block_views, box, landing, make_region, order
@@ -40,6 +43,14 @@ class Ends:
     def lock(self):
         """While it is held, nothing lands."""
         return self.receiver._grants.find(self.token).lock
+
+    def start_whole_frames(self) -> list:
+        """One on each stream, caught in the middle as long as the lock is held."""
+        futures = [self.writer.write(self.whole) for _ in range(STREAMS)]
+        for stream in self.writer._streams:
+            while not (stream._unanswered and stream._unanswered[0].left < stream._unanswered[0].num_bytes):
+                pass
+        return futures
 
     def one(self, block: int):
         return order(KEY, self.token, box(block, 1), [block], pool_blocks=NUM_BLOCKS)
@@ -76,7 +87,7 @@ def test_writes_take_the_stream_with_the_fewest(ends: Ends) -> None:
 def test_one_broken_stream_ends_them_all(ends: Ends, side: str) -> None:
     [peer] = ends.receiver._peers.values()
     with ends.lock:
-        futures = [ends.writer.write(ends.whole) for _ in range(STREAMS)]
+        futures = ends.start_whole_frames()
         if side == "sender":
             ends.writer._streams[1]._channel.hang_up()
         else:
@@ -96,10 +107,49 @@ def test_one_broken_stream_ends_them_all(ends: Ends, side: str) -> None:
     assert not any(ends.target.buffer), "nothing lands afterwards"
 
 
+def test_nothing_lands_once_another_stream_has_ended(ends: Ends) -> None:
+    [peer] = ends.receiver._peers.values()
+    with ends.lock:
+        futures = ends.start_whole_frames()
+        peer.ended = True
+    for future in futures:
+        with pytest.raises(TransferError):
+            future.result(WAIT_S)
+    while peer.channels:
+        pass
+    assert not any(ends.target.buffer), "the kernel held bytes for every stream"
+
+
+def test_a_revocation_waits_for_the_call_that_is_landing_bytes(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    receive = PlainChannel.receive
+    landing_now, go_on, revoked = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(self: PlainChannel, piece: list[memoryview]) -> int | None:
+        if sum(map(len, piece)) > HEADER_BYTES:
+            landing_now.set()
+            assert go_on.wait(WAIT_S)
+        return receive(self, piece)
+
+    monkeypatch.setattr(PlainChannel, "receive", slow)
+    future = ends.writer.write(ends.whole)
+    assert landing_now.wait(WAIT_S)
+    revoking = threading.Thread(target=lambda: (ends.receiver.revoke(KEY), revoked.set()))
+    revoking.start()
+    assert not revoked.wait(0.1), "a call is under way"
+    go_on.set()
+    assert revoked.wait(WAIT_S)
+    ends.target.buffer[:] = bytes(ends.target.buffer.nbytes)
+    revoking.join()
+    with pytest.raises(TransferError):
+        future.result(WAIT_S)
+    assert not any(ends.target.buffer)
+
+
 def test_cancel_is_final_on_every_stream(ends: Ends) -> None:
     with ends.lock:
-        futures = [ends.writer.write(ends.whole) for _ in range(STREAMS)]
+        futures = ends.start_whole_frames()
         assert ends.writer.cancel(KEY)
+        assert all(stream._unanswered[0].left for stream in ends.writer._streams)
         ends.source.buffer[:] = AFTER * ends.source.buffer.nbytes
         for future in futures:
             with pytest.raises(TransferError):

@@ -1,5 +1,7 @@
 """Messages survive the wire; whatever else arrives is a WireError and nothing else."""
 
+from dataclasses import replace
+
 import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given, settings
@@ -30,6 +32,9 @@ from kv_transfer.messages import (
 from tandem.errors import RequestTooLarge
 from tandem.ids import BlockHash, Incarnation, TransferId, WorkerId
 from tandem.outputs import PhaseTimes, SampledToken, TokenLogprob
+from tandem.prefix_holder import PrefixHolder
+from tandem.tracing import MAX_TEXT_CHARS, TraceContext
+from tandem.v1 import common_pb2
 from tandem.v1 import handoff_pb2 as pb
 from tests.unit.kv_transfer.halves import JOB, LAYOUT
 
@@ -37,9 +42,22 @@ KEY = TransferKey(transfer_id=TransferId("t"), attempt=3)
 CELLS = CellRange(first_layer=1, num_layers=2, first_unit=3, num_units=4, first_head=0, num_heads=2)
 TOKEN = SampledToken(token_id=5, logprob=-0.5, top_logprobs=(TokenLogprob(token_id=5, logprob=-0.5),))
 OFFER = TransportOffer(name="tcp", advert=b"x", host_id="h")
+HOLDER = PrefixHolder(worker_id=WorkerId("d"), incarnation=Incarnation(3), address="h:1", num_tokens=64)
+FETCH = replace(
+    JOB,
+    token_ids=(),
+    num_prompt_tokens=0,
+    fetch=True,
+    resume=True,
+    names=(BlockHash(b"a" * 16), BlockHash(b"b" * 16)),
+    held_tokens=16,
+)
 BODIES = [
     Hello(protocol_version=1, worker_id=WorkerId("w"), layout=LAYOUT, transports=(OFFER,), wire_dtype="int8"),
     Prefill(job=JOB, lease_s=2.0),
+    Prefill(job=replace(JOB, holder=HOLDER), lease_s=2.0),
+    Prefill(job=replace(JOB, trace=TraceContext(trace_id=1, span_id=2, state="a=1")), lease_s=2.0),
+    Prefill(job=FETCH, lease_s=2.0),
     Offer(num_units=3, queue_s=0.5, tail_hash=BlockHash(b"h" * 16)),
     Reserve(num_units=3, transport="tcp", grant=b"g"),
     Reject(failure=Failure(kind=RequestTooLarge, message="no", retry_after_s=None)),
@@ -64,6 +82,12 @@ def test_every_message_survives_the_wire(body: Body) -> None:
     assert wire.decode(pb.HandoffMessage.FromString(data)) == envelope
 
 
+def fetch(**changes: object) -> pb.Prefill:
+    """A good one but for what is changed."""
+    fields = {"fetch": True, "names": b"n" * 16, "request_id": "r", "hash_root": bytes(16), "lease_s": 2.0}
+    return pb.Prefill(**{**fields, **changes})
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -82,12 +106,24 @@ def test_every_message_survives_the_wire(body: Body) -> None:
         pb.HandoffMessage(transfer_id="t", seal=pb.Seal(num_chunks=0)),
         pb.HandoffMessage(transfer_id="t", seal=pb.Seal(num_chunks=1, tail_hash=b"short")),
         pb.HandoffMessage(transfer_id="t", reserve=pb.Reserve(num_units=1)),
+        pb.HandoffMessage(transfer_id="t", prefill=fetch(names=b"")),
+        pb.HandoffMessage(transfer_id="t", prefill=fetch(names=b"short")),
+        pb.HandoffMessage(transfer_id="t", prefill=fetch(token_ids=[1])),
+        pb.HandoffMessage(transfer_id="t", prefill=fetch(held_tokens=16)),
+        pb.HandoffMessage(transfer_id="t", prefill=fetch(fetch=False)),
+        pb.HandoffMessage(transfer_id="t", prefill=fetch(holder=common_pb2.PrefixHolder(worker_id="w"))),
         pb.HandoffMessage(renew=pb.Renew(transfer_ids=["x"] * 5000)),
     ],
 )
 def test_what_is_out_of_bounds_is_refused(message: pb.HandoffMessage) -> None:
     with pytest.raises(wire.WireError):
         wire.decode(message)
+
+
+@pytest.mark.parametrize("trace", ["", "nonsense", "00-1-2-01", "x" * (MAX_TEXT_CHARS + 1)])
+def test_a_trace_that_is_none_is_no_reason_to_refuse(trace: str) -> None:
+    message = pb.HandoffMessage(transfer_id="t", prefill=fetch(trace=trace))
+    assert wire.decode(message).body.job.trace is None
 
 
 @given(st.binary(max_size=200))

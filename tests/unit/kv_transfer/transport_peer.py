@@ -1,6 +1,8 @@
-"""A second process for transport tests: `python -m ...transport_peer NAME ADVERT_HEX HOST_ID STREAMS [CERT KEY CA]`.
+"""A second process for transport tests, which obeys lines on stdin.
 
-It fills its own pool with a pattern, then obeys lines on stdin: `write GRANT_HEX FIRST COUNT`, answering the checksum.
+`... transport_peer NAME ADVERT_HEX HOST_ID STREAMS [CERT KEY CA]` fills its own pool with a pattern and obeys
+`write GRANT_HEX FIRST COUNT`, answering the checksum. `... transport_peer NAME NUM_BLOCKS` receives: it says its offer
+and a grant for all its blocks.
 """
 
 import sys
@@ -12,7 +14,7 @@ from kv_transfer.messages import CellRange, TransferKey, TransportOffer
 from kv_transfer.pairing import Pairing
 from kv_transfer.region import KVRegion
 from kv_transfer.transport import WriteOrder
-from kv_transfer.transports.catalogue import candidates, open_senders
+from kv_transfer.transports.catalogue import candidates, open_receivers, open_senders
 from kv_transfer.transports.shared_pool import SharedPool
 from kv_transfer.transports.tcp_settings import TcpSettings
 from kv_transfer.transports.tcp_tls import TlsFiles, TlsIdentity
@@ -75,11 +77,29 @@ def _say(line: str) -> None:
 
 def main() -> None:
     """See the module's docstring."""
-    name, advert, host_id, streams = sys.argv[1:5]
+    if len(sys.argv) == 3:
+        _receive(sys.argv[1], int(sys.argv[2]))
+    else:
+        _send(*sys.argv[1:5], *map(Path, sys.argv[5:]))
+
+
+def _receive(name: str, num_blocks: int) -> None:
+    region = make_region(0, num_blocks)
+    [receiver] = open_receivers(region, choice=name)
+    receiver.listen_quiet(lambda _key: None)
+    offer = receiver.offer()
+    key = TransferKey(transfer_id=TransferId("t"), attempt=1)
+    grant = receiver.open_grant(key, landing(region, *range(num_blocks)))
+    _say(f"{offer.advert.hex()} {offer.host_id or '-'} {grant.hex()}")
+    sys.stdin.read()
+    receiver.close()
+
+
+def _send(name: str, advert: str, host_id: str, streams: str, *files: Path) -> None:
     tls = None
-    if sys.argv[5:]:
-        cert, key, ca = map(Path, sys.argv[5:])
-        tls = TlsIdentity(TlsFiles(cert=cert, key=key, ca=ca))
+    if files:
+        cert, key_file, ca = files
+        tls = TlsIdentity(TlsFiles(cert=cert, key=key_file, ca=ca))
     tcp = TcpSettings(streams=int(streams), tls=tls)
     region = make_region(seed=5)
     offer = TransportOffer(name=name, advert=bytes.fromhex(advert), host_id=host_id)
@@ -90,8 +110,9 @@ def main() -> None:
     for line in sys.stdin:
         _verb, grant, first, count = line.split()
         sources = list(range(int(first), int(first) + int(count)))
+        chunk = order(key, bytes.fromhex(grant), box(int(first), int(count)), sources)
         try:
-            result = writer.write(order(key, bytes.fromhex(grant), box(int(first), int(count)), sources)).result(10)
+            result = writer.write(chunk).result(10)
             _say(f"done {result.checksum}")
         except TransferError as error:
             _say(f"failed {error}")

@@ -24,6 +24,7 @@ from tandem.registry import StaticDirectory
 from tandem.roles import WorkerRole
 from tandem.rpc import ClusterAuth, open_channel
 from tandem.sampling import SamplingParams
+from tandem.tracing import Span
 from tests.fake_worker import SECRET, FakeWorker
 
 ROOT = root_hash(secret=SECRET, model_fingerprint="model-a")
@@ -159,6 +160,7 @@ def routed(
     n: int = 1,
     deadline_s: float | None = None,
     priority: int = 0,
+    span: Span | None = None,
 ) -> RoutedRequest:
     return RoutedRequest(
         request_id=RequestId(request_id),
@@ -168,6 +170,7 @@ def routed(
         num_choices=n,
         deadline_s=deadline_s,
         priority=priority,
+        span=span,
     )
 
 

@@ -18,6 +18,7 @@ from tandem.config import RouterConfig
 from tandem.errors import ServingError
 from tandem.ids import RequestId
 from tandem.outputs import FinishReason, PhaseTimes, SampledToken, TokenLogprob
+from tandem.tracing import Tracer
 
 MODEL = "tiny"
 SECRET = b"0123456789abcdef"
@@ -164,6 +165,7 @@ def make_doors(
     config: RouterConfig | None = None,
     clock: Callable[[], float] = lambda: 1000.0,
     mint_seed: Callable[[], int] = lambda: 99,
+    tracer: Tracer | None = None,
 ) -> Doors:
     config = config or RouterConfig(max_body_bytes=1 << 20)
     model = ModelInfo(
@@ -175,6 +177,12 @@ def make_doors(
         created_s=1_700_000_000,
     )
     frontend = Frontend(
-        model=model, tokenizer=tokenizer, config=config, secret=SECRET, clock=clock, mint_seed=mint_seed
+        model=model,
+        tokenizer=tokenizer,
+        config=config,
+        secret=SECRET,
+        clock=clock,
+        mint_seed=mint_seed,
+        tracer=tracer,
     )
     return Doors(frontend, FakeGenerator(), config, RouterMetrics(MODEL), Ready())

@@ -46,6 +46,25 @@ def test_counts_leading_blocks_per_worker(two: PrefixMap) -> None:
     assert two.longest_prefix([]) == {}
 
 
+def test_larger_blocks_are_known_by_their_last_names() -> None:
+    """Worker b's blocks hold two hash blocks each."""
+    prefix_map = PrefixMap(expectation_s=10.0)
+    prefix_map.add_worker(A, capacity=8)
+    prefix_map.add_worker(B, capacity=4, names_per_block=2)
+    prefix_map.apply(A, _snapshot(0, 0, 1, 2))
+    prefix_map.apply(B, _snapshot(0, 1, 3))
+    assert prefix_map.longest_prefix(NAMES) == {A: 3, B: 4}
+    assert prefix_map.longest_prefix(NAMES[:3]) == {A: 3, B: 2}
+    assert prefix_map.longest_prefix(NAMES[:1]) == {A: 1}
+    prefix_map.expect(B, NAMES[:9], now_s=0.0)
+    assert prefix_map.num_blocks(B) == 4
+    assert prefix_map.longest_prefix(NAMES) == {A: 3, B: 8}
+    prefix_map.revoke(B, NAMES[:9])
+    assert prefix_map.longest_prefix(NAMES) == {A: 3, B: 4}
+    prefix_map.drop_worker(B)
+    assert prefix_map.longest_prefix(NAMES) == {A: 3}
+
+
 def test_repeated_events_change_nothing(two: PrefixMap) -> None:
     two.apply(A, _stored(0, 0, 1))
     two.apply(A, _evicted(2, 1))

@@ -1,13 +1,20 @@
 """What the meter measures, on a clock of the test's."""
 
+from dataclasses import fields
+
 import pytest
 
+from engine.step import Load
+from engine.tier_counts import TierCounts
+from engine.wire import load_to_pb
 from router.attempts import RetryReason
 from router.metrics import RequestMeter, RouterMetrics
 from router.requests import ChoiceFinish
+from router.session_wire import load_from_pb
 from tandem.errors import Unavailable
 from tandem.outputs import FinishReason
 from tests.unit.router import doors
+from tests.unit.router.test_placement import worker
 
 
 class Clock:
@@ -21,6 +28,39 @@ class Clock:
 
 def value(metrics: RouterMetrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(name, labels or {"model_name": "m", "engine": "router"})
+
+
+def test_cache_tiers_are_shown_as_workers_count_them() -> None:
+    metrics = RouterMetrics("m")
+    counts = TierCounts(tier="disk", num_blocks=3, capacity_blocks=9, hits=5, stored_bytes=7, store_s=0.5, damaged=2)
+    load = Load(**dict.fromkeys((f.name for f in fields(Load) if f.name != "tiers"), 1), tiers=(counts,))
+    told = load_to_pb(load, prefill_tokens_per_s=1.0, decode_step_s=1.0, kv_bytes_per_s=1.0)
+    told.cache_tiers.add(tier="made up by a peer")
+    metrics.worker_loads([worker("w", load=load_from_pb(told))])
+    labels = {"worker": "w", "role": "decode", "tier": "disk"}
+    shown = {
+        name: value(metrics, f"tandem_worker_cache_{name}", **labels)
+        for name in (
+            "blocks",
+            "capacity_blocks",
+            "hits_total",
+            "stored_bytes_total",
+            "store_seconds_total",
+            "damaged_total",
+        )
+    }
+    assert shown == {
+        "blocks": 3,
+        "capacity_blocks": 9,
+        "hits_total": 5,
+        "stored_bytes_total": 7,
+        "store_seconds_total": 0.5,
+        "damaged_total": 2,
+    }
+    assert value(metrics, "tandem_worker_cache_hits_total", **labels | {"tier": "other"}) == 0
+    assert "tandem_worker_cache_hits_total" in metrics.render().decode()
+    metrics.worker_loads([])
+    assert value(metrics, "tandem_worker_cache_blocks", **labels) is None
 
 
 def test_one_request() -> None:

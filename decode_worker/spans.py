@@ -1,0 +1,54 @@
+"""A task's spans: what the decode worker adds to the trace of a request. No-ops for tasks that nobody traces."""
+
+from decode_worker.task import DecodeTask
+from tandem.errors import ServingError
+from tandem.tracing import Span, Tracer, context_from_text
+from tandem.v1 import session_pb2 as pb
+
+
+def begin_span(tracer: Tracer, submit: pb.Submit, now_s: float) -> Span | None:
+    """The span of one order. A context that is malformed is nobody's: never a reason to refuse work."""
+    parent = context_from_text(submit.trace) if submit.HasField("trace") else None
+    span = tracer.span("tandem.decode", parent, now_s)
+    if span is not None:
+        span.attributes.update(
+            {
+                "tandem.request.id": submit.request_id,
+                "tandem.attempt": submit.attempt,
+                "tandem.choice": submit.choice_index,
+                "tandem.prompt_tokens": len(submit.prompt_token_ids),
+                "tandem.resumed_tokens": len(submit.generated_token_ids),
+            }
+        )
+    return span
+
+
+def trace_own_prefill(task: DecodeTask, now_s: float) -> None:
+    """The prompt was computed here, and its first token with it."""
+    if task.span is None:
+        return
+    computed_from_s = now_s - task.times.prefill_s
+    task.span.interval("tandem.prefill_queue", computed_from_s - task.times.prefill_queue_s, computed_from_s)
+    task.span.interval("tandem.prefill", computed_from_s, now_s, **{"tandem.cached_tokens": task.cached_tokens or 0})
+    task.span.event("first_token", now_s)
+    task.awaits_step_since_s = now_s
+
+
+def trace_first_step(task: DecodeTask, now_s: float) -> None:
+    """The first token that was decoded here, behind KV that was complete."""
+    if task.span is not None and task.awaits_step_since_s is not None:
+        task.span.interval("tandem.first_decode_step", task.awaits_step_since_s, now_s)
+    task.awaits_step_since_s = None
+
+
+def end_span(task: DecodeTask, error: ServingError | None) -> None:
+    """The task is over."""
+    if task.span is None:
+        return
+    if error is not None:
+        task.span.fail(error.message)
+    task.span.attributes.update(
+        {"tandem.cached_tokens": task.cached_tokens or 0, "tandem.output_tokens": task.next_index}
+    )
+    task.span.end()
+    task.span = None

@@ -1,0 +1,119 @@
+"""Places in host memory and files on disk for KV that leaves the pool: made from the configuration, left in order."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+
+from engine.block_file import CacheIdentity
+from engine.block_mover import BlockMover
+from engine.cache_tiers import CacheTiers, TierSpec
+from engine.disk_store import DiskStore, file_bytes
+from engine.disk_tier import DiskSpec
+from tandem.errors import ConfigError
+from tandem.kv_layout import KVLayout
+
+MAX_DISK_BLOCKS = 1 << 18
+"""Their names are in memory here and at every router, and each is a file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSizes:
+    """What is asked for below the pool."""
+
+    offload_bytes: int = 0
+    """For preempted requests."""
+    host_cache_bytes: int = 0
+    """For evicted blocks."""
+    disk_cache_bytes: int = 0
+    disk_cache_path: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSlots:
+    """Places in host memory, the same on every rank: first those of preempted requests, then the cache's."""
+
+    num_offload: int = 0
+    num_cache: int = 0
+
+    @property
+    def num_slots(self) -> int:
+        """All."""
+        return self.num_offload + self.num_cache
+
+    @property
+    def cache(self) -> range:
+        """Those of the cache."""
+        return range(self.num_offload, self.num_slots)
+
+
+def host_slots(sizes: TierSizes, layout: KVLayout, *, free_bytes: int) -> HostSlots:
+    """The blocks, over all ranks, that the sizes hold. Raises ConfigError, also for more than is free on the host."""
+    _check_disk(sizes, layout)
+    for field, num_bytes in (("offload_bytes", sizes.offload_bytes), ("host_cache_bytes", sizes.host_cache_bytes)):
+        if 0 < num_bytes < layout.worker_block_bytes:
+            raise ConfigError(f"engine.{field} is {num_bytes}; one KV block takes {layout.worker_block_bytes}")
+        if num_bytes > free_bytes:
+            raise ConfigError(f"engine.{field} is {num_bytes}; {free_bytes} bytes of memory are free")
+        free_bytes -= num_bytes
+    return HostSlots(
+        num_offload=sizes.offload_bytes // layout.worker_block_bytes,
+        num_cache=sizes.host_cache_bytes // layout.worker_block_bytes,
+    )
+
+
+def _check_disk(sizes: TierSizes, layout: KVLayout) -> None:
+    if sizes.disk_cache_path is None and not sizes.disk_cache_bytes:
+        return
+    if sizes.disk_cache_path is None or not sizes.disk_cache_bytes:
+        raise ConfigError("engine.disk_cache_path and engine.disk_cache_bytes are set together or not at all")
+    if not sizes.host_cache_bytes:
+        raise ConfigError("engine.disk_cache_path needs engine.host_cache_bytes: blocks go to and from disk through it")
+    if layout.tp_size > 1:
+        raise ConfigError(
+            f"engine.disk_cache_path with tensor_parallel_size {layout.tp_size}: each rank has its share of a block in "
+            "memory of its own; blocks on disk are for one rank"
+        )
+    if sizes.disk_cache_bytes < file_bytes(layout.block_bytes):
+        raise ConfigError(
+            f"engine.disk_cache_bytes is {sizes.disk_cache_bytes}; one KV block takes {file_bytes(layout.block_bytes)}"
+        )
+
+
+def open_disk(sizes: TierSizes, mover: BlockMover, identity: CacheIdentity) -> tuple[DiskStore, DiskSpec] | None:
+    """Take a folder of the path and look what is there; None without a path. Raises ConfigError."""
+    if sizes.disk_cache_path is None:
+        return None
+    store = DiskStore(sizes.disk_cache_path, identity=identity, place=mover.place)
+    capacity = min(MAX_DISK_BLOCKS, sizes.disk_cache_bytes // file_bytes(identity.block_bytes))
+    found = store.find(capacity)
+    return store, DiskSpec(port=store, capacity=capacity, names=found.names, num_damaged=found.num_removed)
+
+
+def tier_spec(slots: HostSlots, mover: BlockMover, layout: KVLayout, disk: DiskSpec | None) -> TierSpec | None:
+    """The cache below the pool; None when it has no places."""
+    if not slots.num_cache:
+        return None
+    return TierSpec(
+        slots=slots.cache,
+        block_bytes=layout.block_bytes,
+        copier=mover,
+        moves_between_steps=layout.tp_size == 1,
+        disk=disk,
+    )
+
+
+def keep_cached(tiers: CacheTiers, disk: DiskStore, *, timeout_s: float) -> None:
+    """Write to disk, for a later process, what is cached and not there yet, as much as goes in the time.
+
+    Called when the engine has stopped, before the disk is closed: chains without their beginnings would be useless.
+    """
+    until_s = monotonic() + timeout_s
+    for name in tiers.unsaved():
+        while not tiers.save(name):
+            disk.wait_writes(until_s - monotonic())
+            tiers.collect()
+            if monotonic() >= until_s:
+                return
+    while tiers.is_writing and monotonic() < until_s:
+        disk.wait_writes(until_s - monotonic())
+        tiers.collect()

@@ -1,0 +1,76 @@
+"""Whether a block is worth keeping below the pool, and worth fetching: copying against computing, at measured rates.
+
+A block costs its tokens over the rate of computing, or its bytes over each rate of copying that it must pass. Copying
+to and from host memory is measured once at start, computing and reading as the worker runs. While computing has not
+been measured, copying wins: nobody knows yet what it saves, and trying costs little.
+"""
+
+from dataclasses import replace
+
+from engine.preemption import CopyRates, MeasuredRates, prefers_offload, recompute_s
+
+MAX_WAIT_S = 2.0
+"""Longest that a request waits for a disk, whatever computing would take."""
+MIN_WAIT_S = 0.02
+_WEIGHT = 0.2
+_PROBE_EVERY = 64
+"""A disk that was once too slow is tried again after so many refusals: it may have been busy."""
+
+
+class TierCosts:
+    """One worker's rates and what follows from them."""
+
+    __slots__ = ("_block_bytes", "_block_tokens", "_read_s_per_byte", "_refusals", "rates")
+
+    def __init__(self, *, block_bytes: int, block_tokens: int) -> None:
+        self.rates = MeasuredRates()
+        self._block_bytes = block_bytes
+        self._block_tokens = block_tokens
+        self._read_s_per_byte: float | None = None
+        self._refusals = 0
+
+    def copies_at(self, rates: CopyRates) -> None:
+        """What moving blocks to and from host memory was measured to take."""
+        self.rates = replace(
+            self.rates, offload_bytes_per_s=rates.offload_bytes_per_s, load_bytes_per_s=rates.load_bytes_per_s
+        )
+
+    def computes_at(self, prefill_tokens_per_s: float) -> None:
+        """What computing was measured to take."""
+        if prefill_tokens_per_s != self.rates.prefill_tokens_per_s:
+            self.rates = replace(self.rates, prefill_tokens_per_s=prefill_tokens_per_s)
+
+    def read_took(self, num_bytes: int, seconds: float) -> None:
+        """One block came from the disk, its checksum verified."""
+        each = seconds / max(1, num_bytes)
+        mean = self._read_s_per_byte
+        self._read_s_per_byte = each if mean is None else mean + _WEIGHT * (each - mean)
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        """Of the disk; 0 before the first read."""
+        return 1.0 / self._read_s_per_byte if self._read_s_per_byte else 0.0
+
+    def prefers_store(self) -> bool:
+        """Whether a block that is copied out and in again costs less than its tokens."""
+        return prefers_offload(self._block_tokens, self._block_bytes, self.rates)
+
+    def prefers_load(self) -> bool:
+        """Whether bringing a block up from host memory costs less than its tokens."""
+        return self._load_s() < recompute_s(self._block_tokens, self.rates)
+
+    def prefers_fetch(self) -> bool:
+        """Whether reading a block and bringing it up costs less than its tokens; now and then yes, to measure again."""
+        read_s = 0.0 if self._read_s_per_byte is None else self._block_bytes * self._read_s_per_byte
+        if read_s + self._load_s() < recompute_s(self._block_tokens, self.rates):
+            return True
+        self._refusals = (self._refusals + 1) % _PROBE_EVERY
+        return self._refusals == 0
+
+    def patience_s(self, num_blocks: int) -> float:
+        """How long so many blocks are waited for: never longer than computing them would take."""
+        return min(MAX_WAIT_S, max(MIN_WAIT_S, recompute_s(num_blocks * self._block_tokens, self.rates)))
+
+    def _load_s(self) -> float:
+        rate = self.rates.load_bytes_per_s
+        return self._block_bytes / rate if rate > 0.0 else float("inf")

@@ -1,0 +1,75 @@
+"""What the tiers below the pool did and hold: counted where it happens, told as plain values."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Blocks moved between the pool and host memory since start: bytes and the seconds that just those took."""
+
+    saved_bytes: int = 0
+    save_s: float = 0.0
+    loaded_bytes: int = 0
+    load_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierCounts:
+    """One tier: gauges of now, totals since start."""
+
+    tier: str
+    """`host` or `disk`."""
+    num_blocks: int
+    capacity_blocks: int
+    hits: int = 0
+    """Prompt blocks that an admitted request found here and not in a nearer tier."""
+    misses: int = 0
+    """Full prompt blocks that were looked for here and had to be found farther away, or computed."""
+    stores: int = 0
+    evictions: int = 0
+    stored_bytes: int = 0
+    store_s: float = 0.0
+    """What storing just those bytes took."""
+    loaded_bytes: int = 0
+    load_s: float = 0.0
+    """What loading just those bytes took, checksums included."""
+    dropped: int = 0
+    """Blocks that should have come here and did not: no room, a slow or a full disk, or nobody to copy them."""
+    damaged: int = 0
+    """Copies that were thrown away unused: damaged, cut short, or of another cache."""
+    late: int = 0
+    """Requests that stopped waiting for a read and computed instead."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """Running totals of one tier; see TierCounts."""
+
+    hits: int = 0
+    misses: int = 0
+    stores: int = 0
+    evictions: int = 0
+    stored_bytes: int = 0
+    store_s: float = 0.0
+    loaded_bytes: int = 0
+    load_s: float = 0.0
+    dropped: int = 0
+    damaged: int = 0
+
+    def counts(self, tier: str, *, num_blocks: int, capacity_blocks: int) -> TierCounts:
+        """The totals now."""
+        return TierCounts(
+            tier=tier,
+            num_blocks=num_blocks,
+            capacity_blocks=capacity_blocks,
+            hits=self.hits,
+            misses=self.misses,
+            stores=self.stores,
+            evictions=self.evictions,
+            stored_bytes=self.stored_bytes,
+            store_s=self.store_s,
+            loaded_bytes=self.loaded_bytes,
+            load_s=self.load_s,
+            dropped=self.dropped,
+            damaged=self.damaged,
+        )

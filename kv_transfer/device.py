@@ -1,0 +1,49 @@
+"""A KV pool that is not in host memory, as far as moving its blocks needs to know.
+
+Payload leaves and enters through pinned host memory, or stays on the device and goes to a peer's pool there. What the
+pool is made of is `kv_transfer.torch_pool`'s business; nothing here imports torch.
+"""
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.runs import Copies, Runs
+from tandem.kv_layout import KVLayout
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class DevicePool(Protocol):
+    """One worker's blocks. Every call returns when its work is done; any thread may call."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the pool."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """Of the pool."""
+
+    def allocate(self, num_bytes: int) -> Bytes:
+        """Host memory that the device copies from and to at full rate."""
+
+    def gather(self, runs: Runs, payload: Bytes) -> None:
+        """Copy what `runs` name of the pool into host memory, in their order. What was computed before is there."""
+
+    def scatter(self, runs: Runs, payload: Bytes) -> None:
+        """Copy host memory into what `runs` name of the pool."""
+
+    def copy(self, copies: Copies) -> None:
+        """Copy within the pool."""
+
+    @property
+    def memory(self) -> Any:
+        """The whole pool as a tensor, for whoever lends it to another process."""
+
+    def send(self, reads: Runs, target: Any, writes: Runs) -> int:
+        """Copy into another pool that this process has opened, device to device; `sum32` of what went."""
+
+    def checksum(self, runs: Runs) -> int:
+        """`sum32` (see torch_pool) of what `runs` name, in their order, computed on the device."""

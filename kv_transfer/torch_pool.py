@@ -1,0 +1,132 @@
+"""A DevicePool over a torch tensor, on whatever device that is. Imports torch lazily.
+
+Runs of a layer are the same in every layer, so each is one strided copy over all layers, into or from a payload that is
+contiguous on the device; host memory is copied as a whole.
+
+`sum32` is the checksum of payload that never leaves devices: its little-endian 32-bit words, the last one filled up
+with zeros, each times an odd number that depends on its place, added modulo 2**32. Any change of a single word shows,
+any other with a probability of 1 - 2**-32; a CRC would have to be computed a byte at a time.
+"""
+
+import importlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kv_transfer.device import Bytes
+from kv_transfer.placing import rows_of
+from kv_transfer.runs import Copies, Runs
+from tandem.errors import TransferError
+from tandem.kv_layout import KVLayout
+
+_WEIGHT_STEP = 0x9E3779B2
+"""Even, so that weights 1, 1 + step, 1 + 2 step, ... are odd."""
+_WORD_BYTES = 4
+_MASK = 0xFFFFFFFF
+
+
+class TorchPool:
+    """`memory`: a contiguous uint8 tensor that begins with the pool's first plane. See DevicePool."""
+
+    def __init__(self, memory: Any, layout: KVLayout) -> None:
+        self._torch = importlib.import_module("torch")
+        self._memory = memory.view(-1)
+        num_blocks, rest = divmod(self._memory.numel(), layout.worker_block_bytes)
+        if rest or not num_blocks or self._memory.dtype is not self._torch.uint8:
+            raise ValueError(f"{self._memory.numel()} bytes are not a pool of {layout.worker_block_bytes}-byte blocks")
+        self.num_blocks: int = num_blocks
+        self.layout = layout
+        self._planes = self._memory.view(layout.num_planes, -1)
+        self._on_cuda = self._memory.device.type == "cuda"
+        self._lock = threading.Lock()
+        self._stream: Any = None
+
+    @property
+    def memory(self) -> Any:
+        """The whole pool, a uint8 tensor."""
+        return self._memory
+
+    def allocate(self, num_bytes: int) -> Bytes:
+        """See DevicePool."""
+        tensor = self._torch.empty(num_bytes, dtype=self._torch.uint8, pin_memory=self._on_cuda)
+        payload: Bytes = tensor.numpy()
+        return payload
+
+    def gather(self, runs: Runs, payload: Bytes) -> None:
+        """See DevicePool."""
+        if payload.nbytes != runs.num_bytes:
+            raise TransferError(f"payload of {payload.nbytes} bytes for cells of {runs.num_bytes}")
+        with self.working():
+            self._torch.from_numpy(payload).copy_(self.pack(runs), non_blocking=True)
+
+    def scatter(self, runs: Runs, payload: Bytes) -> None:
+        """See DevicePool."""
+        with self.working():
+            self.unpack(runs, self._torch.from_numpy(payload).to(self._memory.device, non_blocking=True))
+
+    def copy(self, copies: Copies) -> None:
+        """See DevicePool."""
+        if not copies.lanes:
+            return
+        with self.working():
+            for source, target, pattern in copies.lanes:
+                for begin, end, length in copies.patterns[pattern]:
+                    piece = self._planes[source, begin : begin + length]
+                    self._planes[target, end : end + length].copy_(piece)
+
+    def send(self, reads: Runs, target: "TorchPool", writes: Runs) -> int:
+        """See DevicePool. All of it runs on this pool's stream."""
+        with self.working():
+            packed = self.pack(reads)
+            total = self.sum_of(packed)
+            target.unpack(writes, packed)
+        return int(total.item()) & _MASK
+
+    def checksum(self, runs: Runs) -> int:
+        """See DevicePool."""
+        with self.working():
+            total = self.sum_of(self.pack(runs))
+        return int(total.item()) & _MASK
+
+    def pack(self, runs: Runs) -> Any:
+        """What `runs` name as one uint8 tensor on the device. Within `working`."""
+        packed = self._torch.empty(runs.num_bytes, dtype=self._torch.uint8, device=self._memory.device)
+        layers = packed.view(runs.num_layers, -1)
+        for (planes, columns), part in rows_of(runs):
+            layers[:, part].copy_(self._planes[planes, columns])
+        return packed
+
+    def unpack(self, runs: Runs, packed: Any) -> None:
+        """The opposite of `pack`. Within `working`. Raises TransferError when sizes disagree."""
+        if packed.numel() != runs.num_bytes:
+            raise TransferError(f"payload of {packed.numel()} bytes for cells of {runs.num_bytes}")
+        layers = packed.view(runs.num_layers, -1)
+        for (planes, columns), part in rows_of(runs):
+            self._planes[planes, columns] = layers[:, part]
+
+    def sum_of(self, packed: Any) -> Any:
+        """`sum32` of a uint8 tensor, as an int64 tensor whose low 32 bits count. Within `working`."""
+        torch = self._torch
+        padding = -packed.numel() % _WORD_BYTES
+        if padding:
+            packed = torch.nn.functional.pad(packed, (0, padding))
+        words = packed.view(torch.int32)
+        weights = torch.arange(words.numel(), dtype=torch.int32, device=words.device) * (_WEIGHT_STEP - (1 << 32)) + 1
+        # 32-bit products wrap; their 64-bit sum cannot.
+        return (words * weights).sum(dtype=torch.int64)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Work on the device, behind all that was launched before, and done when this ends. One thread at a time."""
+        with self._lock:
+            if not self._on_cuda:
+                yield
+                return
+            cuda, device = self._torch.cuda, self._memory.device
+            if self._stream is None:
+                self._stream = cuda.Stream(device)
+            self._stream.wait_stream(cuda.default_stream(device))
+            with cuda.stream(self._stream):
+                yield
+            self._stream.synchronize()

@@ -1,0 +1,116 @@
+"""The small messages between a receiver and writers that reach its memory without its doing, on a socket beside it.
+
+    writer -> receiver   HELLO(secret)   CLAIM(token)   QUIET(token)
+    receiver -> writer   what the memory is (see each transport)   CLAIMED(token)   REFUSED(token)   REVOKE(token)
+
+A writer claims a token before its first byte, so the receiver knows at any moment which process may write with it.
+"""
+
+import secrets
+import socket
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+
+from kv_transfer.transports.grants import TOKEN_BYTES
+from tandem.errors import TransferError
+
+_MESSAGE = struct.Struct("!4sB16s")
+_SIZE = struct.Struct("!I")
+_GRANT = struct.Struct("!16sI")
+_MAGIC = b"TKC1"
+MESSAGE_BYTES = _MESSAGE.size
+MAX_BLOB_BYTES = 1 << 20
+
+
+class Kind(IntEnum):
+    """What a message says."""
+
+    HELLO = 1
+    REGION = 2
+    CLAIM = 3
+    CLAIMED = 4
+    REFUSED = 5
+    REVOKE = 6
+    QUIET = 7
+
+
+def pack(kind: Kind, token: bytes = bytes(TOKEN_BYTES)) -> bytes:
+    """One message as bytes."""
+    return _MESSAGE.pack(_MAGIC, kind, token)
+
+
+def unpack(data: bytes) -> tuple[Kind, bytes]:
+    """Kind and token from MESSAGE_BYTES bytes. Raises TransferError."""
+    magic, kind, token = _MESSAGE.unpack(data)
+    if magic != _MAGIC or kind not in Kind._value2member_map_:
+        raise TransferError("not a message of a KV transport")
+    return Kind(kind), token
+
+
+def send(sock: socket.socket, kind: Kind, token: bytes) -> bool:
+    """Send one message without waiting; False when the peer is gone or does not read."""
+    try:
+        return sock.send(pack(kind, token), socket.MSG_DONTWAIT) == MESSAGE_BYTES
+    except OSError:
+        return False
+
+
+def receive(sock: socket.socket) -> tuple[Kind, bytes] | None:
+    """The next message, or None at the end. Raises OSError, or TransferError for what is no message."""
+    data = receive_exactly(sock, MESSAGE_BYTES)
+    return None if data is None else unpack(data)
+
+
+def send_blob(sock: socket.socket, blob: bytes) -> None:
+    """What the memory is, in the words of a transport. Raises OSError."""
+    sock.sendall(pack(Kind.REGION) + _SIZE.pack(len(blob)) + blob)
+
+
+def receive_blob(sock: socket.socket) -> bytes:
+    """What `send_blob` sent. Raises OSError or TransferError."""
+    message = receive(sock)
+    if message is None or message[0] is not Kind.REGION:
+        raise TransferError("the receiver refused to share its memory")
+    size = _SIZE.unpack(_all_of(sock, _SIZE.size))[0]
+    if size > MAX_BLOB_BYTES:
+        raise TransferError("the receiver says too much about its memory")
+    return _all_of(sock, size)
+
+
+def pack_grant(token: bytes, slots: Sequence[int]) -> bytes:
+    """Token and slots: the writer copies for itself, so it must know where each index lies."""
+    return _GRANT.pack(token, len(slots)) + struct.pack(f"!{len(slots)}I", *slots)
+
+
+def unpack_grant(grant: bytes) -> tuple[bytes, tuple[int, ...]]:
+    """Token and slots. Raises TransferError."""
+    if len(grant) < _GRANT.size:
+        raise TransferError("malformed grant")
+    token, count = _GRANT.unpack_from(grant)
+    if len(grant) != _GRANT.size + 4 * count:
+        raise TransferError("malformed grant")
+    return token, struct.unpack_from(f"!{count}I", grant, _GRANT.size)
+
+
+def random_name() -> str:
+    """An unguessable abstract socket address."""
+    return f"\0tandem-kv-{secrets.token_hex(16)}"
+
+
+def receive_exactly(sock: socket.socket, size: int) -> bytes | None:
+    """`size` bytes, or None when the peer has ended before the last of them. Raises OSError."""
+    data = b""
+    while len(data) < size:
+        piece = sock.recv(size - len(data))
+        if not piece:
+            return None
+        data += piece
+    return data
+
+
+def _all_of(sock: socket.socket, size: int) -> bytes:
+    data = receive_exactly(sock, size)
+    if data is None:
+        raise TransferError("the receiver has gone")
+    return data

@@ -1,0 +1,79 @@
+"""`cuda_ipc`, sending end: copies from this GPU's pool into the receiver's, on a stream of its own.
+
+A chunk is packed on this side's device, summed there, and unpacked into the peer's pool; the stream is awaited before
+the chunk counts as written, under the lock that a cancel takes.
+"""
+
+import socket
+from typing import Any
+
+from kv_transfer.device import DevicePool
+from kv_transfer.messages import TransportOffer
+from kv_transfer.pairing import Pairing
+from kv_transfer.region import KVRegion
+from kv_transfer.torch_pool import TorchPool
+from kv_transfer.transports import claim_wire
+from kv_transfer.transports.claiming import ClaimingWriter
+from kv_transfer.transports.cuda_ipc_receiver import NAME, unpack_loan
+from kv_transfer.transports.device_sharing import DeviceSharing
+from kv_transfer.transports.host import host_id
+from kv_transfer.transports.shm_sender import greet_on_this_host
+from kv_transfer.transports.write_queue import WriteJob
+from tandem.errors import TransferError
+from tandem.ids import BlockId
+
+
+class CudaIpcWriter(ClaimingWriter):
+    """PeerWriter of the `cuda_ipc` transport. `target`: the receiver's memory, opened here."""
+
+    def __init__(self, source: DevicePool, sock: socket.socket, target: Any, pairing: Pairing) -> None:
+        self._source = source
+        self._target = TorchPool(target, pairing.destination)
+        self._pairing = pairing
+        super().__init__(sock, NAME)
+
+    def _perform(self, job: WriteJob) -> None:
+        order = job.order
+        token, slots = claim_wire.unpack_grant(order.grant)
+        blocks = tuple(BlockId(slot) for slot in slots)
+        target = self._pairing.at_destination(order.source.held_tokens, blocks, self._target.num_blocks)
+        reads, writes = order.source.reads(order.cells), target.writes(order.cells)
+        self._claim(job, token)
+        with self._may_move(job, token):
+            checksum = self._source.send(reads, self._target, writes)
+        job.succeed(checksum, reads.num_bytes)
+
+
+class CudaIpcSender:
+    """KVSender of the `cuda_ipc` transport."""
+
+    name = NAME
+    one_sided = True
+
+    def __init__(self, region: KVRegion, sharing: DeviceSharing) -> None:
+        self._region = region
+        self._sharing = sharing
+
+    def reaches(self, offer: TransportOffer) -> bool:
+        """See KVSender."""
+        return offer.name == NAME and offer.host_id == host_id()
+
+    def connect(self, offer: TransportOffer, pairing: Pairing) -> CudaIpcWriter:
+        """See KVSender."""
+        device = self._region.device
+        if device is None or pairing.at_departure() is not None or pairing.at_arrival() is not None:
+            raise TransferError(f"{NAME}: copies between devices only, and converts nothing")
+        sock = greet_on_this_host(offer.advert)
+        try:
+            num_blocks, loan = unpack_loan(claim_wire.receive_blob(sock))
+            target = self._sharing.borrow(loan)
+            if target.numel() != num_blocks * pairing.destination.worker_block_bytes:
+                raise TransferError("the receiver's pool is not of its layout")
+            sock.settimeout(None)
+            return CudaIpcWriter(device, sock, target, pairing)
+        except (OSError, ValueError) as error:
+            sock.close()
+            raise TransferError(f"{NAME}: {error}") from None
+        except TransferError:
+            sock.close()
+            raise

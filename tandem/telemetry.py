@@ -1,0 +1,33 @@
+"""Chooses a process's tracer: none, or one whose spans leave over OTLP."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from random import SystemRandom
+from typing import TYPE_CHECKING
+
+from tandem.errors import ConfigError
+from tandem.tracing import NoTracer, RecordingTracer, Tracer
+
+if TYPE_CHECKING:
+    # GPU machines need not have pydantic.
+    from tandem.config import TelemetryConfig
+
+
+def open_tracer(stack: AsyncExitStack, config: "TelemetryConfig", *, service: str, instance: str) -> Tracer:
+    """The tracer that the configuration asks for; spans still queued are sent when `stack` is left.
+
+    `service` and `instance` name the process in every span. Raises ConfigError when OpenTelemetry is missing.
+    """
+    if config.otlp_endpoint is None:
+        return NoTracer()
+    try:
+        from tandem.otlp import OtlpSink
+    except ImportError as error:
+        raise ConfigError(
+            f"telemetry.otlp_endpoint: {error.name} is not installed: `pip install 'tandem-serve[telemetry]'`"
+        ) from None
+    resource = {"service.namespace": "tandem", "service.name": service, "service.instance.id": instance}
+    headers = {name: value.get_secret_value() for name, value in config.otlp_headers.items()}
+    sink = OtlpSink(config.otlp_endpoint, resource, headers)
+    stack.push_async_callback(asyncio.to_thread, sink.close)
+    return RecordingTracer(sink, rng=SystemRandom(), sample_ratio=config.sample_ratio)

@@ -1,0 +1,139 @@
+"""One request is one trace over all processes that had it, and its figures are those of /metrics."""
+
+import asyncio
+
+from tests.e2e.otlp_receiver import OtlpReceiver, Received, otlp_receiver
+from tests.e2e.running_cluster import WAIT_S, RunningCluster, body, running
+
+SLOW = {"engine__prefill_chunk_tokens": 80, "engine__max_batched_tokens": 96}
+"""Computing is dear: whatever is held somewhere is worth fetching."""
+CLIENT_SPAN = "00f067aa0ba902b7"
+TOLERANCE_NS = 1_000_000
+"""Between two processes' readings of the same clocks."""
+MAY_OUTLIVE_ITS_PARENT = {"tandem.send"}
+"""The sender hears of the commit after it."""
+
+HANDED_OVER = {
+    # (span, of which process): (parent, of which process)
+    ("text_completion tandem-tiny", "router"): None,
+    ("tandem.preprocess", "router"): ("text_completion tandem-tiny", "router"),
+    ("tandem.place", "router"): ("text_completion tandem-tiny", "router"),
+    ("tandem.decode", "decode-0"): ("text_completion tandem-tiny", "router"),
+    ("tandem.reserve", "decode-0"): ("tandem.decode", "decode-0"),
+    ("tandem.handoff", "decode-0"): ("tandem.decode", "decode-0"),
+    ("tandem.bind", "decode-0"): ("tandem.handoff", "decode-0"),
+    ("tandem.commit", "decode-0"): ("tandem.handoff", "decode-0"),
+    ("tandem.first_decode_step", "decode-0"): ("tandem.decode", "decode-0"),
+    ("tandem.send", "prefill-0"): ("tandem.handoff", "decode-0"),
+    ("tandem.prefill_queue", "prefill-0"): ("tandem.send", "prefill-0"),
+    ("tandem.prefill", "prefill-0"): ("tandem.send", "prefill-0"),
+}
+FETCHED = {
+    **HANDED_OVER,
+    ("tandem.fetch", "prefill-0"): ("tandem.send", "prefill-0"),
+    ("tandem.handoff", "prefill-0"): ("tandem.fetch", "prefill-0"),
+    ("tandem.bind", "prefill-0"): ("tandem.handoff", "prefill-0"),
+    ("tandem.commit", "prefill-0"): ("tandem.handoff", "prefill-0"),
+    ("tandem.send", "decode-0"): ("tandem.handoff", "prefill-0"),
+}
+
+
+async def ask(cluster: RunningCluster, prompt: list[int], max_tokens: int, trace_id: str) -> list[int]:
+    """The answer, as a part of a client's own trace."""
+    headers = {"traceparent": f"00-{trace_id}-{CLIENT_SPAN}-01", "tracestate": "vendor=opaque"}
+    response = await cluster.http.post("/v1/completions", json=body(prompt, max_tokens), headers=headers)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["token_ids"]
+
+
+async def complete(receiver: OtlpReceiver, trace_id: str, expected: dict) -> dict[tuple[str, str], Received]:
+    """The trace's spans by name and process, once all have come; each exactly once."""
+    async with asyncio.timeout(WAIT_S):
+        await receiver.until(lambda: len(receiver.of_trace(trace_id)) >= len(expected))
+    spans = receiver.of_trace(trace_id)
+    by_name = {(span.name, span.instance): span for span in spans}
+    assert sorted((span.name, span.instance) for span in spans) == sorted(expected)
+    return by_name
+
+
+def check_tree(spans: dict[tuple[str, str], Received], expected: dict) -> None:
+    """Parents are right, and no span begins before its parent or, but for those that may, ends after it."""
+    for name, parent_name in expected.items():
+        span = spans[name]
+        assert not span.failed
+        assert span.state == "vendor=opaque"
+        if parent_name is None:
+            assert span.parent_id == CLIENT_SPAN
+            continue
+        parent = spans[parent_name]
+        assert span.parent_id == parent.span_id, name
+        assert parent.start_ns - TOLERANCE_NS <= span.start_ns <= span.end_ns, name
+        if name[0] not in MAY_OUTLIVE_ITS_PARENT:
+            assert span.end_ns <= parent.end_ns + TOLERANCE_NS, name
+    for span in spans.values():
+        assert all(span.start_ns <= at_ns <= span.end_ns for _, at_ns, _ in span.events)
+
+
+async def check_figures(cluster: RunningCluster, span: Received, direction: str, kind: str, before: float) -> None:
+    """What /metrics counted since `before` is what the span says."""
+    labels = {"worker": span.instance, "direction": direction, "kind": kind, "outcome": "committed"}
+    moved = span.attributes["tandem.transfer.bytes"]
+    assert moved == sum(attributes["bytes"] for name, _, attributes in span.events if name == "chunk") > 0
+
+    async def counted() -> bool:
+        return await cluster.figure("tandem_worker_transfer_bytes_total", **labels) - before == moved
+
+    await cluster.until(counted)
+    assert await cluster.figure("tandem_worker_transfer_seconds_total", **labels) > 0.0
+    assert span.attributes["tandem.transfer.seconds"] > 0.0
+
+
+def hold_no_words(spans: list[Received]) -> bool:
+    """Whether attributes are short: no prompt, no token ids."""
+    texts = [text for span in spans for text in span.attributes.values() if isinstance(text, (str, list))]
+    return all(len(text) < 100 for text in texts)
+
+
+async def test_one_request_is_one_trace_over_both_pools_and_so_is_a_fetch(oracle):
+    trace = [f"{number:032x}" for number in range(1, 5)]
+    async with otlp_receiver() as receiver:
+        endpoint = {"telemetry__otlp_endpoint": f"http://127.0.0.1:{receiver.port}"}
+        async with running(**endpoint, telemetry__otlp_headers={"X-Key": "k"}, **SLOW) as cluster:
+            first = oracle.story(1, 300)
+            said = await ask(cluster, first, 240, trace[0])
+            spans = await complete(receiver, trace[0], HANDED_OVER)
+            check_tree(spans, HANDED_OVER)
+            received, sent = spans["tandem.handoff", "decode-0"], spans["tandem.send", "prefill-0"]
+            assert received.attributes["tandem.transfer.bytes"] == sent.attributes["tandem.transfer.bytes"]
+            assert received.attributes["tandem.transfer.id"] == sent.attributes["tandem.transfer.id"]
+            assert received.attributes["tandem.transfer.transport"] == sent.attributes["tandem.transfer.transport"]
+            await check_figures(cluster, received, "received", "handoff", 0.0)
+            await check_figures(cluster, sent, "sent", "handoff", 0.0)
+            root = spans["text_completion tandem-tiny", "router"].attributes
+            assert (root["gen_ai.usage.input_tokens"], root["gen_ai.usage.output_tokens"]) == (300, 240)
+            assert root["gen_ai.response.finish_reasons"] == ["length"]
+
+            second = [*first, *said, *oracle.story(100, 150)]
+            assert await ask(cluster, second, 24, trace[1]) == oracle.tokens(second, 24)
+            spans = await complete(receiver, trace[1], FETCHED)
+            check_tree(spans, FETCHED)
+            fetch, lent = spans["tandem.handoff", "prefill-0"], spans["tandem.send", "decode-0"]
+            assert fetch.attributes["tandem.transfer.bytes"] == lent.attributes["tandem.transfer.bytes"]
+            await check_figures(cluster, fetch, "received", "fetch", 0.0)
+            await check_figures(cluster, lent, "sent", "fetch", 0.0)
+            tokens = spans["tandem.fetch", "prefill-0"].attributes["tandem.fetch.tokens"]
+            assert await cluster.figure("tandem_worker_prefix_fetched_tokens_total", worker="prefill-0") == tokens > 0
+
+            headers = {"traceparent": f"00-{trace[2]}-{CLIENT_SPAN}-00"}
+            await cluster.http.post("/v1/completions", json=body(first, 2), headers=headers)
+            await cluster.tokens(first, 2)  # its trace begins at the door
+            await cluster.until_idle()
+            held = {state: await cluster.figure("tandem_worker_transfer_blocks", state=state) for state in STATES}
+            assert held == dict.fromkeys(STATES, 0.0)
+        assert not receiver.of_trace(trace[2]), "its client did not want it traced"
+        assert {"router", "decode-0"} <= {s.instance for s in receiver.spans if s.trace_id not in trace}
+    assert hold_no_words(receiver.spans)
+    assert all(sent["x-key"] == "k" for sent in receiver.metadata)
+
+
+STATES = ("pinned", "leased", "quarantined")

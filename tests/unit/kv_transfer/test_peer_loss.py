@@ -1,0 +1,117 @@
+"""A receiver that dies or freezes in the middle of writes: nothing hangs, and sources are quiet at the end."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from kv_transfer.messages import TransferKey, TransportOffer
+from kv_transfer.region import KVRegion
+from kv_transfer.transport import PeerWriter
+from kv_transfer.transports.catalogue import candidates, open_senders
+from kv_transfer.transports.torch_dist_receiver import TorchDistReceiver
+from kv_transfer.transports.torch_dist_sender import TorchDistSender
+from tandem.errors import TransferError
+from tandem.ids import TransferId
+from tests.unit.kv_transfer.transport_needs import require
+from tests.unit.kv_transfer.transport_peer import PAIRING, block_views, box, landing, make_region, order
+
+KEY = TransferKey(transfer_id=TransferId("t"), attempt=1)
+WAIT_S = 20.0
+STALL_S = 0.5
+MANY = 1024
+"""Blocks of a chunk that takes a while."""
+
+
+class Victim:
+    """A receiver in a process of its own, a writer connected to it, and a grant for all its blocks."""
+
+    def __init__(self, name: str, source: KVRegion) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.unit.kv_transfer.transport_peer", name, str(MANY)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        advert, host_id, grant = self.process.stdout.readline().split()
+        offer = TransportOffer(name=name, advert=bytes.fromhex(advert), host_id=host_id if host_id != "-" else "")
+        self.grant = bytes.fromhex(grant)
+        senders = (
+            [TorchDistSender(source, stall_s=STALL_S)] if name == "torch_dist" else open_senders(source, choice=name)
+        )
+        [(sender, offer)] = candidates([offer], senders)
+        self.writer: PeerWriter = sender.connect(offer, PAIRING)
+
+    def write(self) -> object:
+        return self.writer.write(order(KEY, self.grant, box(0, MANY), list(range(MANY)), pool_blocks=MANY))
+
+
+@contextmanager
+def victim(name: str) -> Iterator[Victim]:
+    require(name)
+    source = make_region(seed=1, num_blocks=MANY)
+    one = Victim(name, source)
+    try:
+        yield one
+    finally:
+        one.process.kill()
+        one.process.communicate()
+        one.writer.close()
+        os.close(source.fd)
+
+
+@pytest.mark.parametrize("name", ["shm", "nixl", "torch_dist", "tcp"])
+def test_a_killed_receiver_fails_what_is_under_way_and_what_comes(name: str) -> None:
+    with victim(name) as peer:
+        peer.write().result(WAIT_S)
+        futures = [peer.write() for _ in range(80)]
+        peer.process.kill()
+        errors = [future.exception(WAIT_S) for future in futures]
+        assert isinstance(errors[-1], TransferError)
+        assert all(error is None or isinstance(error, TransferError) for error in errors)
+        with pytest.raises(TransferError):
+            peer.write().result(WAIT_S)
+        assert peer.writer.closed
+
+
+@pytest.mark.parametrize("name", ["nixl", "torch_dist"])
+def test_a_frozen_receiver_holds_sources_only_until_the_connection_ends(
+    name: str,
+) -> None:
+    with victim(name) as peer:
+        peer.write().result(WAIT_S)
+        peer.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, peer.process.pid, os.WSTOPPED)
+        futures = [peer.write() for _ in range(80)]
+        with suppress(TimeoutError, TransferError):
+            futures[0].result(0.2)
+        quiet = peer.writer.cancel(KEY)
+        assert quiet is all(future.done() for future in futures), "what is not quiet is still to be told"
+        peer.writer.close()
+        for future in futures:
+            assert future.exception(0) is None or isinstance(future.exception(0), TransferError)
+
+
+def test_a_broken_communicator_is_replaced() -> None:
+    source, target = make_region(seed=1, num_blocks=MANY), make_region(seed=0, num_blocks=MANY)
+    receiver = TorchDistReceiver(target, stall_s=STALL_S)
+    sender = TorchDistSender(source, stall_s=STALL_S)
+    writer = sender.connect(receiver.offer(), PAIRING)
+    grant = receiver.open_grant(KEY, landing(target, *range(MANY)))
+    chunk = order(KEY, grant, box(0, MANY), list(range(MANY)), pool_blocks=MANY)
+    writer.write(chunk).result(WAIT_S)
+    writer._group.close()
+    with pytest.raises(TransferError):
+        writer.write(chunk).result(WAIT_S)
+    assert not writer.closed
+    target.buffer[:] = bytes(target.buffer.nbytes)
+    writer.write(chunk).result(WAIT_S)
+    assert all(a == b for a, b in zip(block_views(target, range(8)), block_views(source, range(8)), strict=True))
+    writer.close()
+    receiver.close()
+    os.close(source.fd)
+    os.close(target.fd)

@@ -1,0 +1,122 @@
+"""A request's span at both doors, and what workers are told of it."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+
+from router.grpc.server import GrpcDoor, build_server
+from router.metrics import RequestMeter, RouterMetrics
+from router.tokenizer import Tokenizer
+from tandem.errors import Unavailable
+from tandem.roles import WorkerRole
+from tandem.tracing import context_from_text
+from tandem.v1 import inference_pb2 as pb
+from tandem.v1.inference_pb2_grpc import InferenceStub
+from tests.fake_worker import FakeWorker
+from tests.spans import CLIENT, Kept, keeping
+from tests.unit.calls import calls_into
+from tests.unit.router import doors
+from tests.unit.router.cluster import LONG_PROMPT, cluster, collect, routed
+from tests.unit.router.http_doors import CHAT, HELLO, PLAIN, client_of
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return doors.make_tokenizer()
+
+
+@pytest.fixture
+def traced(tokenizer: Tokenizer) -> tuple[doors.Doors, Kept]:
+    tracer, kept = keeping()
+    parts = doors.make_doors(tokenizer, tracer=tracer)
+    return parts, kept
+
+
+@pytest.fixture
+async def client(traced: tuple[doors.Doors, Kept]) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(traced[0]) as client:
+        yield client
+
+
+async def test_an_http_request_is_a_span_of_its_clients_trace(traced: Any, client: httpx.AsyncClient) -> None:
+    parts, kept = traced
+    ids = parts.say("hello")
+    headers = {"traceparent": CLIENT.to_text(), "tracestate": "a=1"}
+    assert (await client.post(CHAT, json=HELLO, headers=headers)).status_code == 200
+    span = kept.one(f"chat {doors.MODEL}")
+    assert (span.parent_id, span.context.trace_id, span.context.state) == (CLIENT.span_id, CLIENT.trace_id, "a=1")
+    [request] = parts.generator.requests
+    assert span.attributes["tandem.request.id"] == request.request_id
+    assert span.attributes["gen_ai.usage.input_tokens"] == len(request.prompt_token_ids)
+    assert span.attributes["gen_ai.usage.output_tokens"] == len(ids)
+    assert span.attributes["gen_ai.usage.cache_read.input_tokens"] == 7
+    assert span.attributes["gen_ai.response.finish_reasons"] == ("stop",)
+    assert [event.name for event in span.events] == ["first_token"]
+    assert kept.parent_of("tandem.preprocess") == span.name
+    assert not any("hello" in str(value) for span in kept.spans for value in span.attributes.values())
+
+
+async def test_a_request_without_a_context_begins_a_trace(traced: Any, client: httpx.AsyncClient) -> None:
+    parts, kept = traced
+    parts.say("hello")
+    for headers in ({}, {"traceparent": "nonsense"}, {"traceparent": CLIENT.to_text()[:-1] + "0"}):
+        assert (await client.post(PLAIN, json={"prompt": "hello"}, headers=headers)).status_code == 200
+    requests = [span for span in kept.spans if span.is_request]
+    assert [span.parent_id for span in requests] == [None, None], "and one whose client wanted none"
+    assert len({span.context.trace_id for span in requests}) == 2
+
+
+async def test_a_failed_request_says_so(traced: Any, client: httpx.AsyncClient) -> None:
+    parts, kept = traced
+    parts.say("hello", error=Unavailable("no workers"))
+    assert (await client.post(CHAT, json=HELLO)).status_code == 503
+    span = kept.one(f"chat {doors.MODEL}")
+    assert span.error == span.attributes["error.type"] == "UNAVAILABLE"
+
+
+async def test_a_grpc_request_is_a_span_of_its_clients_trace(traced: Any) -> None:
+    parts, kept = traced
+    parts.say("hello")
+    server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
+    async with (
+        GrpcDoor(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
+        grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+    ):
+        metadata = (("traceparent", CLIENT.to_text()), ("tracestate", "a=1"))
+        call = InferenceStub(channel).Generate(pb.GenerateRequest(prompt="hello"), metadata=metadata)
+        assert [response async for response in call]
+    span = kept.one(f"text_completion {doors.MODEL}")
+    assert (span.parent_id, span.context.trace_id, span.context.state) == (CLIENT.span_id, CLIENT.trace_id, "a=1")
+
+
+async def test_workers_are_told_whose_children_their_spans_are() -> None:
+    tracer, kept = keeping()
+    decode, prefill = FakeWorker("d0"), FakeWorker("p0", role=WorkerRole.PREFILL)
+    async with cluster(decode, prefill) as router:
+        span = tracer.request("request", CLIENT, 0.0)
+        assert span is not None
+        await collect(router.generate(routed(LONG_PROMPT, span=span)))
+        submit = (await decode.submissions.get()).submit
+        assert context_from_text(submit.trace) == span.context
+        span.end()
+        place = kept.one("tandem.place")
+        assert kept.parent_of("tandem.place") == "request"
+        assert (place.attributes["tandem.decode_worker"], place.attributes["tandem.prefill_worker"]) == ("d0", "p0")
+        await collect(router.generate(routed(request_id="r2")))
+        assert not (await decode.submissions.get()).submit.HasField("trace")
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_a_token_costs_a_trace_nothing(is_traced: bool) -> None:
+    tracer, kept = keeping()
+    span = tracer.request("request", None, 0.0) if is_traced else None
+    with RequestMeter(RouterMetrics("m"), lambda: 1.0, prompt_tokens=1, choices=1, span=span) as meter:
+        meter.tokens(0, 1)
+        with calls_into("tandem/tracing.py") as calls:
+            for _ in range(1000):
+                meter.tokens(0, 1)
+    assert not calls
+    assert len(kept.spans) == is_traced
