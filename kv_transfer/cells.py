@@ -85,10 +85,10 @@ class WorkerCells:
         "_block_size",
         "_dtype_bytes",
         "_head_dim",
-        "_layer_block_bytes",
         "_num_layers",
         "_num_replicas",
         "_scale_offset",
+        "layer_block_bytes",
         "num_local_heads",
     )
 
@@ -97,7 +97,7 @@ class WorkerCells:
         self._block_size = layout.block_size
         self._dtype_bytes = DTYPE_BYTES[layout.dtype]
         self._head_dim = layout.head_dim
-        self._layer_block_bytes = layout.layer_block_bytes
+        self.layer_block_bytes = layout.layer_block_bytes
         self._num_layers = layout.num_layers
         self._num_replicas = max(1, layout.tp_size // layout.num_kv_heads)
         self._scale_offset = layout.scale_offset
@@ -110,13 +110,13 @@ class WorkerCells:
 
     def plane_bytes(self, at: TokenBlocks) -> int:
         """Bytes of one plane of the region."""
-        return at.pool_blocks * self._layer_block_bytes
+        return at.pool_blocks * self.layer_block_bytes
 
     def local_heads(self, head: int, count: int, unit: int) -> LocalHeads:
         """Global heads `head` and following, all of one rank, in units of so many tokens."""
         first = head % self.num_local_heads
         pieces = tuple(self._piece(first, count, token, unit) for token in range(0, self._block_size, unit))
-        whole = pieces == (((0, self._layer_block_bytes),),)
+        whole = pieces == (((0, self.layer_block_bytes),),)
         return LocalHeads(first=first, count=count, pieces=pieces, whole=whole)
 
     def runs(self, cuts: Sequence[Span], heads: LocalHeads, at: TokenBlocks) -> tuple[Run, ...]:
@@ -125,7 +125,7 @@ class WorkerCells:
         Raises TransferError when a block is not the worker's.
         """
         runs: list[Run] = []
-        size, pieces = self._layer_block_bytes, heads.pieces
+        size, pieces = self.layer_block_bytes, heads.pieces
         unit = self._block_size // len(pieces)
         for cut in cuts:
             blocks = self._blocks_of(cut, at)

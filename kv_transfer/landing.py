@@ -7,6 +7,7 @@ import numpy as np
 from kv_transfer import placing
 from kv_transfer.checksum import checksum_of
 from kv_transfer.messages import CellRange
+from kv_transfer.mover import PlacedBytes, load_mover
 from kv_transfer.pairing import Pairing
 from kv_transfer.placed import PlacedCells
 from kv_transfer.region import Bytes, KVRegion
@@ -27,6 +28,7 @@ class Landing:
         self._max_staged_bytes = num_units * pairing.destination.num_layers * pairing.unit_layer_bytes
         self._staged: dict[CellRange, Bytes] = {}
         self._checksums: dict[CellRange, int] = {}
+        self._bytes: PlacedBytes | None = None
 
     def num_bytes(self, cells: CellRange) -> int:
         """Payload of these cells. Raises TransferError when they are not the model's."""
@@ -59,9 +61,18 @@ class Landing:
             return checksum_of([staged.data])
         if self._converter is not None:
             return None
-        writes = self.cells.writes(cells)
-        # What a peer put there by itself never was in host memory: it names another sum (see torch_pool).
-        return checksum_of(self._region.views(writes)) if self._device is None else self._device.checksum(writes)
+        if self._device is not None:
+            # What a peer put there by itself never was in host memory: it names another sum (see torch_pool).
+            return self._device.checksum(self.cells.writes(cells))
+        return self._checksum_in_place(cells)
+
+    def _checksum_in_place(self, cells: CellRange) -> int:
+        mover = load_mover()
+        if mover is None:
+            return checksum_of(self._region.views(self.cells.writes(cells)))
+        if self._bytes is None:
+            self._bytes = PlacedBytes(self._region, self.cells, is_source=False)
+        return mover.checksum(self._bytes, cells)
 
     def num_pieces(self, cells: CellRange) -> int:
         """Steps in which verified cells are put into place, none of them long; 0 where they landed in it."""

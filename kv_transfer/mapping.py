@@ -12,10 +12,11 @@ never travels. So either side finds its own runs knowing the other's layout, but
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from kv_transfer.cells import SCALE_BYTES, LocalHeads, Span, TokenBlocks, TokenBox, WorkerCells, spans
-from kv_transfer.runs import Copies, Copy, Runs, paired
+from kv_transfer.lane_table import LaneTable
+from kv_transfer.runs import Copies, Copy, Run, Runs, paired
 from tandem.errors import TransferError
 from tandem.kv_agreement import agree
 from tandem.kv_layout import DTYPE_BYTES, KVLayout
@@ -77,9 +78,11 @@ class CellMapping:
         "_all_heads",
         "_destination",
         "_head_dim",
-        "_num_heads",
-        "_num_layers",
+        "_last_patterns",
         "_source",
+        "_tables",
+        "num_heads",
+        "num_layers",
         "same_dtype",
         "unit",
     )
@@ -89,22 +92,24 @@ class CellMapping:
         if reason := agree(source, destination):
             raise TransferError(reason)
         self._source, self._destination = WorkerCells(source), WorkerCells(destination)
-        self._num_layers, self._num_heads, self._head_dim = source.num_layers, source.num_kv_heads, source.head_dim
+        self.num_layers, self.num_heads, self._head_dim = source.num_layers, source.num_kv_heads, source.head_dim
         self.same_dtype = source.dtype == destination.dtype
         """Whether bytes can be copied as they are."""
         self.unit = min(source.block_size, destination.block_size)
         """Tokens: boxes that begin and end at its multiples have the fewest runs."""
-        self._all_heads = self._cut(0, self._num_heads)
+        self._all_heads = self._cut(0, self.num_heads)
+        self._tables: tuple[LaneTable, LaneTable] | None = None
+        self._last_patterns: dict[str, tuple[tuple[object, ...], tuple[tuple[Run, ...], ...]]] = {}
 
     def box(self, first_token: int, num_tokens: int, first_layer: int = 0, num_layers: int | None = None) -> TokenBox:
         """These tokens in all heads, and in all layers from `first_layer` on unless told how many."""
         return TokenBox(
             first_layer=first_layer,
-            num_layers=self._num_layers - first_layer if num_layers is None else num_layers,
+            num_layers=self.num_layers - first_layer if num_layers is None else num_layers,
             first_token=first_token,
             num_tokens=num_tokens,
             first_head=0,
-            num_heads=self._num_heads,
+            num_heads=self.num_heads,
         )
 
     def contains(self, box: TokenBox) -> bool:
@@ -113,8 +118,8 @@ class CellMapping:
             box.num_layers > 0
             and box.num_tokens > 0
             and box.num_heads > 0
-            and 0 <= box.first_layer <= self._num_layers - box.num_layers
-            and 0 <= box.first_head <= self._num_heads - box.num_heads
+            and 0 <= box.first_layer <= self.num_layers - box.num_layers
+            and 0 <= box.first_head <= self.num_heads - box.num_heads
             and box.first_token >= 0
         )
 
@@ -134,7 +139,7 @@ class CellMapping:
         return Runs(
             lanes=self._layers_of(box, cut.reads),
             num_layers=box.num_layers,
-            patterns=self._patterns(cut, box, lambda shape, cuts: self._source.runs(cuts, shape.source, at)),
+            patterns=self._patterns_at("source", cut, box, at),
             plane_bytes=self._source.plane_bytes(at),
         )
 
@@ -144,7 +149,7 @@ class CellMapping:
         return Runs(
             lanes=self._layers_of(box, cut.writes),
             num_layers=box.num_layers,
-            patterns=self._patterns(cut, box, lambda shape, cuts: self._destination.runs(cuts, shape.destination, at)),
+            patterns=self._patterns_at("destination", cut, box, at),
             plane_bytes=self._destination.plane_bytes(at),
         )
 
@@ -173,7 +178,7 @@ class CellMapping:
         cut = self._cut_of(box)
         if not cut.fan_out:
             return Copies(lanes=(), num_layers=0, patterns=(), source_plane_bytes=0, destination_plane_bytes=0)
-        patterns = self._patterns(cut, box, lambda shape, cuts: self._destination.runs(cuts, shape.destination, at))
+        patterns = self._patterns_at("destination", cut, box, at)
         plane_bytes = self._destination.plane_bytes(at)
         return Copies(
             lanes=self._layers_of(box, cut.fan_out),
@@ -183,6 +188,53 @@ class CellMapping:
             destination_plane_bytes=plane_bytes,
         )
 
+    def source_table(self, first_head: int, num_heads: int) -> LaneTable:
+        """What `reads` is made of, for compiled code. Raises TransferError for heads that are not the model's."""
+        return self._tables_of(first_head, num_heads)[0]
+
+    def destination_table(self, first_head: int, num_heads: int) -> LaneTable:
+        """What `writes` is made of, likewise."""
+        return self._tables_of(first_head, num_heads)[1]
+
+    def _tables_of(self, first_head: int, num_heads: int) -> tuple[LaneTable, LaneTable]:
+        if num_heads == self.num_heads and first_head == 0:
+            if self._tables is None:
+                self._tables = self._make_tables(self._all_heads)
+            return self._tables
+        if not (num_heads > 0 and 0 <= first_head <= self.num_heads - num_heads):
+            raise TransferError("cells outside the model")
+        return self._make_tables(self._cut(first_head, num_heads))
+
+    def _make_tables(self, cut: _HeadCut) -> tuple[LaneTable, LaneTable]:
+        source = LaneTable(
+            cut.reads,
+            [shape.source.pieces for shape in cut.shapes],
+            num_layers=self.num_layers,
+            block_bytes=self._source.layer_block_bytes,
+        )
+        destination = LaneTable(
+            cut.writes,
+            [shape.destination.pieces for shape in cut.shapes],
+            num_layers=self.num_layers,
+            block_bytes=self._destination.layer_block_bytes,
+        )
+        return source, destination
+
+    def _patterns_at(
+        self, side: Literal["source", "destination"], cut: _HeadCut, box: TokenBox, at: TokenBlocks
+    ) -> tuple[tuple[Run, ...], ...]:
+        """The last ones are remembered: chunks that are cut by layers ask for the same blocks one after another."""
+        key = (box.first_token, box.num_tokens, box.first_head, box.num_heads, at)
+        last = self._last_patterns.get(side)
+        if last is not None and last[0] == key:
+            return last[1]
+        if side == "source":
+            patterns = self._patterns(cut, box, lambda shape, cuts: self._source.runs(cuts, shape.source, at))
+        else:
+            patterns = self._patterns(cut, box, lambda shape, cuts: self._destination.runs(cuts, shape.destination, at))
+        self._last_patterns[side] = key, patterns
+        return patterns
+
     def _patterns(
         self, cut: _HeadCut, box: TokenBox, pattern: Callable[[_Shape, tuple[Span, ...]], T]
     ) -> tuple[T, ...]:
@@ -190,15 +242,15 @@ class CellMapping:
         return tuple(pattern(shape, cuts) for shape in cut.shapes)
 
     def _layers_of(self, box: TokenBox, lanes: tuple[T, ...]) -> tuple[T, ...]:
-        if box.num_layers == self._num_layers:
+        if box.num_layers == self.num_layers:
             return lanes
-        per_layer = len(lanes) // self._num_layers
+        per_layer = len(lanes) // self.num_layers
         return lanes[box.first_layer * per_layer : (box.first_layer + box.num_layers) * per_layer]
 
     def _cut_of(self, box: TokenBox) -> _HeadCut:
         if not self.contains(box):
             raise TransferError("cells outside the model")
-        if box.num_heads == self._num_heads:
+        if box.num_heads == self.num_heads:
             return self._all_heads
         return self._cut(box.first_head, box.num_heads)
 
@@ -211,7 +263,7 @@ class CellMapping:
         shapes = tuple(dict.fromkeys(cut))
         shape_of = [shapes.index(shape) for shape in cut]
         copies, fan_out = [], []
-        for layer in range(self._num_layers):
+        for layer in range(self.num_layers):
             for shape, head in zip(shape_of, begins, strict=True):
                 landing, *others = self._destination.planes(layer, head)
                 copies.append((self._source.planes(layer, head)[0], landing, shape))

@@ -22,6 +22,8 @@ class KVRegion:
     layout: KVLayout
     fd: int | None = None
     """Of the memory itself when it can be mapped by another process (see transports/shared_pool.py)."""
+    address: int = 0
+    """Of the first byte, in this process; 0 where that is not in host memory."""
     device: DevicePool | None = None
     """Where the blocks are when they are not in host memory; then `buffer` is empty."""
 
@@ -32,7 +34,8 @@ class KVRegion:
         num_blocks, rest = divmod(flat.nbytes, layout.worker_block_bytes)
         if flat.readonly or rest or not num_blocks:
             raise ValueError(f"{flat.nbytes} bytes are not a writable pool of {layout.worker_block_bytes}-byte blocks")
-        return cls(buffer=flat, num_blocks=num_blocks, layout=layout, fd=fd)
+        address = int(np.frombuffer(flat, dtype=np.uint8).ctypes.data)
+        return cls(buffer=flat, num_blocks=num_blocks, layout=layout, address=address, fd=fd)
 
     @classmethod
     def on_device(cls, device: DevicePool) -> "KVRegion":

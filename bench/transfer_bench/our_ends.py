@@ -12,18 +12,20 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from kv_transfer.checksum import checksum_of
-from kv_transfer.chunks import ChunkPlanner, blocks_per_chunk
+from kv_transfer import checksum
+from kv_transfer.chunks import CellShape, ChunkPlanner
 from kv_transfer.config import TransferSettings
+from kv_transfer.landing import Landing
 from kv_transfer.messages import CellRange, TransferKey, TransportOffer
-from kv_transfer.transport import KVReceiver, KVRegion, PeerWriter, WriteOrder, WriteResult
-from kv_transfer.transports import copying, tcp_sender, tcp_wire
+from kv_transfer.mover import Mover
+from kv_transfer.pairing import Pairing
+from kv_transfer.region import KVRegion
+from kv_transfer.transport import KVReceiver, PeerWriter, WriteOrder, WriteResult
 from kv_transfer.transports.catalogue import open_receivers, open_senders
-from kv_transfer.transports.grants import TOKEN_BYTES
 from tandem.ids import BlockId, TransferId
 from tandem.kv_layout import KVLayout
 
@@ -56,10 +58,10 @@ class Sender:
         offer = TransportOffer(name=self._transport, advert=bytes.fromhex(ticket["advert"]), host_id=ticket["host_id"])
         writer = self._writers.get(offer.advert)
         if writer is None:
-            region = _region(case, self._pool.view, self._pool.fd)
+            region = region_of(case, self._pool.view, self._pool.fd)
             [sender] = open_senders(region, choice=self._transport)
-            writer = self._writers[offer.advert] = sender.connect(offer)
-        self._orders[case["name"]] = writer, _orders(case, bytes.fromhex(ticket["grant"]))
+            writer = self._writers[offer.advert] = sender.connect(offer, pairing_of(case))
+        self._orders[case["name"]] = writer, orders_of(case, pairing_of(case), bytes.fromhex(ticket["grant"]))
 
     def run(self, name: str) -> float:
         """See end_host.End."""
@@ -93,7 +95,7 @@ class Receiver:
             _compute_no_checksums()
         self._pool = pools["target"]
         self._ends: dict[int, tuple[KVRegion, KVReceiver]] = {}
-        self._chunks: dict[str, tuple[KVRegion, list[tuple[CellRange, list[BlockId]]]]] = {}
+        self._granted: dict[str, tuple[KVReceiver, TransferKey, list[CellRange]]] = {}
         self._server = socket.create_server((_HOST, 0))
         self.about = {"transport": self._transport, "checksums": self._checksums}
 
@@ -109,14 +111,13 @@ class Receiver:
     def prepare(self, case: Mapping[str, Any], ticket: Any) -> dict[str, str]:
         """See end_host.End; the ticket holds the offer and the grant."""
         if case["num_layers"] not in self._ends:
-            region = _region(case, self._pool.view, self._pool.fd)
+            region = region_of(case, self._pool.view, self._pool.fd)
             [end] = open_receivers(region, choice=self._transport)
             self._ends[case["num_layers"]] = region, end
         region, end = self._ends[case["num_layers"]]
-        slots = [BlockId(block) for block in case["targets"]]
-        grant = end.open_grant(_key(case), slots)
-        chunks = [(cells, slots[cells.first_block : cells.first_block + cells.num_blocks]) for cells in _chunks(case)]
-        self._chunks[case["name"]] = region, chunks
+        key, pairing = _key(case), pairing_of(case)
+        grant = end.open_grant(key, landing_of(case, pairing, region))
+        self._granted[case["name"]] = end, key, chunks_of(case, pairing)
         offer = end.offer()
         return {"advert": offer.advert.hex(), "host_id": offer.host_id, "grant": grant.hex()}
 
@@ -124,77 +125,44 @@ class Receiver:
         """See end_host.End."""
         if not self._checksums:
             return
-        region, chunks = self._chunks[name]
+        end, key, chunks = self._granted[name]
         intact = True
         for _ in chunks:
-            seq, checksum = _REPORT.unpack(self._reports.recv(_REPORT.size, socket.MSG_WAITALL))
-            intact &= checksum_of(region.views(*chunks[seq])) == checksum
+            seq, value = _REPORT.unpack(self._reports.recv(_REPORT.size, socket.MSG_WAITALL))
+            intact &= end.verify(key, chunks[seq], value)
         self._reports.sendall(_INTACT if intact else _DAMAGED)
 
 
-def describing(case: Mapping[str, Any], transport: str, source: memoryview, target: memoryview) -> Callable[[], int]:
-    """All that both sides do in Python for one hand-off of `case` but moving it; the result is the number of ranges.
-
-    Chunks and their orders, each chunk's ranges in both pools, and the header or the pairing that its transport needs.
-    """
-    here, there = _region(case, source, None), _region(case, target, None)
-    slots = [BlockId(block) for block in case["targets"]]
-    grant = bytes(TOKEN_BYTES)
-
-    def over_tcp() -> int:
-        total = 0
-        for order in _orders(case, grant):
-            cells = order.cells
-            cursor = tcp_wire.Cursor(here.views(cells, order.sources))
-            header = tcp_wire.pack_header(
-                tcp_wire.Header(
-                    kind=tcp_wire.Kind.WRITE,
-                    write_id=1,
-                    token=order.grant,
-                    cells=cells,
-                    payload_bytes=cursor.remaining,
-                )
-            )
-            received = tcp_wire.unpack_header(header).cells
-            views = there.views(received, slots[received.first_block : received.first_block + received.num_blocks])
-            total += len(tcp_wire.Cursor(views).views())
-        return total
-
-    def over_shm() -> int:
-        total = 0
-        for order in _orders(case, grant):
-            cells = order.cells
-            chosen = slots[cells.first_block : cells.first_block + cells.num_blocks]
-            reads = copying._pieces(list(here.spans(cells, order.sources)))
-            total += len(copying._pair(reads, list(there.spans(cells, chosen))))
-        return total
-
-    return {"tcp": over_tcp, "shm": over_shm}[transport]
-
-
-def _orders(case: Mapping[str, Any], grant: bytes) -> list[WriteOrder]:
-    sources = [BlockId(block) for block in case["sources"]]
+def orders_of(case: Mapping[str, Any], pairing: Pairing, grant: bytes) -> list[WriteOrder]:
+    """All writes of one hand-off, each with the blocks that its chunk lies in, as the hub makes them."""
+    sources = tuple(BlockId(block) for block in case["sources"])
     key = _key(case)
-    return [
-        WriteOrder(
-            key=key,
-            grant=grant,
-            cells=cells,
-            sources=tuple(sources[cells.first_block : cells.first_block + cells.num_blocks]),
-        )
-        for cells in _chunks(case)
-    ]
+    orders = []
+    for cells in chunks_of(case, pairing):
+        first, blocks = cells.first_unit, sources[cells.first_unit : cells.first_unit + cells.num_units]
+        source = pairing.at_source(0, first, blocks, case["pool_blocks"])
+        orders.append(WriteOrder(key=key, grant=grant, cells=cells, source=source))
+    return orders
 
 
-def _chunks(case: Mapping[str, Any]) -> list[CellRange]:
-    layout = _layout(case)
-    planner = ChunkPlanner(layout=layout, chunk_blocks=blocks_per_chunk(layout, _SETTINGS.chunk_bytes))
-    return planner.plan(len(case["sources"]))
+def chunks_of(case: Mapping[str, Any], pairing: Pairing) -> list[CellRange]:
+    """Of a prompt that is computed: a unit is a block."""
+    layout = pairing.source
+    shape = CellShape(
+        num_layers=layout.num_layers, num_heads=layout.num_kv_heads, unit_layer_bytes=pairing.unit_layer_bytes
+    )
+    return ChunkPlanner(shape, chunk_bytes=_SETTINGS.chunk_bytes).plan(len(case["sources"]))
 
 
-def _layout(case: Mapping[str, Any]) -> KVLayout:
-    """One KV head of float32 keys and values that takes as many bytes as the model's heads do."""
-    return KVLayout(
+def landing_of(case: Mapping[str, Any], pairing: Pairing, region: KVRegion) -> Landing:
+    """The reservation of a hand-off."""
+    blocks = tuple(BlockId(block) for block in case["targets"])
+    return Landing(region, pairing.at_destination(0, blocks, case["pool_blocks"]), pairing)
+
+
+def pairing_of(case: Mapping[str, Any]) -> Pairing:
+    """Both workers alike, with one KV head of float32 that takes as many bytes as the model's heads do."""
+    layout = KVLayout(
         model_fingerprint="bench",
         dtype="float32",
         num_layers=case["num_layers"],
@@ -202,11 +170,13 @@ def _layout(case: Mapping[str, Any]) -> KVLayout:
         head_dim=case["layer_block_bytes"] // 8,
         block_size=1,
     )
+    return Pairing.of(layout, layout, wire_dtype=layout.dtype)
 
 
-def _region(case: Mapping[str, Any], pool: memoryview, fd: int | None) -> KVRegion:
+def region_of(case: Mapping[str, Any], pool: memoryview, fd: int | None) -> KVRegion:
+    """The part of a pool that the case's pool fills."""
     size = case["num_layers"] * case["pool_blocks"] * case["layer_block_bytes"]
-    return KVRegion.of(pool[:size], _layout(case), fd=fd)
+    return KVRegion.of(pool[:size], pairing_of(case).source, fd=fd)
 
 
 def _key(case: Mapping[str, Any]) -> TransferKey:
@@ -215,8 +185,13 @@ def _key(case: Mapping[str, Any]) -> TransferKey:
 
 def _compute_no_checksums() -> None:
     """In this process, for good."""
-    for module in (copying, tcp_sender):
-        setattr(module, "crc32", _no_checksum)  # noqa: B010 - not an attribute that the type checker may rebind
+    with_checksums = Mover.move
+
+    def bare(*arguments: Any, **options: Any) -> tuple[int, int]:
+        return with_checksums(*arguments, **{**options, "with_checksum": False})
+
+    setattr(Mover, "move", bare)  # noqa: B010 - not an attribute that the type checker may rebind
+    setattr(checksum, "crc32", _no_checksum)  # noqa: B010
 
 
 def _no_checksum(_data: Any, value: int = 0) -> int:

@@ -1,14 +1,27 @@
 """What a hand-off costs in Python per block: planned, described and framed on both sides, with not one byte moved."""
 
+import ctypes
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from bench.errors import CannotMeasure
 from bench.transfer_bench.cases import Case
-from bench.transfer_bench.our_ends import describing
+from bench.transfer_bench.our_ends import landing_of, orders_of, pairing_of, region_of
 from bench.transfer_bench.pools import Pools
+from kv_transfer.departure import Departure
+from kv_transfer.gate import Gate, PieceLock
+from kv_transfer.mover import RECIPE, Mover, PlacedBytes
+from kv_transfer.transport import WriteOrder
+from kv_transfer.transports import tcp_wire
+from kv_transfer.transports.copying import RegionCopier
+from kv_transfer.transports.grants import TOKEN_BYTES
+from kv_transfer.transports.tcp_pieces import pieces
+from tandem.native.build import NativeUnavailable, build
+from tandem.native.library import NativeLibrary
 
-TRANSPORTS = ("shm", "tcp")
-_REPEATS = 7
+_REPEATS = 25
+_PIECE_BYTES = 1 << 20
 
 
 def seconds_per_block(cases: Sequence[Case], pools: Pools) -> Mapping[tuple[str, str], float]:
@@ -16,14 +29,75 @@ def seconds_per_block(cases: Sequence[Case], pools: Pools) -> Mapping[tuple[str,
     source, target = pools.source.data, pools.target.data
     found: dict[tuple[str, str], float] = {}
     for case in cases:
-        message = case.message()
-        for transport in TRANSPORTS:
-            describe = describing(message, transport, source, target)
+        for transport, describing in _DESCRIBING.items():
+            describe = describing(case.message(), source, target)
             found[case.name, transport] = min(_timed(describe) for _ in range(_REPEATS)) / len(case.sources)
     return found
 
 
-def _timed(call: Callable[[], int]) -> float:
+def _over_tcp(case: Mapping[str, Any], source: memoryview, target: memoryview) -> Callable[[], None]:
+    """Chunks and their orders, each chunk's header, and its views on both sides in pieces for system calls."""
+    pairing, grant = pairing_of(case), bytes(TOKEN_BYTES)
+    departure = Departure(region_of(case, source, None), pairing)
+    landing = landing_of(case, pairing, region_of(case, target, None))
+
+    def describe() -> None:
+        for order in orders_of(case, pairing, grant):
+            views = departure.views(order.source, order.cells)
+            header = tcp_wire.unpack_header(tcp_wire.pack_header(_header(order, sum(map(len, views)))))
+            for side in (views, landing.room(header.cells)):
+                for _ in pieces(side, _PIECE_BYTES):
+                    pass
+
+    return describe
+
+
+def _header(order: WriteOrder, num_bytes: int) -> tcp_wire.Header:
+    return tcp_wire.Header(
+        kind=tcp_wire.Kind.WRITE, write_id=1, token=order.grant, cells=order.cells, payload_bytes=num_bytes
+    )
+
+
+def _over_shm(case: Mapping[str, Any], source: memoryview, target: memoryview) -> Callable[[], None]:
+    """Chunks and their orders, and on both sides all down to the calls that would move and checksum a chunk."""
+    pairing, grant = pairing_of(case), bytes(TOKEN_BYTES)
+    there = region_of(case, target, None)
+    landing = landing_of(case, pairing, there)
+    placed = PlacedBytes(there, landing.cells, is_source=False)
+    mover, lock = _idle_mover(), PieceLock()
+    copier = RegionCopier(region_of(case, source, None), there, pairing, mover)
+
+    def check() -> None:
+        pass
+
+    def describe() -> None:
+        for order in orders_of(case, pairing, grant):
+            copier.copy(order, landing.cells, Gate(check, lock))
+            mover.checksum(placed, order.cells)
+
+    return describe
+
+
+def _idle_mover() -> Mover:
+    try:
+        return Mover(_Idle(build(RECIPE)))
+    except NativeUnavailable as unavailable:
+        raise CannotMeasure(f"shm without compiled code plans nothing ahead: {unavailable}") from None
+
+
+class _Idle(NativeLibrary):
+    """Calls a function of the same signature instead, which has nothing to do."""
+
+    def bind(self, name: str, signature: str, returns: str = "") -> Any:
+        """See NativeLibrary."""
+        real = super().bind(name, signature, returns)
+        return type(real)(("labs", ctypes.CDLL(None))) if signature == "p" else real
+
+
+_DESCRIBING = {"shm": _over_shm, "tcp": _over_tcp}
+
+
+def _timed(call: Callable[[], None]) -> float:
     started_s = time.perf_counter()
     call()
     return time.perf_counter() - started_s

@@ -1,57 +1,62 @@
 """Moving cells between two mapped pools, in pieces small enough to be stopped."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from kv_transfer import placing
-from kv_transfer.checksum import crc32
+from kv_transfer import checksum, placing
 from kv_transfer.departure import Departure
+from kv_transfer.gate import PIECE_BYTES, Gate
+from kv_transfer.mover import Mover, PlacedBytes
 from kv_transfer.pairing import Pairing
 from kv_transfer.placed import PlacedCells
 from kv_transfer.region import KVRegion
 from kv_transfer.runs import Copy
-from kv_transfer.transports.write_queue import WriteJob
+from kv_transfer.transport import WriteOrder
 from tandem.errors import TransferError
-
-PIECE_BYTES = 1 << 20
-"""Bounds how long a cancel or a revocation waits; large enough to copy at full rate, and cache-hot for its CRC."""
-
-MayMove = Callable[[], AbstractContextManager[None]]
-"""Entered around each piece; raises TransferError to stop."""
 
 
 class RegionCopier:
-    """Copies from a source's region into a destination's."""
+    """Copies from a source's region into a destination's: by compiled code if there is a `mover`, else by numpy."""
 
-    def __init__(self, source: KVRegion, target: KVRegion, pairing: Pairing) -> None:
+    def __init__(self, source: KVRegion, target: KVRegion, pairing: Pairing, mover: Mover | None) -> None:
         if pairing.wire_dtype != pairing.destination.dtype:
             raise TransferError("what is written into a peer's memory must be what it holds")
-        self._source, self._to = source, target.array()
+        self._source, self._target, self._to = source, target, target.array()
         self._departure = Departure(source, pairing)
+        self._converts = self._departure.converts
+        self._mover = mover
+        self._last_target: tuple[PlacedCells, PlacedBytes] | None = None
 
-    def copy(self, job: WriteJob, target: PlacedCells, may_move: MayMove) -> tuple[int, int]:
-        """Copy a job's cells to where they lie in `target`. Returns (checksum, bytes)."""
-        order = job.order
-        if self._departure.converts:
-            with may_move():
+    def copy(self, order: WriteOrder, target: PlacedCells, gate: Gate) -> tuple[int, int]:
+        """Copy an order's cells to where they lie in `target`. Returns (checksum, bytes). Raises TransferError."""
+        if self._converts:
+            with gate:
                 payload = self._departure.convert(order.source, order.cells)
                 placing.scatter(target.writes(order.cells), payload, self._to)
-            return crc32(payload.data), payload.nbytes
-        return self._copy(order.source.copies_to(target, order.cells), may_move)
+            return checksum.crc32(payload.data), payload.nbytes
+        if self._mover is None:
+            return self._copy(order.source.copies_to(target, order.cells), gate)
+        source = PlacedBytes(self._source, order.source, is_source=True)
+        return self._mover.move(source, self._bytes_of(target), order.cells, gate)
 
-    def _copy(self, copies: Iterable[Copy], may_move: MayMove) -> tuple[int, int]:
-        checksum = total = 0
+    def _bytes_of(self, target: PlacedCells) -> PlacedBytes:
+        """The chunks of a hand-off come one after another."""
+        if self._last_target is None or self._last_target[0] is not target:
+            self._last_target = target, PlacedBytes(self._target, target, is_source=False)
+        return self._last_target[1]
+
+    def _copy(self, copies: Iterable[Copy], gate: Gate) -> tuple[int, int]:
+        value = total = 0
         buffer, here_bytes, there_bytes = self._source.buffer, self._source.array(), self._to
         for piece in pieces(copies):
-            with may_move():
+            with gate:
                 for here, there, size in piece:
                     # numpy lets go of the GIL while it copies; slices of memoryviews would not.
                     np.copyto(there_bytes[there : there + size], here_bytes[here : here + size])
-                    checksum = crc32(buffer[here : here + size], checksum)
+                    value = checksum.crc32(buffer[here : here + size], value)
                     total += size
-        return checksum, total
+        return value, total
 
 
 def pieces(copies: Iterable[Copy], piece_bytes: int = PIECE_BYTES) -> Iterator[list[Copy]]:

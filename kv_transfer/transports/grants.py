@@ -4,6 +4,7 @@ import secrets
 import threading
 from dataclasses import dataclass, field
 
+from kv_transfer.gate import PieceLock
 from kv_transfer.landing import Landing
 from kv_transfer.messages import CellRange, TransferKey
 from tandem.errors import InvariantError, TransferError
@@ -18,7 +19,7 @@ class Grant:
     key: TransferKey
     token: bytes
     landing: Landing
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: PieceLock = field(default_factory=PieceLock)
     revoked: bool = False
 
 

@@ -1,11 +1,11 @@
 """`memory`: both workers live in one process, as in tests and single-process clusters. One copy, no syscalls."""
 
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 
+from kv_transfer.gate import Gate
 from kv_transfer.landing import Landing
 from kv_transfer.messages import CellRange, TransferKey, TransportOffer
+from kv_transfer.mover import Mover, load_mover
 from kv_transfer.pairing import Pairing
 from kv_transfer.region import KVRegion
 from kv_transfer.transport import QuietListener
@@ -37,6 +37,7 @@ class MemoryReceiver:
         self._fabric = fabric
         self._advert = secrets.token_bytes(16)
         fabric.receivers[self._advert] = self
+        load_mover()  # now rather than with the first chunk
 
     def offer(self) -> TransportOffer:
         """See KVReceiver."""
@@ -67,24 +68,23 @@ class MemoryReceiver:
 class MemoryWriter(QueuedWriter):
     """PeerWriter of the `memory` transport."""
 
-    def __init__(self, source: KVRegion, receiver: MemoryReceiver, pairing: Pairing) -> None:
+    def __init__(self, source: KVRegion, receiver: MemoryReceiver, pairing: Pairing, mover: Mover | None) -> None:
         self._receiver = receiver
-        self._copier = RegionCopier(source, receiver.region, pairing)
+        self._copier = RegionCopier(source, receiver.region, pairing, mover)
         super().__init__("kv-memory-write")
 
     def _perform(self, job: WriteJob) -> None:
         grant = self._receiver.grants.find(job.order.grant)
         if grant is None or grant.key != job.order.key:
             raise TransferError("unknown grant")
-        job.succeed(*self._copier.copy(job, grant.landing.cells, lambda: self._may_move(job, grant)))
+        gate = Gate(lambda: _check(job, grant), self._queue.lock, grant.lock)
+        job.succeed(*self._copier.copy(job.order, grant.landing.cells, gate))
 
-    @contextmanager
-    def _may_move(self, job: WriteJob, grant: Grant) -> Iterator[None]:
-        with self._queue.lock, grant.lock:
-            job.check()
-            if grant.revoked:
-                raise TransferError("grant revoked")
-            yield
+
+def _check(job: WriteJob, grant: Grant) -> None:
+    job.check()
+    if grant.revoked:
+        raise TransferError("grant revoked")
 
 
 class MemorySender:
@@ -96,6 +96,7 @@ class MemorySender:
     def __init__(self, region: KVRegion, fabric: MemoryFabric) -> None:
         self._region = region
         self._fabric = fabric
+        self._mover = load_mover()
 
     def reaches(self, offer: TransportOffer) -> bool:
         """See KVSender."""
@@ -106,4 +107,4 @@ class MemorySender:
         receiver = self._fabric.receivers.get(offer.advert)
         if receiver is None:
             raise TransferError("no such receiver in this process")
-        return MemoryWriter(self._region, receiver, pairing)
+        return MemoryWriter(self._region, receiver, pairing, self._mover)

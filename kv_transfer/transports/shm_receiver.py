@@ -9,6 +9,7 @@ import socket
 import struct
 
 from kv_transfer.messages import TransportOffer
+from kv_transfer.mover import load_mover
 from kv_transfer.region import KVRegion
 from kv_transfer.transports import claim_wire, shm_wire
 from kv_transfer.transports.claims import MAX_WRITERS, ClaimReceiver, Writer
@@ -26,6 +27,7 @@ class ShmReceiver(ClaimReceiver):
     def __init__(self, region: KVRegion) -> None:
         if region.fd is None:
             raise ValueError("the KV region is not shared memory")
+        load_mover()  # now rather than with the first chunk
         self._fd = region.fd
         self._num_blocks = region.num_blocks
         self._address, server = listen_on_this_host()

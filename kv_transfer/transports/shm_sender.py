@@ -1,11 +1,16 @@
 """`shm`, sending end: maps the receiver's pool and copies into it, once, without a socket in between."""
 
 import os
+import select
 import socket
 
+from kv_transfer.gate import Gate
 from kv_transfer.messages import TransportOffer
+from kv_transfer.mover import Mover, load_mover
 from kv_transfer.pairing import Pairing
+from kv_transfer.placed import PlacedCells
 from kv_transfer.region import KVRegion
+from kv_transfer.transport import WriteOrder
 from kv_transfer.transports import claim_wire, shm_wire
 from kv_transfer.transports.claim_wire import Kind
 from kv_transfer.transports.claiming import CONNECT_S, ClaimingWriter
@@ -22,18 +27,37 @@ from tandem.ids import BlockId
 class ShmWriter(ClaimingWriter):
     """PeerWriter of the `shm` transport."""
 
-    def __init__(self, source: KVRegion, sock: socket.socket, target: KVRegion, pairing: Pairing) -> None:
+    def __init__(
+        self, source: KVRegion, sock: socket.socket, target: KVRegion, pairing: Pairing, mover: Mover | None
+    ) -> None:
         self._pairing = pairing
         self._pool_blocks = target.num_blocks
-        self._copier = RegionCopier(source, target, pairing)
+        self._copier = RegionCopier(source, target, pairing, mover)
+        self._last: tuple[bytes, bytes, PlacedCells] | None = None
+        self._end = select.poll()
+        self._end.register(sock, select.POLLRDHUP)
         super().__init__(sock, NAME)
 
     def _perform(self, job: WriteJob) -> None:
-        token, slots = claim_wire.unpack_grant(job.order.grant)
-        blocks = tuple(BlockId(slot) for slot in slots)
-        target = self._pairing.at_destination(job.order.source.held_tokens, blocks, self._pool_blocks)
+        token, target = self._unpacked(job.order)
         self._claim(job, token)
-        job.succeed(*self._copier.copy(job, target, lambda: self._may_move(job, token)))
+        gate = Gate(lambda: self._check_all(job, token), self._queue.lock)
+        job.succeed(*self._copier.copy(job.order, target, gate))
+
+    def _check_all(self, job: WriteJob, token: bytes) -> None:
+        """The memory outlives its owner, and the thread that reads the socket may be late: nothing lands meanwhile."""
+        self._check(job, token)
+        if self._end.poll(0):
+            raise TransferError("the receiver has gone")
+
+    def _unpacked(self, order: WriteOrder) -> tuple[bytes, PlacedCells]:
+        """What a grant says: its token and where its cells lie. The chunks of a hand-off come one after another."""
+        if self._last is None or self._last[0] != order.grant:
+            token, slots = claim_wire.unpack_grant(order.grant)
+            blocks = tuple(BlockId(slot) for slot in slots)
+            target = self._pairing.at_destination(order.source.held_tokens, blocks, self._pool_blocks)
+            self._last = order.grant, token, target
+        return self._last[1:]
 
 
 class ShmSender:
@@ -44,6 +68,7 @@ class ShmSender:
 
     def __init__(self, region: KVRegion) -> None:
         self._region = region
+        self._mover = load_mover()
 
     def reaches(self, offer: TransportOffer) -> bool:
         """See KVSender."""
@@ -60,7 +85,7 @@ class ShmSender:
                 os.close(fd)
             target = KVRegion.of(buffer, pairing.destination)
             sock.settimeout(None)
-            return ShmWriter(self._region, sock, target, pairing)
+            return ShmWriter(self._region, sock, target, pairing, self._mover)
         except (OSError, ValueError) as error:
             sock.close()
             raise TransferError(f"shm: {error}") from None

@@ -10,6 +10,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from kv_transfer.gate import PieceLock
 from kv_transfer.messages import TransferKey
 from kv_transfer.transport import WriteOrder, WriteResult
 from tandem.errors import TransferError
@@ -57,9 +58,9 @@ class WriteQueue:
     """
 
     def __init__(self, name: str, perform: Callable[[WriteJob], None]) -> None:
-        self.lock = threading.Lock()
+        self.lock = PieceLock()
         self._perform = perform
-        self._queue: queue.Queue[WriteJob | None] = queue.Queue(MAX_QUEUED)
+        self._queue: queue.SimpleQueue[WriteJob | None] = queue.SimpleQueue()
         self._jobs: dict[TransferKey, set[WriteJob]] = {}
         self._failure: str | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -75,12 +76,11 @@ class WriteQueue:
         job = WriteJob(order=order)
         with self.lock:
             reason = self._failure
+            if reason is None and self._queue.qsize() >= MAX_QUEUED:
+                reason = f"{MAX_QUEUED} writes are queued to this peer"
             if reason is None:
-                try:
-                    self._queue.put_nowait(job)
-                    self._jobs.setdefault(order.key, set()).add(job)
-                except queue.Full:
-                    reason = f"{MAX_QUEUED} writes are queued to this peer"
+                self._queue.put(job)
+                self._jobs.setdefault(order.key, set()).add(job)
         if reason is not None:
             job.fail(reason)
             return job.future

@@ -1,10 +1,9 @@
-"""The compiled kernels of this process: loading them, what the processor offers, and typed entry points.
+"""The compiled kernels of this process: loading them, what the processor offers, and entry points that can be recorded.
 
-A C function is bound once, when an object that uses it is made, by `library.function(name, signature)`; calling the
-result with plain integers (`tensor.data_ptr()`) costs about a microsecond.
+A C function is bound once, when an object that uses it is made, by `library.function(name, signature)`, and called
+with plain integers (`tensor.data_ptr()`).
 """
 
-import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.kernels.cpu.build import KernelsUnavailable, build, openmp_runtimes
-
-_TYPES: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double}
+from tandem.native.library import NativeLibrary, address_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,22 +45,14 @@ class KernelLibrary:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self._library = ctypes.CDLL(str(path))
-        except OSError as error:
-            raise KernelsUnavailable(f"{path} does not load: {error}") from error
+        self._library = NativeLibrary(path)
         self._tape: list[KernelCall] | None = None
         self.features = CpuFeatures.from_bits(self.function("tandem_cpu_features", "", "i")())
 
     def function(self, name: str, signature: str, returns: str = "") -> Callable[..., Any]:
-        """A C function by name; `signature` has one letter per argument.
-
-        p: pointer, as an int, ctypes reference or None; i: int64_t; f: float; d: double. Raises AttributeError for a
-        name that the library lacks.
-        """
-        kind = ctypes.CFUNCTYPE(_TYPES[returns] if returns else None, *(_TYPES[letter] for letter in signature))
-        found = kind((name, self._library))
-        address = ctypes.cast(found, ctypes.c_void_p).value or 0
+        """A C function by name, as NativeLibrary binds it."""
+        found = self._library.bind(name, signature, returns)
+        address = address_of(found)
 
         def kernel(*arguments: Any) -> Any:
             if self._tape is not None:

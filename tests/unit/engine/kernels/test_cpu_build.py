@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kernels.cpu import build as builder
-from engine.kernels.cpu.build import KernelsUnavailable, build, plan_build
+from engine.kernels.cpu.build import KernelsUnavailable, build, openmp_runtimes, recipe
 from engine.kernels.cpu.library import CpuFeatures, KernelLibrary, load_kernels
+from tandem.native import build as builder
+from tandem.native.build import cache_root_of, plan_build
 
 ROOT = Path(__file__).parents[4]
 needs_compiler = pytest.mark.skipif(
@@ -80,9 +81,9 @@ def test_the_cache_is_private(sources, tmp_path):
 
 @needs_compiler
 def test_a_change_of_source_is_another_library(sources, tmp_path):
-    before = plan_build(sources).key
+    before = plan_build(recipe(sources)).key
     (sources / "one.h").write_text("// a header counts too\n")
-    assert plan_build(sources).key != before
+    assert plan_build(recipe(sources)).key != before
 
 
 @needs_compiler
@@ -133,9 +134,10 @@ def test_who_waits_finds_what_the_other_built(sources, tmp_path):
 
 def key_under(bin_dir: Path, sources: Path) -> str:
     """The key that a process with another compiler first in its PATH computes."""
-    code = "import sys\nfrom pathlib import Path\nfrom engine.kernels.cpu.build import plan_build\n"
+    code = "import sys\nfrom pathlib import Path\nfrom engine.kernels.cpu.build import recipe\n"
+    code += "from tandem.native.build import plan_build\n"
     done = subprocess.run(
-        [sys.executable, "-c", code + "print(plan_build(Path(sys.argv[1])).key)", str(sources)],
+        [sys.executable, "-c", code + "print(plan_build(recipe(Path(sys.argv[1]))).key)", str(sources)],
         cwd=ROOT,
         env={**os.environ, "PATH": f"{bin_dir}:{os.environ['PATH']}"},
         capture_output=True,
@@ -190,9 +192,9 @@ def test_a_directory_that_cannot_be_made_is_reported(sources, tmp_path):
 
 def test_the_cache_follows_the_xdg_specification(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert builder.default_cache_root() == tmp_path / "tandem" / "kernels"
+    assert cache_root_of(recipe()) == tmp_path / "tandem" / "kernels"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert builder.default_cache_root() == Path.home() / ".cache" / "tandem" / "kernels"
+    assert cache_root_of(recipe()) == Path.home() / ".cache" / "tandem" / "kernels"
 
 
 def test_a_file_that_is_no_library_is_refused(tmp_path):
@@ -208,4 +210,4 @@ def test_the_kernels_share_the_threads_of_torch():
     except KernelsUnavailable as missing:
         pytest.skip(str(missing))
     assert library.features.avx2
-    assert len(builder.openmp_runtimes()) == 1
+    assert len(openmp_runtimes()) == 1

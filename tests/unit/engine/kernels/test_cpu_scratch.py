@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels.cpu.build import COMPILERS, SOURCES
+from engine.kernels.cpu.build import SOURCES
+from tandem.native.build import COMPILERS
 
 NEIGHBOUR = Path(__file__).parent / "scratch_neighbour.cpp"
 

@@ -1,0 +1,144 @@
+// Chunks of KV: moved from pool to pool and checksummed in one pass, or checksummed where they lie.
+#include "kernels.h"
+#include "walk.h"
+
+#define TANDEM_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace tandem {
+
+// What a call answers; numbers as in kv_transfer/mover.py.
+constexpr int64_t kDone = 1, kPaused = 0, kOutside = -1, kUnequal = -2;
+
+// Runs from here on are stored past the caches: shorter ones are mostly edges.
+constexpr int64_t kLongRun = 1024;
+
+// Set by whoever waits for the lock under which bytes are moved.
+struct Wanted {
+  const int32_t* one;
+  const int32_t* other;
+
+  bool any() const { return is_set(one) || is_set(other); }
+  static bool is_set(const int32_t* flag) { return flag && __atomic_load_n(flag, __ATOMIC_ACQUIRE); }
+};
+
+template <bool kSum>
+uint32_t move_run(Level level, const uint8_t* source, uint8_t* target, int64_t count, uint32_t state) {
+  const auto size = static_cast<size_t>(count);
+  if (count >= kLongRun) return run<Store::kPast, kSum>(level, source, target, size, state);
+  return run<Store::kCached, kSum>(level, source, target, size, state);
+}
+
+// What is left of a walk after its first bytes.
+class Rest {
+ public:
+  Rest(const Walk& walk, int64_t skipped) : walk_(walk) {
+    while (skipped && more()) drop(skipped < left_ ? skipped : left_, skipped);
+  }
+
+  bool more() { return left_ || walk_.next(at_, left_); }
+  uint8_t* at() const { return at_; }
+  int64_t left() const { return left_; }
+  void drop(int64_t count, int64_t& total) { at_ += count, left_ -= count, total -= count; }
+
+ private:
+  Walk walk_;
+  uint8_t* at_ = nullptr;
+  int64_t left_ = 0;
+};
+
+// A chunk to be moved, and how far it has been.
+struct Move {
+  int64_t level;
+  const Place* source;
+  int64_t source_unit;
+  const Place* target;
+  int64_t target_unit;
+  Box box;
+  int64_t piece_bytes;
+  Wanted wanted;
+  int64_t with_sum;
+  int64_t bytes, checksum;
+};
+
+template <bool kSum>
+int64_t move_on(Move& move) {
+  Rest source(Walk(*move.source, move.box, move.source_unit), move.bytes);
+  Rest target(Walk(*move.target, move.box, move.target_unit), move.bytes);
+  const auto level = static_cast<Level>(move.level);
+  uint32_t state = ~static_cast<uint32_t>(move.checksum);
+  int64_t result = kDone, piece = move.piece_bytes;
+  while (source.more()) {
+    if (!target.more()) return kUnequal;
+    if (!piece) {
+      if (move.wanted.any()) {
+        result = kPaused;
+        break;
+      }
+      piece = move.piece_bytes;
+    }
+    int64_t count = source.left() < target.left() ? source.left() : target.left();
+    if (count > piece) count = piece;
+    state = move_run<kSum>(level, source.at(), target.at(), count, state);
+    move.bytes += count;
+    int64_t ignored = 0;
+    source.drop(count, ignored);
+    target.drop(count, piece);
+  }
+  move.checksum = kSum ? static_cast<uint32_t>(~state) : 0;
+  return result == kDone && target.more() ? kUnequal : result;
+}
+
+// A chunk to be checksummed where it lies.
+struct Sum {
+  int64_t level;
+  const Place* place;
+  int64_t first_unit;
+  Box box;
+};
+
+}  // namespace tandem
+
+TANDEM_EXPORT int64_t tandem_mover_level() { return tandem::best_level(); }
+
+// Goes on moving a chunk, and with the CRC-32 of what was moved if `with_sum`. kPaused when one of the flags was set
+// after a piece: then the same call goes on. On return everything that was stored is there for everybody.
+TANDEM_EXPORT int64_t tandem_move(tandem::Move* move) {
+  if (!tandem::contains(*move->source, move->box, move->source_unit) ||
+      !tandem::contains(*move->target, move->box, move->target_unit))
+    return tandem::kOutside;
+  const int64_t result = move->with_sum ? tandem::move_on<true>(*move) : tandem::move_on<false>(*move);
+  tandem::settle_stores();
+  return result;
+}
+
+// CRC-32 of a box where it lies; negative when it is not there.
+TANDEM_EXPORT int64_t tandem_checksum(const tandem::Sum* sum) {
+  if (!tandem::contains(*sum->place, sum->box, sum->first_unit)) return tandem::kOutside;
+  tandem::Walk walk(*sum->place, sum->box, sum->first_unit);
+  uint32_t state = ~0u;
+  uint8_t* begin = nullptr;
+  for (int64_t length = 0; walk.next(begin, length);)
+    state = tandem::run<tandem::Store::kNone, true>(static_cast<tandem::Level>(sum->level), begin, nullptr,
+                                                    static_cast<size_t>(length), state);
+  return static_cast<uint32_t>(~state);
+}
+
+// (offset, length) of the runs of a box into `out`: how many there are, of which at most `most` are written; negative
+// when the box is not there.
+TANDEM_EXPORT int64_t tandem_runs(const tandem::Place* place, int64_t first_unit, int64_t first_layer,
+                                  int64_t num_layers, int64_t num_units, tandem::Run* out, int64_t most) {
+  const tandem::Box box{first_layer, num_layers, num_units};
+  if (!tandem::contains(*place, box, first_unit)) return tandem::kOutside;
+  tandem::Walk walk(*place, box, first_unit);
+  uint8_t* begin = nullptr;
+  int64_t count = 0;
+  for (int64_t length = 0; walk.next(begin, length); ++count)
+    if (count < most) out[count] = {begin - place->region, length};
+  return count;
+}
+
+// CRC-32 of `count` bytes, going on from `value`.
+TANDEM_EXPORT int64_t tandem_crc32(int64_t level, const uint8_t* bytes, int64_t count, int64_t value) {
+  return static_cast<uint32_t>(~tandem::run<tandem::Store::kNone, true>(
+      static_cast<tandem::Level>(level), bytes, nullptr, static_cast<size_t>(count), ~static_cast<uint32_t>(value)));
+}

@@ -1,0 +1,74 @@
+"""What stands between threads that move bytes and those that stop them: locks handed over within one piece."""
+
+import ctypes
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+PIECE_BYTES = 1 << 20
+"""Moved before it is looked whether somebody wants the lock: bounds how long a cancel or a revocation waits."""
+
+
+class PieceLock:
+    """A lock whose holder can see that it is wanted, and cannot take it again before whoever waited.
+
+    A plain lock lets its holder release and take it again for as long as it likes; whoever waits then waits for all
+    pieces of everything that is queued.
+    """
+
+    __slots__ = ("_door", "_lock", "_wanted", "release", "wanted")
+
+    def __init__(self) -> None:
+        self._door = threading.Lock()
+        self._lock = threading.Lock()
+        self._wanted = ctypes.c_int32()
+        self.wanted = ctypes.addressof(self._wanted)
+        """Where a 32-bit number is other than 0 while somebody waits."""
+        self.release = self._lock.release
+
+    def acquire(self) -> None:
+        """Wait for the lock; whoever waits stands in the door, so the last holder comes after them."""
+        with self._door:
+            if not self._lock.acquire(False):
+                self._wanted.value = 1
+                self._lock.acquire()
+                self._wanted.value = 0
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Gate:
+    """Entered around every piece, or several while nobody wants in: takes one or two locks, then asks `check`.
+
+    `check` raises TransferError when nothing may be moved any more; what it looks at changes only under those locks.
+    """
+
+    __slots__ = ("_check", "_lock", "_other", "also_wanted", "wanted")
+
+    def __init__(self, check: Callable[[], object], lock: PieceLock, other: PieceLock | None = None) -> None:
+        self._check = check
+        self._lock, self._other = lock, other
+        self.wanted = lock.wanted
+        self.also_wanted = 0 if other is None else other.wanted
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if self._other is not None:
+            self._other.acquire()
+        try:
+            self._check()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_error: Any) -> None:
+        if self._other is not None:
+            self._other.release()
+        self._lock.release()

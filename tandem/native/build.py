@@ -1,0 +1,178 @@
+"""Compiles a folder of C++ once per machine, and keeps the library in the user's cache.
+
+The sources take raw pointers and need no headers but the system's, so g++ needs seconds and the result fits every
+process. Builders that arrive together are kept apart by `flock`, which dies with its holder.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+COMPILERS = ("g++", "c++")
+COMPILE_TIMEOUT_S = 300
+KEPT_LIBRARIES = 8
+
+
+class NativeUnavailable(Exception):
+    """Compiled code cannot serve here, and whoever wanted it does without. The message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What to make a library of."""
+
+    name: str
+    """Of the thing, in the plural: its files are named so, and so are its complaints."""
+    sources: Path
+    """A folder; every `.cpp` in it is compiled."""
+    flags: tuple[str, ...]
+    libraries: tuple[str, ...] = ()
+    """What the linker is given besides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildPlan:
+    """Everything that determines the library; two equal plans produce the same file name."""
+
+    recipe: Recipe
+    compiler: str
+    sources: tuple[tuple[str, bytes], ...]  # names and contents: what is compiled is what the key was made of
+    key: str
+
+
+def build(recipe: Recipe, cache_root: Path | None = None) -> Path:
+    """The compiled library, built now unless the cache has it; in `cache_root_of(recipe)` unless told where.
+
+    Processes that arrive together build once: the others wait for the first. Raises NativeUnavailable without a
+    compiler, when the sources do not compile, or when the cache directory cannot be trusted with code.
+    """
+    plan = plan_build(recipe)
+    directory = cache_root or cache_root_of(recipe)
+    try:
+        _claim_directory(directory)
+        library = directory / f"{recipe.name}-{plan.key}.so"
+        if not library.exists():
+            with _exclusive(directory / "build.lock"):
+                if not library.exists():
+                    _compile(plan, directory, library)
+        if library.stat().st_uid != os.getuid():
+            raise NativeUnavailable(f"{library} belongs to another user")
+    except OSError as error:
+        raise NativeUnavailable(f"the {recipe.name} could not be built in {directory}: {error}") from error
+    return library
+
+
+def plan_build(recipe: Recipe) -> BuildPlan:
+    """Read sources, compiler and processor, and name the library they make. Raises NativeUnavailable."""
+    compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise NativeUnavailable(f"no C++ compiler found ({' or '.join(COMPILERS)})")
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30, check=True).stdout  # noqa: S603
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NativeUnavailable(f"the C++ compiler {compiler} does not run: {error}") from error
+    digest = hashlib.sha256()
+    found = sorted([*recipe.sources.glob("*.cpp"), *recipe.sources.glob("*.h")])
+    files = tuple((file.name, file.read_bytes()) for file in found)
+    for part in (*recipe.flags, compiler, *recipe.libraries, _processor(), *(name for name, _ in files)):
+        digest.update(part.encode() + b"\0")
+    for content in (version, *(content for _, content in files)):
+        digest.update(len(content).to_bytes(8) + content)
+    return BuildPlan(recipe=recipe, compiler=compiler, sources=files, key=digest.hexdigest()[:24])
+
+
+def cache_root_of(recipe: Recipe) -> Path:
+    """`$XDG_CACHE_HOME/tandem/NAME`, as the XDG base directory specification has it."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "tandem" / recipe.name
+
+
+def _processor() -> str:
+    """What `-march=native` depends on: homes are shared between unequal machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return os.uname().machine
+    wanted = ("flags", "Features", "model", "cpu family", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.split(":")[0].strip() in wanted}))
+
+
+def _claim_directory(directory: Path) -> None:
+    """Make the cache directory; refuse one in which another user could place code for us to load."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    state = directory.stat()
+    if state.st_uid != os.getuid():
+        raise NativeUnavailable(f"{directory} belongs to another user")
+    if stat.S_IMODE(state.st_mode) & 0o077:
+        directory.chmod(0o700)
+
+
+@contextmanager
+def _exclusive(path: Path) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _compile(plan: BuildPlan, directory: Path, library: Path) -> None:
+    """Compile every source at once, link, and rename into place; the caller holds the lock."""
+    for leftover in directory.glob("build-*/"):  # of a builder that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
+    work = directory / f"build-{plan.key}"
+    work.mkdir(mode=0o700)
+    try:
+        for name, content in plan.sources:
+            (work / name).write_bytes(content)
+        stems = [Path(name).stem for name, _ in plan.sources if name.endswith(".cpp")]
+        recipe = plan.recipe
+        compiles = [[plan.compiler, *recipe.flags, "-c", f"{stem}.cpp", "-o", f"{stem}.o"] for stem in stems]
+        _run_all(compiles, work, recipe.name)
+        objects = [f"{stem}.o" for stem in stems]
+        _run_all([[plan.compiler, "-shared", "-o", library.name, *objects, *recipe.libraries]], work, recipe.name)
+        linked = work / library.name
+        linked.chmod(0o600)
+        linked.replace(library)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    _prune(directory, recipe.name)
+
+
+def _prune(directory: Path, name: str) -> None:
+    """Forget all but the newest libraries; a process that has an older one mapped keeps it."""
+    libraries = sorted(directory.glob(f"{name}-*.so"), key=lambda file: file.stat().st_mtime, reverse=True)
+    for old in libraries[KEPT_LIBRARIES:]:
+        old.unlink(missing_ok=True)
+
+
+def _run_all(commands: Sequence[Sequence[str]], directory: Path, name: str) -> None:
+    """Run the commands side by side. Raises NativeUnavailable with the first complaint of one that failed."""
+    running = [
+        subprocess.Popen(command, cwd=directory, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)  # noqa: S603
+        for command in commands
+    ]
+    complaints: list[str] = []
+    try:
+        for process in running:
+            _, errors = process.communicate(timeout=COMPILE_TIMEOUT_S)
+            if process.returncode != 0:
+                lines = [line for line in errors.splitlines() if "error" in line] or errors.splitlines()
+                complaints.append(lines[0] if lines else f"exit code {process.returncode}")
+    except subprocess.TimeoutExpired as error:
+        raise NativeUnavailable(f"the C++ compiler took more than {COMPILE_TIMEOUT_S} s") from error
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+    if complaints:
+        raise NativeUnavailable(f"the {name} do not compile here: {complaints[0]}")
