@@ -10,6 +10,7 @@ from engine.backends.options import BackendOptions
 from engine.kv_cache import PagedKVCache
 from engine.ranks.messages import PoolPlan, RankFacts, RankSetup
 from kv_transfer.messages import CellRange
+from kv_transfer.pairing import Pairing
 from kv_transfer.region import KVRegion
 from tandem.ids import BlockId
 from tandem.kv_layout import KVLayout
@@ -41,19 +42,25 @@ def test_each_rank_has_its_own_device_where_there_are_several() -> None:
     assert (there.rank, there.backend.device) == (3, torch.device("cuda", 3))
 
 
-@pytest.mark.parametrize("num_kv_heads", [4, 1])
-def test_a_hand_off_finds_every_ranks_layers_in_the_shared_pool(num_kv_heads: int) -> None:
+@pytest.mark.parametrize(
+    ("num_kv_heads", "found"),
+    [(4, [1, 1, 2, 2, 1, 10, 2, 20, 1, 1, 2, 2]), (1, [1, 1, 2, 20, 1, 1])],
+    ids=["split", "replicated: a layer from one rank, the next from the other"],
+)
+def test_a_hand_off_finds_every_ranks_layers_in_the_shared_pool(num_kv_heads: int, found: list[float]) -> None:
     layout, num_blocks = replace(LAYOUT, num_kv_heads=num_kv_heads), 5
     plan = PoolPlan(layout=layout, num_blocks=num_blocks)
     memory = memoryview(bytearray(plan.rank_bytes * layout.tp_size))
     region = KVRegion.of(memory, layout)
-    assert (region.num_layers, region.num_blocks) == (6, num_blocks)
+    assert region.num_blocks == num_blocks
     for rank in range(layout.tp_size):
         part = memory[rank * plan.rank_bytes :][: plan.rank_bytes]
         PagedKVCache(replace(layout, tp_rank=rank), num_blocks=num_blocks, buffer=part).tensor.fill_(rank + 1)
         cache = torch.frombuffer(part, dtype=torch.float32).view(3, num_blocks, 2, layout.num_local_kv_heads, 4, 8)
         cache[1, 4] = 10.0 * (rank + 1)
-    cells = CellRange(first_layer=0, num_layers=6, first_block=0, num_blocks=2, first_head=0, num_heads=1)
-    views = [torch.frombuffer(view, dtype=torch.float32) for view in region.views(cells, [BlockId(0), BlockId(4)])]
-    assert [float(view[0]) for view in views] == [1, 1, 1, 10, 1, 1, 2, 2, 2, 20, 2, 2]
+    cells = CellRange(first_layer=0, num_layers=3, first_unit=0, num_units=2, first_head=0, num_heads=num_kv_heads)
+    pairing = Pairing.of(layout, layout, wire_dtype=layout.dtype)
+    source = pairing.at_source(0, 0, (BlockId(0), BlockId(4)), num_blocks)
+    views = [torch.frombuffer(view, dtype=torch.float32) for view in region.views(source.reads(cells))]
+    assert [float(view[0]) for view in views] == found
     assert all(bool((view == view[0]).all()) for view in views)
