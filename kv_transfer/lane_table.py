@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kv_transfer.runs import Run
 
-_PLACE_FIELDS = 5
+_PLACE_BYTES = 5 * 8
 
 
 class LaneTable:
@@ -52,4 +52,4 @@ class Place:
         # csrc/walk.h: Place, and behind it the blocks that it points to
         self._numbers = numbers = array("q", (table.address, region, pool_blocks, 0, len(blocks), *blocks))
         self.address = numbers.buffer_info()[0]
-        numbers[3] = self.address + _PLACE_FIELDS * numbers.itemsize
+        numbers[3] = self.address + _PLACE_BYTES

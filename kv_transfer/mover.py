@@ -160,7 +160,7 @@ def load_mover() -> Mover | None:
     try:
         return Mover(NativeLibrary(build(RECIPE)))
     except NativeUnavailable as unavailable:
-        log.warning("KV chunks are moved by numpy, at a third of the rate: %s", unavailable)
+        log.warning("KV chunks are moved by numpy, at half the rate or less: %s", unavailable)
         return None
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from kv_transfer import mover as module
 from kv_transfer import placing
+from kv_transfer.__main__ import main
 from kv_transfer.gate import Gate, PieceLock
 from kv_transfer.lane_table import LaneTable, Place
 from kv_transfer.messages import CellRange
@@ -298,6 +299,11 @@ def test_a_hand_off_begins_with_a_unit() -> None:
     pairing = Pairing.of(kv, kv, wire_dtype=kv.dtype)
     with pytest.raises(TransferError, match="within a unit"):
         PlacedBytes(pool(kv, 6), pairing.at_source(4, 0, (BlockId(1),), 6), is_source=True)
+
+
+def test_it_can_be_built_ahead(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main() == 0
+    assert "KV mover ready" in capsys.readouterr().out
 
 
 def test_one_mover_serves_the_process() -> None:
