@@ -23,8 +23,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@# torch first and alone: a range that admits a newer one would bring another build.
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) numpy
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@# For one transport more; where it cannot be had its tests say so.
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt nixl || true
 	@# Where there is no compiler the engine says so at start and runs on torch's own operators.
 	@$(BIN)/python -m engine.kernels.cpu || true
+	@$(BIN)/python -m kv_transfer || true
 	@touch $@
 
 .PHONY: setup
