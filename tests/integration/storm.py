@@ -146,7 +146,7 @@ class Rig:
         self.num_preemptions = self.num_saved = self.num_loaded = self.num_copied = self.num_ahead = 0
         launch = runner.launch
 
-        def counting(batch: Batch) -> object:
+        def counting(batch: Batch, _on_layers: object = None) -> object:
             self.num_saved += len(batch.offloads)
             self.num_loaded += len(batch.loads)
             self.num_copied += len(batch.copies)
