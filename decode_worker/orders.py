@@ -55,10 +55,10 @@ def route_from_pb(route: pb.PrefillRoute) -> tuple[TransferId, Route]:
     )
 
 
-def holder_of(submit: pb.Submit) -> PrefixHolder | None:
+def holder_of(order: pb.Submit | pb.Reroute) -> PrefixHolder | None:
     """Who is thought to hold more of the prompt than whoever is to compute it. Raises InvalidRequest."""
-    part = submit.prefill if submit.HasField("prefill") else submit
-    if not part.HasField("holder"):
+    part = order.prefill if order.HasField("prefill") else order
+    if isinstance(part, pb.Reroute) or not part.HasField("holder"):
         return None
     if not part.holder.worker_id or not part.holder.address:
         raise InvalidRequest("holder needs worker_id and address", param="holder")

@@ -202,7 +202,7 @@ class DecodeWorker:
             return
         if reroute.HasField("prefill") and task.reservation is not None:
             try:
-                hub.reroute(task.transfer_id, route_from_pb(reroute.prefill)[1])
+                hub.reroute(task.transfer_id, route_from_pb(reroute.prefill)[1], holder_of(reroute))
             except ServingError as error:
                 _log.info("%s is computed here: %s", task.transfer_id, error.message)
             else:

@@ -17,7 +17,7 @@ from typing import Any
 from engine.host import EngineHost
 from engine.request import Request
 from engine.scheduler import Scheduler
-from fabric.cost import FetchRates, compute_s, worth_fetching
+from fabric.cost import FetchRates, compute_s, fetch_s, worth_fetching
 from fabric.destinations import Destinations
 from kv_transfer.actions import CommitInfo
 from kv_transfer.messages import FirstToken, PrefillJob
@@ -34,6 +34,10 @@ _log = logging.getLogger(__name__)
 
 _SHORTEST_WAIT_S = 0.5
 """However fast this worker computes: a peer may be in the middle of a step."""
+_PATIENCE = 4.0
+"""Times what a fetch should take."""
+_MAX_FETCHES = 8
+"""Under way at once: each holds a reservation that hand-offs and prompts compete for."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,8 +119,13 @@ class Fetcher:
         )
         self._host.parts.hasher.extend(request.hash_root, request.block_hashes, request.token_ids)
         probe = _probe(request.hash_root, request.block_hashes[: num_tokens // HASH_BLOCK_TOKENS], transfer_id)
+        if (same := self._same(probe)) is not None:
+            await asyncio.shield(same.ended)  # what others bring is found here all the same
+            return 0
         try:
-            held = await self._host.call(lambda s: self._reserve(s, transfer_id, probe, rates))
+            held = None
+            if len(self._fetches) < _MAX_FETCHES:
+                held = await self._host.call(lambda s: self._reserve(s, transfer_id, probe, rates))
         except ServingError as error:
             _log.info("%s: no room for what a peer holds: %s", request.request_id, error.message)
             held = None
@@ -131,7 +140,7 @@ class Fetcher:
         except ServingError as error:
             self._give_up(transfer_id, error)
         started_s = time.monotonic()
-        gained = await self._outcome(transfer_id, fetch, compute_s(num_tokens - held, rates))
+        gained = await self._outcome(transfer_id, fetch, self._patience_s(num_tokens - held, rates))
         self.stats.num_tokens += gained
         _log.info(
             "%s: %d of %d tokens came from %s in %.1f ms",
@@ -139,32 +148,55 @@ class Fetcher:
         )  # fmt: skip
         return gained
 
-    async def _outcome(self, transfer_id: TransferId, fetch: _Fetch, worth_s: float) -> int:
-        """Wait as long as computing would take; then computing goes on alone."""
+    def _same(self, probe: Request) -> _Fetch | None:
+        """A fetch under way of the same prefix."""
+        tail = probe.block_hashes[-1:]
+        return next((fetch for fetch in self._fetches.values() if fetch.probe.block_hashes[-1:] == tail), None)
+
+    def _patience_s(self, num_tokens: int, rates: FetchRates) -> float:
+        """Some times what the fetch should take, and no longer than computing would."""
+        expected_s = fetch_s(self._num_bytes(num_tokens), rates)
+        return max(_SHORTEST_WAIT_S, min(_PATIENCE * expected_s, compute_s(num_tokens, rates)))
+
+    async def _outcome(self, transfer_id: TransferId, fetch: _Fetch, patience_s: float) -> int:
+        """Wait so long; then what has landed is kept, and computing goes on alone."""
         try:
-            async with asyncio.timeout(max(_SHORTEST_WAIT_S, worth_s)):
-                gained = await asyncio.shield(fetch.ended)
+            async with asyncio.timeout(patience_s):
+                return await asyncio.shield(fetch.ended)
         except TimeoutError:
+            if self.hub is not None:
+                self.hub.give_up(transfer_id, "a fetch takes too long")
+            if transfer_id not in self._fetches:  # it has failed, or committed this moment
+                return await fetch.ended
             self._cancel(transfer_id)
-            gained = 0
+            return 0
         except asyncio.CancelledError:
             self._cancel(transfer_id)
             raise
-        return gained
 
     def _reserve(self, scheduler: Scheduler, transfer_id: TransferId, probe: Request, rates: FetchRates) -> int | None:
         """On the engine's thread: tokens held here, with room for the rest reserved; None when it is not worth it."""
-        layout = self._host.parts.layout
-        found = scheduler.blocks.match(probe).num_blocks * layout.block_size
-        missing = probe.num_tokens - 1 - found
-        num_bytes = missing * layout.worker_block_bytes // layout.block_size
-        if missing < layout.block_size or not worth_fetching(missing, num_bytes, rates):
+        block_size = self._host.parts.layout.block_size
+        wanted = probe.num_tokens - 1
+        if wanted - scheduler.blocks.match(probe).num_blocks * block_size < block_size:
             return None
-        return scheduler.reservations.reserve(transfer_id, probe).num_held_tokens
+        # What lies below the pool comes up with the reservation: only then is it known what is missing.
+        held = scheduler.reservations.reserve(transfer_id, probe).num_held_tokens
+        missing = wanted - held
+        if missing < block_size or not worth_fetching(missing, self._num_bytes(missing), rates):
+            scheduler.reservations.cancel(transfer_id)
+            return None
+        return held
+
+    def _num_bytes(self, num_tokens: int) -> int:
+        layout = self._host.parts.layout
+        return num_tokens * layout.worker_block_bytes // layout.block_size
 
     def _cancel(self, transfer_id: TransferId) -> None:
-        if self._fetches.pop(transfer_id, None) is None:
+        fetch = self._fetches.pop(transfer_id, None)
+        if fetch is None:
             return
+        fetch.end(0)
         self.stats.failed += 1
         self._host.post(lambda scheduler: scheduler.reservations.quarantine(transfer_id))
         if self.hub is not None:

@@ -40,7 +40,7 @@ class Landing:
         self._checksums.pop(cells, None)
         if self._converter is None and self._device is None:
             return self._region.views(runs)
-        others = sum(staged.nbytes for of, staged in self._staged.items() if of != cells)
+        others = sum(staged.nbytes for of, staged in list(self._staged.items()) if of != cells)
         num_bytes = self.num_bytes(cells)
         if others + num_bytes > self._max_staged_bytes:
             raise TransferError("more is on the way than was reserved")

@@ -103,6 +103,7 @@ class Receiver:
         self._granted = False
         self._drain_proves_quiet = False
         self._landings: dict[int, _Landing] = {}
+        self._num_verified = 0
         self._first_token: FirstToken | None = None
         self._seal: Seal | None = None
         self._sealed_at = now
@@ -277,6 +278,7 @@ class Receiver:
             return ()
         if event.intact:
             landing.verified = True
+            self._num_verified += 1
             self._coverage.land(landing.chunk.cells)
             return self._commit_if_complete(now)
         if guards.rewrites_exhausted(event.rewrite, self.plan.max_rewrites):
@@ -313,8 +315,7 @@ class Receiver:
         return job.expected_tail(job.held_tokens + self._num_blocks * self.plan.layout.block_size)
 
     def _commit_if_complete(self, now: float) -> Actions:
-        num_verified = sum(landing.verified for landing in self._landings.values())
-        if not guards.complete(self._seal, num_verified, self._coverage):
+        if not guards.complete(self._seal, self._num_verified, self._coverage):
             return ()
         if not guards.continuable(self._first_token, self.plan.job.resume):
             return ()

@@ -30,7 +30,7 @@ from kv_transfer.messages import Body, Failure, FirstToken, Prefill, TransferKey
 from kv_transfer.receiver import Receiver
 from kv_transfer.receiver_link import ReceiverLink
 from kv_transfer.region import KVRegion
-from kv_transfer.states import HandoffState
+from kv_transfer.states import LIVE, HandoffState
 from kv_transfer.stats import AttemptTally, Outcome, TransferStats
 from kv_transfer.transport import KVReceiver
 from tandem.errors import InvariantError, ServingError
@@ -204,7 +204,7 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
             self._tally.chunk(num_bytes, chunk.write_s)
             if self._trace is not None:
                 self._trace.chunk(chunk.seq, num_bytes, now, write_s=chunk.write_s, verify_s=now - started_s)
-        else:
+        elif self.machine.state in LIVE:  # else its grant has ended: nothing was damaged
             self._tally.nack()
             if self._trace is not None:
                 self._trace.damaged(chunk.seq, self._now())

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -41,6 +42,7 @@ from kv_transfer.stats import TransferStats
 from kv_transfer.transport import KVReceiver
 from tandem.errors import InvariantError, Overloaded, TransferError
 from tandem.ids import BlockId, TransferId
+from tandem.prefix_holder import PrefixHolder
 from tandem.tracing import NoTracer, Tracer
 
 
@@ -134,12 +136,23 @@ class ReceiverHub:
         self._begin(ladder, route)
         self._ladders[job.transfer_id] = ladder
 
-    def reroute(self, transfer_id: TransferId, route: Route) -> None:
-        """Try again, with what has landed. Raises TransferError when it is over or an attempt is under way."""
+    def reroute(self, transfer_id: TransferId, route: Route, holder: PrefixHolder | None = None) -> None:
+        """Try again, with what has landed. Raises TransferError when it is over or an attempt is under way.
+
+        `holder`: who is thought to hold more of the prefix than the route's worker.
+        """
         ladder = self._ladders.get(transfer_id)
         if ladder is None:
             raise TransferError("hand-off is over")
+        ladder.job = replace(ladder.job, holder=holder)
         self._begin(ladder, route)
+
+    def give_up(self, transfer_id: TransferId, reason: str) -> None:
+        """Fail the attempt under way, if there is one, as if its peer had: the owner gets what has landed."""
+        ladder = self._ladders.get(transfer_id)
+        attempt = None if ladder is None else self._current(ladder)
+        if attempt is not None:
+            attempt.on_event(PeerFaulted(reason=reason))
 
     def cancel(self, transfer_id: TransferId, reason: str = "cancelled") -> None:
         """End a hand-off, known or not; the prefill worker learns it at once."""

@@ -23,6 +23,8 @@ def best_holder(demand: Demand, computing: WorkerSnapshot, workers: Iterable[Wor
         (demand.matched_tokens.get(worker.info.key.worker_id, 0), -worker.num_active, worker)
         for worker in workers
         if worker.info.key != computing.info.key
+        and not worker.draining
+        and worker.info.key not in demand.excluded
         and worker.info.handoff_address
         and worker.info.cannot_send_to(computing.info) is None
     ]

@@ -1,6 +1,7 @@
 """Moving cells between two mapped pools, in pieces small enough to be stopped."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -31,14 +32,26 @@ class RegionCopier:
     def copy(self, order: WriteOrder, target: PlacedCells, gate: Gate) -> tuple[int, int]:
         """Copy an order's cells to where they lie in `target`. Returns (checksum, bytes). Raises TransferError."""
         if self._converts:
-            with gate:
-                payload = self._departure.convert(order.source, order.cells)
-                placing.scatter(target.writes(order.cells), payload, self._to)
-            return checksum.crc32(payload.data), payload.nbytes
+            return self._convert(order, target, gate)
         if self._mover is None:
             return self._copy(order.source.copies_to(target, order.cells), gate)
         source = PlacedBytes(self._source, order.source, is_source=True)
         return self._mover.move(source, self._bytes_of(target), order.cells, gate)
+
+    def _convert(self, order: WriteOrder, target: PlacedCells, gate: Gate) -> tuple[int, int]:
+        """Layer by layer, which is how the wire orders them: whoever wants the gate waits for one."""
+        # All of them are looked up first: an order that is refused has written nothing.
+        order.source.reads(order.cells)
+        target.writes(order.cells)
+        value = total = 0
+        for layer in range(order.cells.first_layer, order.cells.first_layer + order.cells.num_layers):
+            cells = replace(order.cells, first_layer=layer, num_layers=1)
+            with gate:
+                payload = self._departure.convert(order.source, cells)
+                placing.scatter(target.writes(cells), payload, self._to)
+            value = checksum.crc32(payload.data, value)
+            total += payload.nbytes
+        return value, total
 
     def _bytes_of(self, target: PlacedCells) -> PlacedBytes:
         """The chunks of a hand-off come one after another."""

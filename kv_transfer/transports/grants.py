@@ -57,7 +57,8 @@ class GrantTable:
             return False
         try:
             intact = grant.landing.checksum(cells) == checksum and self._settle(grant, cells)
-            grant.landing.discard(cells)
+            with grant.lock:  # other chunks are finding room meanwhile
+                grant.landing.discard(cells)
         except TransferError:
             return False  # cells that the reservation does not have
         return intact

@@ -113,7 +113,8 @@ class Inbound:
         while left:
             count = self._channel.receive([self._scratch[:left]])
             left -= count or 0
-            if left:
+            # What came may have more behind it that TLS has decrypted already: of that no poll would tell.
+            if left and not count:
                 self._wait(count)
 
     def _wait(self, count: int | None) -> None:

@@ -54,7 +54,7 @@ class FakeHub:
             raise self.refusal
         self.jobs.put_nowait((job, route))
 
-    def reroute(self, _transfer_id: TransferId, route: Route) -> None:
+    def reroute(self, _transfer_id: TransferId, route: Route, _holder: object) -> None:
         self.reroutes.append(route)
 
     def cancel(self, transfer_id: TransferId, _reason: str = "") -> None:

@@ -1,7 +1,7 @@
 """Fetching over a real engine thread and scheduler, with a hub that does what a test says."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,7 @@ class FakeHub:
         self.stats = TransferStats()
         self.jobs: asyncio.Queue[tuple[PrefillJob, Route]] = asyncio.Queue()
         self.cancelled: list[TransferId] = []
+        self.on_give_up: Callable[[TransferId], None] = lambda _transfer_id: None
         self.refusal: Overloaded | None = None
 
     def start(self, job: PrefillJob, route: Route) -> None:
@@ -43,6 +44,9 @@ class FakeHub:
 
     def cancel(self, transfer_id: TransferId, _reason: str = "") -> None:
         self.cancelled.append(transfer_id)
+
+    def give_up(self, transfer_id: TransferId, _reason: str) -> None:
+        self.on_give_up(transfer_id)
 
 
 class Bench:
@@ -137,7 +141,22 @@ async def test_what_landed_before_a_failure_is_kept_and_the_rest_waits_for_its_w
     await bench.assert_empty()
 
 
-async def test_a_fetch_that_lasts_longer_than_computing_is_given_up(bench: Bench) -> None:
+async def test_a_fetch_that_takes_too_long_is_given_up_and_what_has_landed_is_kept(bench: Bench) -> None:
+    bench.host.rates.prefill_tokens_per_s = 1000.0
+    bringing = bench.bring()
+    job = await bench.asked()
+    blocks = await bench.fetcher.bind(job.transfer_id, 4)
+    bench.hub.on_give_up = lambda key: bench.fetcher.failed(key, blocks[:3], TransferError("too long"))
+    assert await bringing == 48
+    await asyncio.sleep(0)
+    assert bench.hub.cancelled == [job.transfer_id]
+    assert await bench.held() == 48
+    assert await bench.host.call(lambda scheduler: scheduler.reservations.num_quarantined_blocks)
+    bench.fetcher.released(job.transfer_id, blocks[3:])
+    await bench.assert_empty()
+
+
+async def test_a_fetch_that_nobody_can_give_up_is_cancelled(bench: Bench) -> None:
     bench.host.rates.prefill_tokens_per_s = 1000.0
     bringing = bench.bring()
     job = await bench.asked()
@@ -146,8 +165,19 @@ async def test_a_fetch_that_lasts_longer_than_computing_is_given_up(bench: Bench
     await asyncio.sleep(0)
     assert bench.hub.cancelled == [job.transfer_id]
     assert await bench.held() == 0
-    assert await bench.host.call(lambda scheduler: scheduler.reservations.num_quarantined_blocks)
     bench.fetcher.released(job.transfer_id, blocks)
+    await bench.assert_empty()
+
+
+async def test_one_prefix_is_brought_once_however_many_want_it(bench: Bench) -> None:
+    first = bench.bring()
+    job = await bench.asked()
+    second, third = bench.bring(), bench.bring()
+    blocks = await bench.fetcher.bind(job.transfer_id, 4)
+    await bench.fetcher.commit(job.transfer_id, commit(blocks))
+    assert [await first, await second, await third] == [64, 0, 0]
+    assert bench.hub.jobs.empty()
+    assert await bench.held() == 64
     await bench.assert_empty()
 
 
