@@ -118,8 +118,8 @@ class TcpStream(QueuedWriter):
 
     def _fill_up(self, frame: _Frame) -> None:
         while frame.left:
-            count = self._channel.send([_ZEROS[: frame.left]])
-            with self._queue.lock:
+            with self._queue.lock:  # or the answer may come before it is known that all has been sent
+                count = self._channel.send([_ZEROS[: frame.left]])
                 frame.left -= count
             if not count:
                 self._channel.wait_writable(self._stall_s)
