@@ -80,6 +80,6 @@ def test_the_readmes_settings_are_the_defaults(tmp_path: Path) -> None:
     shown = text.partition("```yaml\n")[2].partition("```")[0]
     path = tmp_path / "cluster.yaml"
     path.write_text(shown, encoding="utf-8")
-    assert set(yaml.safe_load(shown)) == {"model", "prefill", "decode", "router", "engine"}
+    assert set(yaml.safe_load(shown)) == {"model", "prefill", "decode", "router", "engine", "transfer", "telemetry"}
     given, default = load(path, {"secret": "s" * 16}), load(None, {"secret": "s" * 16})
     assert given == default

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from cryptography.hazmat.primitives.serialization import (
@@ -156,13 +157,22 @@ def test_bad_files_are_config_errors_that_name_them(files: TlsFiles, tmp_path: P
         TlsIdentity(change(files, tmp_path))
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="root reads every file")
-def test_a_key_without_permission_is_a_config_error(files: TlsFiles, tmp_path: Path) -> None:
-    key = tmp_path / "key.pem"
-    key.write_bytes(files.key.read_bytes())
-    key.chmod(0)
-    with pytest.raises(ConfigError, match=r"tls\.key: .*Permission denied"):
-        TlsIdentity(replace(files, key=key))
+def test_a_key_without_permission_is_a_config_error(files: TlsFiles) -> None:
+    user = os.geteuid()
+    TlsIdentity(files)  # whatever is imported on the way may be out of another user's reach
+    "".encode("ascii")
+    with TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        for name in ("cert", "key", "ca"):
+            Path(folder, name).write_bytes(getattr(files, name).read_bytes())
+        Path(folder, "key").chmod(0)
+        if user == 0:
+            os.seteuid(65534)  # root reads every file
+        try:
+            with pytest.raises(ConfigError, match=r"tls\.key: .*Permission denied"):
+                TlsIdentity(TlsFiles(**{name: Path(folder, name) for name in ("cert", "key", "ca")}))
+        finally:
+            os.seteuid(user)
 
 
 # The sender's side
