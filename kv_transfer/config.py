@@ -18,7 +18,7 @@ class TransferSettings:
     reroute_s: float = 10.0
     """How long landed blocks of a failed hand-off wait for another route."""
     chunk_bytes: int = 8 << 20
-    """Most payload bytes under one checksum (at least one block)."""
+    """Most payload bytes under one checksum (at least one unit of one layer)."""
     wire_dtype: str = ""
     """What KV should travel in; "" for what costs least."""
     write_window: int = 4

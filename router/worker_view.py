@@ -27,7 +27,7 @@ class WorkerInfo:
     num_blocks: int
     layout: KVLayout
     handoff_address: str = ""
-    """host:port of a prefill worker's hand-off service."""
+    """host:port of its hand-off service."""
     transports: frozenset[str] = frozenset()
     vocab_size: int = 0
     eos_token_ids: frozenset[int] = frozenset()
