@@ -8,7 +8,7 @@ from kv_transfer.mapping import CellMapping, vector_bytes
 from kv_transfer.placed import PlacedCells
 from tandem.errors import TransferError
 from tandem.ids import BlockId
-from tandem.kv_agreement import CONVERSIONS
+from tandem.kv_agreement import cannot_travel_as
 from tandem.kv_layout import KVLayout
 
 
@@ -28,9 +28,8 @@ class Pairing:
         cls, source: KVLayout, destination: KVLayout, *, wire_dtype: str, head_scales: Floats | None = None
     ) -> "Pairing":
         """Raises TransferError, naming the field, for layouts and a dtype that do not agree."""
-        for step in ((source.dtype, wire_dtype), (wire_dtype, destination.dtype)):
-            if step[0] != step[1] and step not in CONVERSIONS:
-                raise TransferError(f"wire_dtype: no conversion from {step[0]} to {step[1]}")
+        if reason := cannot_travel_as(source.dtype, wire_dtype, destination.dtype):
+            raise TransferError(reason)
         return cls(
             source=source,
             destination=destination,

@@ -22,6 +22,8 @@ from pydantic import (
 )
 
 from tandem.errors import ConfigError
+from tandem.kv_agreement import cannot_travel_as
+from tandem.kv_layout import AUTO_DTYPE
 
 
 def _switch(value: Any) -> Any:
@@ -218,6 +220,10 @@ class ClusterConfig(Section):
         own = {name: value for name in ("block_size", "kv_dtype") if (value := getattr(pool, name)) is not None}
         return self.engine.model_copy(update=own)
 
+    def _cached_in(self, pool: PoolConfig) -> str:
+        kv_dtype = self.engine_of(pool).kv_dtype
+        return self.model.dtype if kv_dtype == AUTO_DTYPE else kv_dtype
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.decode.replicas < 1:
@@ -229,6 +235,10 @@ class ClusterConfig(Section):
         kv_dtypes = {self.engine_of(pool).kv_dtype for pool in (self.prefill, self.decode)}
         if self.prefill.replicas and {"int8", "fp8_e4m3"} <= kv_dtypes:
             raise ValueError("prefill.kv_dtype and decode.kv_dtype: codes are never made of other codes")
+        if self.prefill.replicas and self.transfer.wire_dtype != AUTO_DTYPE:
+            source, destination = (self._cached_in(pool) for pool in (self.prefill, self.decode))
+            if reason := cannot_travel_as(source, self.transfer.wire_dtype, destination):
+                raise ValueError(f"transfer.{reason}")
         if self.engine.prefill_chunk_tokens > self.engine.max_batched_tokens:
             raise ValueError("engine.prefill_chunk_tokens must not exceed engine.max_batched_tokens")
         return self

@@ -16,6 +16,14 @@ CONVERSIONS = frozenset(
 codes: that would lose twice."""
 
 
+def cannot_travel_as(source: str, wire: str, destination: str) -> str | None:
+    """Why what is cached in `source` cannot travel in `wire` to be cached in `destination`; None when it can."""
+    for step in ((source, wire), (wire, destination)):
+        if step[0] != step[1] and step not in CONVERSIONS:
+            return f"wire_dtype: no conversion from {step[0]} to {step[1]}"
+    return None
+
+
 def agree(source: KVLayout, destination: KVLayout) -> str | None:
     """Why cells cannot go from `source` to `destination`, beginning with the field's name; None when they can."""
     return (

@@ -31,6 +31,9 @@ from tandem.errors import ConfigError
         ("engine: {max_step_s: 0}", "engine.max_step_s"),
         ("engine: {max_step_s: .nan}", "engine.max_step_s"),
         ("router: {request_timeout_s: 1.0e+300}", "router.request_timeout_s"),
+        ("{prefill: {kv_dtype: int8}, decode: {kv_dtype: fp8_e4m3}}", "prefill.kv_dtype"),
+        ("{transfer: {wire_dtype: bfloat16}}", "transfer.wire_dtype: no conversion from float32 to bfloat16"),
+        ("{transfer: {wire_dtype: int8}, decode: {kv_dtype: fp8_e4m3}}", "transfer.wire_dtype"),
     ],
 )
 def test_a_configuration_that_cannot_run_is_refused_by_name(tmp_path: Path, text: str, told: str) -> None:

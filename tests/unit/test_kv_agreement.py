@@ -4,7 +4,7 @@ from itertools import permutations, product
 
 import pytest
 
-from tandem.kv_agreement import CONVERSIONS, agree
+from tandem.kv_agreement import CONVERSIONS, agree, cannot_travel_as
 from tandem.kv_layout import DTYPE_BYTES
 from tests.unit.kv_transfer.plain_worker import layout
 
@@ -42,3 +42,11 @@ def test_codes_become_no_other_codes():
     assert agree(layout("int3"), layout("int3")) == "dtype: no conversion from int3 to int3"
     assert "no conversion from int8 to fp8_e4m3" in agree(layout("int8"), layout("fp8_e4m3"))
     assert len(CONVERSIONS) == 12
+
+
+def test_what_travels_is_made_of_what_is_cached_and_the_other_way_round() -> None:
+    assert cannot_travel_as("bfloat16", "bfloat16", "bfloat16") is None
+    assert cannot_travel_as("bfloat16", "int8", "bfloat16") is None
+    assert cannot_travel_as("float32", "int8", "int8") is None
+    assert cannot_travel_as("int8", "fp8_e4m3", "int8") == "wire_dtype: no conversion from int8 to fp8_e4m3"
+    assert cannot_travel_as("float32", "float16", "float32") == "wire_dtype: no conversion from float32 to float16"
