@@ -21,14 +21,13 @@ from kv_transfer.landing import Landing
 from kv_transfer.messages import CellRange, TransferKey, TransportOffer
 from kv_transfer.transport import QuietListener
 from kv_transfer.transports import claim_wire
+from kv_transfer.transports.accepting import accepted
 from kv_transfer.transports.claim_wire import Kind
 from kv_transfer.transports.grants import TOKEN_BYTES, GrantTable
 from tandem.errors import TransferError
 
 HELLO_S = 5.0
 MAX_WRITERS = 256
-ACCEPT_PAUSE_S = 0.1
-"""Between two tries to accept when the process has no room for one more connection."""
 
 log = logging.getLogger(__name__)
 
@@ -126,15 +125,7 @@ class ClaimReceiver(ABC):
         self._server.close()
 
     def _accept(self) -> None:
-        while True:
-            try:
-                sock, _address = self._server.accept()
-            except OSError as error:
-                # Out of descriptors or memory: that passes, and a receiver that stopped listening would not come back.
-                if self._closing.wait(ACCEPT_PAUSE_S):
-                    return
-                log.warning("no %s writer can be accepted now: %s", self._name, error)
-                continue
+        for sock in accepted(self._server, self._closing, self._name):
             if (refusal := self._refuses(sock)) is not None:
                 log.info("%s writer refused: %s", self._name, refusal)
                 sock.close()

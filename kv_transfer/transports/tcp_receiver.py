@@ -16,6 +16,7 @@ from kv_transfer.landing import Landing
 from kv_transfer.messages import CellRange, TransferKey, TransportOffer
 from kv_transfer.transport import QuietListener
 from kv_transfer.transports import tcp_wire
+from kv_transfer.transports.accepting import accepted
 from kv_transfer.transports.grants import TOKEN_BYTES, GrantTable
 from kv_transfer.transports.tcp_channel import Channel, PlainChannel, hang_up
 from kv_transfer.transports.tcp_inbound import Inbound, Peer, answer, next_header
@@ -28,8 +29,6 @@ MAX_CONNECTIONS = 256
 """Senders that have proven to know the secret, each with up to MAX_STREAMS streams."""
 MAX_GREETING = 32
 """Strangers that have not; a newer one takes the place of the oldest."""
-ACCEPT_PAUSE_S = 0.1
-"""Between two tries to accept when the process has no room for one more connection."""
 
 log = logging.getLogger(__name__)
 
@@ -100,15 +99,7 @@ class TcpReceiver:
             thread.join()
 
     def _accept(self) -> None:
-        while True:
-            try:
-                sock, _address = self._server.accept()
-            except OSError as error:
-                # Out of descriptors or memory: that passes, and a receiver that stopped listening would not come back.
-                if self._closing.wait(ACCEPT_PAUSE_S):
-                    return
-                log.warning("no tcp sender can be accepted now: %s", error)
-                continue
+        for sock in accepted(self._server, self._closing, NAME):
             try:
                 channel = self._channel(sock)
             except OSError as error:

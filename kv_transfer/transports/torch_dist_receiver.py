@@ -20,6 +20,7 @@ from kv_transfer.messages import CellRange, TransferKey, TransportOffer
 from kv_transfer.region import KVRegion
 from kv_transfer.transport import QuietListener
 from kv_transfer.transports import claim_wire, communicator, torch_dist_wire
+from kv_transfer.transports.accepting import accepted
 from kv_transfer.transports.claims import HELLO_S, MAX_WRITERS, hang_up
 from kv_transfer.transports.communicator import GLOO, RECEIVER, SLOTS, Bytes, Communicator, CommunicatorBroken
 from kv_transfer.transports.dial import advert_of, keep_alive, listen
@@ -31,7 +32,6 @@ NAME = "torch_dist"
 STALL_S = 5.0
 """Most time for one piece to cross, and for both sides to meet."""
 MAX_PAYLOAD_BYTES = 1 << 30
-ACCEPT_PAUSE_S = 0.1
 
 log = logging.getLogger(__name__)
 
@@ -90,15 +90,7 @@ class TorchDistReceiver:
         self._store = None
 
     def _accept(self) -> None:
-        while True:
-            try:
-                sock, _address = self._server.accept()
-            except OSError as error:
-                # Out of descriptors or memory: that passes, and a receiver that stopped listening would not come back.
-                if self._closing.wait(ACCEPT_PAUSE_S):
-                    return
-                log.warning("no torch_dist sender can be accepted now: %s", error)
-                continue
+        for sock in accepted(self._server, self._closing, NAME):
             with self._lock:
                 if self._closing.is_set() or len(self._peers) >= MAX_WRITERS:
                     sock.close()
