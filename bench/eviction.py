@@ -12,7 +12,7 @@ import json
 import random
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,6 +155,10 @@ class Clairvoyant:
         """See EvictionPolicy."""
         self._heap.clear()
         self._parked.clear()
+
+    def hottest_first(self) -> Iterable[BlockHash]:
+        """See EvictionPolicy."""
+        return sorted(self._parked, key=self._parked.__getitem__)
 
     def check(self, parked: Mapping[BlockHash, Entry]) -> None:
         """See EvictionPolicy."""

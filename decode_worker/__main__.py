@@ -4,7 +4,7 @@ import asyncio
 import logging
 import sys
 import time
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from typing import Any
 
 from decode_worker.config import engine_spec
@@ -12,6 +12,7 @@ from decode_worker.worker import DecodeWorker
 from engine.assembly import assemble
 from engine.host import EngineHost
 from fabric.config import tcp_settings, transfer_settings
+from fabric.leaving import Legator, leave
 from fabric.region import region_of
 from fabric.service import FabricPlan, Spawn, open_fabric
 from kv_transfer.transports.shared_pool import SharedPool
@@ -53,6 +54,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         tracer = open_tracer(stack, config.telemetry, service="tandem-decode", instance=identity.worker_id)
         worker = DecodeWorker(identity, host, tasks, tracer)
         sessions = WorkerSessions(worker)
+        legator = worker.legator = Legator(host, lambda: sessions.ports)
         host.start(on_output=worker.on_output, ports=lambda: sessions.ports)
         stack.push_async_callback(host.stop)
         await _with_fabric(stack, server, worker, host, config, tcp, tasks.create_task)
@@ -66,9 +68,13 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         _log.info("decode worker %s serves at %s", identity.worker_id, identity.address)
         await lifetime.wait()
         sessions.drain("the worker was told to stop")
-        with suppress(TimeoutError):
-            async with asyncio.timeout(config.decode.drain_s):
-                await worker.drain()
+        await leave(
+            worker.fabric,
+            legator,
+            worker.finish,
+            drain_s=config.decode.drain_s,
+            succession_s=config.transfer.succession_s,
+        )
 
 
 async def _with_fabric(

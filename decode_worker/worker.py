@@ -22,6 +22,7 @@ from engine.request import Request, SampledToken, TokenEvent
 from engine.scheduler import Scheduler
 from engine.step import StepOutput
 from engine.wire import hello_to_pb
+from fabric.leaving import Legator
 from fabric.service import Fabric
 from kv_transfer.messages import PrefillJob
 from kv_transfer.peer import Route
@@ -45,7 +46,8 @@ class DecodeWorker:
     ) -> None:
         self.identity = identity
         self.tracer = tracer or NoTracer()
-        self._fabric: Fabric | None = None
+        self.fabric: Fabric | None = None
+        self.legator: Legator | None = None
         self._host = host
         self._group = tasks
         self._serial = count(1)
@@ -59,7 +61,7 @@ class DecodeWorker:
     def use(self, fabric: Fabric) -> None:
         """From now on prompts may be computed elsewhere."""
         self.handoffs.hub = fabric.receiver_hub
-        self._fabric = fabric
+        self.fabric = fabric
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._group.create_task(coroutine)
@@ -68,14 +70,14 @@ class DecodeWorker:
 
     def hello(self) -> pb.WorkerHello:
         """Who this worker is."""
-        return hello_to_pb(self._host.parts, self.identity, self._fabric.transports if self._fabric else ())
+        return hello_to_pb(self._host.parts, self.identity, self.fabric.transports if self.fabric else ())
 
     def opened(self, port: SessionPort) -> None:
         """A router joined."""
         self._host.send_snapshot(port)
 
     def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
-        """A submit, cancel or reroute."""
+        """About a request, or about a cache that is left by somebody."""
         kind = message.WhichOneof("kind")
         if kind == "submit":
             self._submit(port, message.submit)
@@ -85,6 +87,10 @@ class DecodeWorker:
                 self._cancel(task)
         elif kind == "reroute":
             self._reroute(port, message.reroute)
+        elif kind == "inherit" and self.fabric is not None:
+            self.fabric.heir.inherit(port, message.inherit)
+        elif kind == "settled" and self.legator is not None:
+            self.legator.settled(port)
 
     def closed(self, port: SessionPort) -> None:
         """A router left: its requests have no reader any more."""
@@ -97,8 +103,8 @@ class DecodeWorker:
         if hub is not None:
             self._host.kv_bytes_per_s = hub.stats.bytes_per_s
         load = await self._host.load()
-        if self._fabric is not None:
-            load.transfers.CopyFrom(self._fabric.report())
+        if self.fabric is not None:
+            load.transfers.CopyFrom(self.fabric.report())
         return load
 
     # Orders
@@ -148,8 +154,8 @@ class DecodeWorker:
 
     async def _queue(self, task: DecodeTask) -> None:
         """Compute the prompt here, behind what a peer has of it."""
-        if task.holder is not None and self._fabric is not None:
-            await self._fabric.fetcher.bring(task.request, task.holder, task.trace)
+        if task.holder is not None and self.fabric is not None:
+            await self.fabric.fetcher.bring(task.request, task.holder, task.trace)
             if task.is_over:
                 return
         await self._host.call(lambda scheduler: scheduler.add(task.request))
@@ -245,6 +251,8 @@ class DecodeWorker:
     def _cancel(self, task: DecodeTask) -> None:
         self._book.remove(task)
         self.handoffs.abandon(task)
+        if task.holder is not None and self.fabric is not None:
+            self.fabric.fetcher.abandon(task.engine_id)
 
     def _time_out(self, task: DecodeTask) -> None:
         if task.is_over:
@@ -290,12 +298,12 @@ class DecodeWorker:
         if reason is not None:
             self._book.remove(task)
 
-    async def drain(self) -> None:
+    async def finish(self) -> None:
         """Take no new work; wait for what is here."""
         self._draining = True
         await self._idle.wait()
-        if self._fabric is not None:
-            await self._fabric.drain()
+        if self.fabric is not None:
+            await self.fabric.finish()
 
 
 def _time_left_s(request: Request) -> float | None:

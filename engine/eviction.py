@@ -12,7 +12,7 @@ A policy sees parked entries only, those that nobody references; `engine.prefix_
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import log2
 from typing import Protocol
@@ -64,6 +64,10 @@ class EvictionPolicy(Protocol):
         """Forget everything."""
         ...
 
+    def hottest_first(self) -> Iterable[BlockHash]:
+        """Every parked leaf, and perhaps others, those that would be evicted last first; O(n log n) at most."""
+        ...
+
     def check(self, parked: Mapping[BlockHash, Entry]) -> None:
         """InvariantError unless exactly these are known and a child would always go before its parent."""
         ...
@@ -98,6 +102,10 @@ class LeastRecentlyUsed:
     def clear(self) -> None:
         """See EvictionPolicy."""
         self._order.clear()
+
+    def hottest_first(self) -> Iterable[BlockHash]:
+        """See EvictionPolicy."""
+        return reversed(self._order)
 
     def check(self, parked: Mapping[BlockHash, Entry]) -> None:
         """See EvictionPolicy."""
@@ -164,6 +172,11 @@ class LeastWorth:
         """See EvictionPolicy."""
         self._heap.clear()
         self._serials.clear()
+
+    def hottest_first(self) -> Iterable[BlockHash]:
+        """See EvictionPolicy."""
+        live = [item for item in self._heap if self._serials.get(item[2]) == item[1]]
+        return (name for _, _, name in sorted(live, reverse=True))
 
     def check(self, parked: Mapping[BlockHash, Entry]) -> None:
         """See EvictionPolicy."""

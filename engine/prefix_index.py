@@ -11,10 +11,11 @@ So eviction never cuts a chain in the middle, and both "is it here" and "is it p
 chain: a prefix of n blocks is measured in O(log n) look-ups.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from engine.eviction import Entry, EvictionPolicy, LeastRecentlyUsed
 from engine.kv_events import Cleared, Evicted, KVEventLog, Stored
+from tandem.cached_chain import CachedChain
 from tandem.errors import InvariantError
 from tandem.ids import BlockHash, BlockId
 
@@ -165,6 +166,35 @@ class PrefixIndex:
     def snapshot(self) -> tuple[int, list[Stored]]:
         """The number of the next event, and the whole content, parents first, that it will follow upon."""
         return self.events.next_seq, [Stored(entry.name, entry.parent) for entry in self._entries.values()]
+
+    def chains(self, max_names: int) -> list[CachedChain]:
+        """The hottest content: what is in use, then what would be evicted last; O(entries).
+
+        A chain leads from its root, or from a block that a hotter one names, to a leaf.
+        """
+        told: set[BlockHash] = set()
+        chains: list[CachedChain] = []
+        for leaf in self._hottest_leaves():
+            if len(told) >= max_names:
+                break
+            at, names = leaf, [leaf.name]
+            while not at.is_first and at.parent not in told:
+                at = self._entries[at.parent]
+                names.append(at.name)
+            names.reverse()
+            del names[max_names - len(told) :]
+            told.update(names)
+            chains.append(CachedChain(after=at.parent, from_root=at.is_first, names=tuple(names)))
+        return chains
+
+    def _hottest_leaves(self) -> Iterator[Entry]:
+        for entry in reversed(self._entries.values()):
+            if not entry.is_parked and not entry.num_children:
+                yield entry
+        for name in self._policy.hottest_first():
+            entry = self._entries[name]
+            if not entry.num_children:
+                yield entry
 
     def check_invariants(self) -> None:
         """Verify the three facts of the module; O(entries), for tests and audits."""

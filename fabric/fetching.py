@@ -2,15 +2,14 @@
 
 Life of a fetch: hint → looked up here → priced → reservation → hand-off of what the peer holds → blocks in the prefix
 index, found by whoever schedules the request next. Whatever goes wrong, what has landed is kept and the rest is
-computed: a fetch never fails a request.
+computed: a fetch never fails a request. It goes on as long as somebody waits for it, though no longer than it is worth.
 """
 
 import asyncio
 import logging
 import time
-from array import array
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -19,15 +18,14 @@ from engine.request import Request
 from engine.scheduler import Scheduler
 from fabric.cost import FetchRates, compute_s, fetch_s, worth_fetching
 from fabric.destinations import Destinations
+from fabric.fetch import Declined, Fetch, FetchStats, Wanted, job_of, probe_of, route_to
 from kv_transfer.actions import CommitInfo
-from kv_transfer.messages import FirstToken, PrefillJob
-from kv_transfer.peer import Route
+from kv_transfer.messages import FirstToken
 from kv_transfer.receiver_hub import ReceiverHub
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.errors import ServingError, TransferError
 from tandem.ids import BlockHash, BlockId, RequestId, TransferId
 from tandem.prefix_holder import PrefixHolder
-from tandem.sampling import SamplingParams
 from tandem.tracing import NoTracer, TraceContext, Tracer
 
 _log = logging.getLogger(__name__)
@@ -38,33 +36,6 @@ _PATIENCE = 4.0
 """Times what a fetch should take."""
 _MAX_FETCHES = 8
 """Under way at once: each holds a reservation that hand-offs and prompts compete for."""
-
-
-@dataclass(slots=True, kw_only=True)
-class FetchStats:
-    """Totals since start."""
-
-    started: int = 0
-    completed: int = 0
-    failed: int = 0
-    declined: int = 0
-    """Hints that were not followed: held here already, or cheaper to compute."""
-    num_tokens: int = 0
-    """Brought here, by those that failed midway too."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Fetch:
-    """One fetch under way; `ended` is set with the tokens gained."""
-
-    probe: Request
-    num_held_tokens: int
-    num_destinations: int = 0
-    ended: "asyncio.Future[int]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-    def end(self, num_tokens: int) -> None:
-        if not self.ended.done():
-            self.ended.set_result(num_tokens)
 
 
 class Fetcher:
@@ -81,12 +52,16 @@ class Fetcher:
         """`name`: unlike any other process's, for the names of its fetches."""
         self.hub: ReceiverHub | None = None
         self.stats = FetchStats()
+        """Of prompts' prefixes."""
+        self.adopted = FetchStats()
+        """Of what no prompt waited for."""
         self._host = host
         self._name = name
         self._spawn = spawn
         self._tracer = tracer or NoTracer()
         self._serial = count(1)
-        self._fetches: dict[TransferId, _Fetch] = {}
+        self._fetches: dict[TransferId, Fetch] = {}
+        self._askers: dict[RequestId, asyncio.Future[None]] = {}
         self._destinations = Destinations()
 
     def owns(self, transfer_id: TransferId) -> bool:
@@ -98,118 +73,197 @@ class Fetcher:
 
         The request is neither queued nor changed, but for the names of its blocks. `trace`: of the span that waits.
         """
+        gone = self._askers[request.request_id] = asyncio.get_running_loop().create_future()
         span = self._tracer.span("tandem.fetch", trace, time.monotonic())
-        if span is None:
-            return await self._bring(request, holder, None)
         try:
-            gained = await self._bring(request, holder, span.context)
-            span.attributes.update({"tandem.fetch.holder": holder.worker_id, "tandem.fetch.tokens": gained})
+            gained = await self._bring(request, holder, None if span is None else span.context, gone)
+            if span is not None:
+                span.attributes.update({"tandem.fetch.holder": holder.worker_id, "tandem.fetch.tokens": gained})
         finally:
-            span.end()
+            self._askers.pop(request.request_id, None)
+            if span is not None:
+                span.end()
         return gained
 
-    async def _bring(self, request: Request, holder: PrefixHolder, trace: TraceContext | None) -> int:
+    def abandon(self, request_id: RequestId) -> None:
+        """The request is not wanted any more: its `bring` returns, and so ends a fetch that nobody else waits for."""
+        gone = self._askers.get(request_id)
+        if gone is not None and not gone.done():
+            gone.set_result(None)
+
+    async def adopt(
+        self,
+        hash_root: BlockHash,
+        names: Sequence[BlockHash],
+        holder: PrefixHolder,
+        *,
+        prefill_tokens_per_s: float,
+        spare_blocks: int,
+    ) -> int | Declined:
+        """Bring a prefix for which no prompt waits; the blocks gained, or why it was not begun.
+
+        It is judged by the given rate of computing and leaves so many blocks available. Never raises for a peer.
+        """
+        if self.hub is None or not names:
+            return Declined.HELD
+        rates = FetchRates(prefill_tokens_per_s=prefill_tokens_per_s, bytes_per_s=self.hub.bytes_per_s(holder.address))
+        wanted = self._wanted(hash_root, names, holder, rates, spare_blocks=spare_blocks)
+        fetch = self._same(wanted.probe.block_hashes) or await self._begin(wanted, self.adopted)
+        if isinstance(fetch, Declined):
+            return fetch
+        return await self._wait(fetch) // self._host.parts.layout.block_size
+
+    async def _bring(
+        self, request: Request, holder: PrefixHolder, trace: TraceContext | None, gone: "asyncio.Future[None]"
+    ) -> int:
         hub = self.hub
         num_tokens = min(holder.num_tokens, request.num_tokens - 1)
         if hub is None or num_tokens <= 0:
             return 0
-        transfer_id = TransferId(f"fetch/{self._name}/{next(self._serial)}")
         rates = FetchRates(
-            prefill_tokens_per_s=self._host.rates.prefill_tokens_per_s, bytes_per_s=hub.stats.bytes_per_s
+            prefill_tokens_per_s=self._host.rates.prefill_tokens_per_s, bytes_per_s=hub.bytes_per_s(holder.address)
         )
         self._host.parts.hasher.extend(request.hash_root, request.block_hashes, request.token_ids)
-        probe = _probe(request.hash_root, request.block_hashes[: num_tokens // HASH_BLOCK_TOKENS], transfer_id)
-        if (same := self._same(probe)) is not None:
-            await asyncio.shield(same.ended)  # what others bring is found here all the same
+        names = request.block_hashes[: num_tokens // HASH_BLOCK_TOKENS]
+        if (same := self._same(names)) is not None:
+            await self._wait(same, gone)  # what others bring is found here all the same
             return 0
-        try:
-            held = None
-            if len(self._fetches) < _MAX_FETCHES:
-                held = await self._host.call(lambda s: self._reserve(s, transfer_id, probe, rates))
-        except ServingError as error:
-            _log.info("%s: no room for what a peer holds: %s", request.request_id, error.message)
-            held = None
-        if held is None:
+        fetch = await self._begin(self._wanted(request.hash_root, names, holder, rates, trace=trace), self.stats)
+        if isinstance(fetch, Declined):
             self.stats.declined += 1
-            _log.debug("%s: what %s holds is computed here, at %s", request.request_id, holder.worker_id, rates)
+            _log.debug("%s: what %s holds is not fetched: %s", request.request_id, holder.worker_id, fetch.value)
             return 0
-        fetch = self._fetches[transfer_id] = _Fetch(probe=probe, num_held_tokens=held)
-        self.stats.started += 1
+        return await self._wait(fetch, gone)
+
+    def _wanted(
+        self,
+        hash_root: BlockHash,
+        names: Sequence[BlockHash],
+        holder: PrefixHolder,
+        rates: FetchRates,
+        *,
+        spare_blocks: int = 0,
+        trace: TraceContext | None = None,
+    ) -> Wanted:
+        transfer_id = TransferId(f"fetch/{self._name}/{next(self._serial)}")
+        return Wanted(
+            transfer_id=transfer_id,
+            probe=probe_of(hash_root, names, transfer_id),
+            holder=holder,
+            rates=rates,
+            spare_blocks=spare_blocks,
+            trace=trace,
+        )
+
+    def _same(self, names: Sequence[BlockHash]) -> Fetch | None:
+        """A fetch under way of the same prefix."""
+        tail = list(names[-1:])
+        return next((fetch for fetch in self._fetches.values() if fetch.wanted.probe.block_hashes[-1:] == tail), None)
+
+    async def _begin(self, wanted: Wanted, stats: FetchStats) -> Fetch | Declined:
+        """Reserve room and ask the holder. Whoever called must `_wait`, or it never ends."""
+        transfer_id = wanted.transfer_id
+        if len(self._fetches) >= _MAX_FETCHES or self.hub is None:
+            return Declined.NO_ROOM
         try:
-            hub.start(_job(transfer_id, probe, held, trace), _route(holder))
+            held = await self._host.call(lambda scheduler: self._reserve(scheduler, wanted))
+        except asyncio.CancelledError:
+            self._host.post(lambda scheduler: scheduler.reservations.cancel(transfer_id))
+            raise
         except ServingError as error:
-            self._give_up(transfer_id, error)
-        started_s = time.monotonic()
-        gained = await self._outcome(transfer_id, fetch, self._patience_s(num_tokens - held, rates))
-        self.stats.num_tokens += gained
+            _log.info("%s: no room for what a peer holds: %s", transfer_id, error.message)
+            return Declined.NO_ROOM
+        if isinstance(held, Declined):
+            return held
+        fetch = self._fetches[transfer_id] = Fetch(wanted=wanted, num_held_tokens=held, stats=stats)
+        stats.started += 1
+        fetch.ended.add_done_callback(partial(self._tell_end, fetch, time.monotonic()))
+        try:
+            self.hub.start(job_of(fetch), route_to(wanted.holder))
+        except ServingError as error:
+            self._not_begun(fetch, error)
+            return fetch
+        missing = wanted.probe.num_tokens - 1 - held
+        fetch.patience = asyncio.get_running_loop().call_later(
+            self._patience_s(missing, wanted.rates), self._stop, fetch, "a fetch takes too long"
+        )
+        return fetch
+
+    def _tell_end(self, fetch: Fetch, started_s: float, ended: "asyncio.Future[int]") -> None:
+        wanted, gained = fetch.wanted, ended.result()
+        fetch.stats.num_tokens += gained
         _log.info(
             "%s: %d of %d tokens came from %s in %.1f ms",
-            transfer_id, gained, num_tokens - held, holder.worker_id, 1e3 * (time.monotonic() - started_s),
+            wanted.transfer_id, gained, wanted.probe.num_tokens - 1 - fetch.num_held_tokens, wanted.holder.worker_id,
+            1e3 * (time.monotonic() - started_s),
         )  # fmt: skip
-        return gained
 
-    def _same(self, probe: Request) -> _Fetch | None:
-        """A fetch under way of the same prefix."""
-        tail = probe.block_hashes[-1:]
-        return next((fetch for fetch in self._fetches.values() if fetch.probe.block_hashes[-1:] == tail), None)
+    async def _wait(self, fetch: Fetch, gone: "asyncio.Future[None] | None" = None) -> int:
+        """Until it has ended, or whoever waits here has gone: then it ends, unless others wait for it too."""
+        fetch.num_waiting += 1
+        try:
+            ends = (fetch.ended,) if gone is None else (fetch.ended, gone)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            fetch.num_waiting -= 1
+            if not fetch.num_waiting:
+                self._stop(fetch, "nobody waits for it any more")
+        return fetch.ended.result() if fetch.ended.done() else 0
 
     def _patience_s(self, num_tokens: int, rates: FetchRates) -> float:
         """Some times what the fetch should take, and no longer than computing would."""
         expected_s = fetch_s(self._num_bytes(num_tokens), rates)
         return max(_SHORTEST_WAIT_S, min(_PATIENCE * expected_s, compute_s(num_tokens, rates)))
 
-    async def _outcome(self, transfer_id: TransferId, fetch: _Fetch, patience_s: float) -> int:
-        """Wait so long; then what has landed is kept, and computing goes on alone."""
-        try:
-            async with asyncio.timeout(patience_s):
-                return await asyncio.shield(fetch.ended)
-        except TimeoutError:
-            if self.hub is not None:
-                self.hub.give_up(transfer_id, "a fetch takes too long")
-            if transfer_id not in self._fetches:  # it has failed, or committed this moment
-                return await fetch.ended
-            self._cancel(transfer_id)
-            return 0
-        except asyncio.CancelledError:
-            self._cancel(transfer_id)
-            raise
+    def _stop(self, fetch: Fetch, reason: str) -> None:
+        """If it is under way still: what has landed is kept."""
+        transfer_id = fetch.wanted.transfer_id
+        if self._fetches.get(transfer_id) is not fetch or self.hub is None:
+            return
+        self.hub.give_up(transfer_id, reason)
+        if transfer_id in self._fetches:  # else the hub has said what landed, or that it is complete
+            self._cancel(fetch)
 
-    def _reserve(self, scheduler: Scheduler, transfer_id: TransferId, probe: Request, rates: FetchRates) -> int | None:
-        """On the engine's thread: tokens held here, with room for the rest reserved; None when it is not worth it."""
+    def _reserve(self, scheduler: Scheduler, wanted: Wanted) -> int | Declined:
+        """On the engine's thread: tokens held here, with room for the rest reserved; or why that was not done."""
         block_size = self._host.parts.layout.block_size
-        wanted = probe.num_tokens - 1
-        if wanted - scheduler.blocks.match(probe).num_blocks * block_size < block_size:
-            return None
+        transfer_id, probe = wanted.transfer_id, wanted.probe
+        num_tokens = probe.num_tokens - 1
+        match = scheduler.blocks.match(probe)
+        if num_tokens - match.num_blocks * block_size < block_size:
+            return Declined.HELD
+        if scheduler.blocks.num_available - match.cost < wanted.spare_blocks:
+            return Declined.NO_ROOM
         # What lies below the pool comes up with the reservation: only then is it known what is missing.
         held = scheduler.reservations.reserve(transfer_id, probe).num_held_tokens
-        missing = wanted - held
-        if missing < block_size or not worth_fetching(missing, self._num_bytes(missing), rates):
-            scheduler.reservations.cancel(transfer_id)
-            return None
-        return held
+        missing = num_tokens - held
+        if missing >= block_size and worth_fetching(missing, self._num_bytes(missing), wanted.rates):
+            return held
+        scheduler.reservations.cancel(transfer_id)
+        return Declined.HELD if missing < block_size else Declined.COMPUTED
 
     def _num_bytes(self, num_tokens: int) -> int:
         layout = self._host.parts.layout
         return num_tokens * layout.worker_block_bytes // layout.block_size
 
-    def _cancel(self, transfer_id: TransferId) -> None:
-        fetch = self._fetches.pop(transfer_id, None)
-        if fetch is None:
-            return
+    def _cancel(self, fetch: Fetch) -> None:
+        transfer_id = fetch.wanted.transfer_id
+        del self._fetches[transfer_id]
         fetch.end(0)
-        self.stats.failed += 1
+        fetch.stats.failed += 1
         self._host.post(lambda scheduler: scheduler.reservations.quarantine(transfer_id))
         if self.hub is not None:
             # A turn later: this may be inside one of the hub's own callbacks.
-            asyncio.get_running_loop().call_soon(self.hub.cancel, transfer_id, "takes longer than computing")
+            asyncio.get_running_loop().call_soon(self.hub.cancel, transfer_id, "given up")
         if not self._destinations.is_out(transfer_id):
             self._host.post(lambda scheduler: scheduler.reservations.release_quarantine(transfer_id))
 
-    def _give_up(self, transfer_id: TransferId, error: ServingError) -> None:
-        """It never began: nobody was let in."""
-        fetch = self._fetches.pop(transfer_id)
+    def _not_begun(self, fetch: Fetch, error: ServingError) -> None:
+        """Nobody was let in."""
+        transfer_id = fetch.wanted.transfer_id
+        del self._fetches[transfer_id]
         _log.info("%s: not begun: %s", transfer_id, error.message)
-        self.stats.failed += 1
+        fetch.stats.failed += 1
         self._host.post(lambda scheduler: scheduler.reservations.cancel(transfer_id))
         fetch.end(0)
 
@@ -238,7 +292,7 @@ class Fetcher:
             self.released(transfer_id, info.blocks)
             return
         self._destinations.settle(info.blocks)
-        self.stats.completed += 1
+        fetch.stats.completed += 1
         await self._kept(fetch, len(info.blocks), self._keep(transfer_id, fetch, len(info.blocks), quiet=True))
 
     def failed(self, transfer_id: TransferId, landed: tuple[BlockId, ...], error: ServingError) -> None:
@@ -248,7 +302,7 @@ class Fetcher:
             self.released(transfer_id, landed)
             return
         _log.info("%s failed with %d blocks landed: %s", transfer_id, len(landed), error.message)
-        self.stats.failed += 1
+        fetch.stats.failed += 1
         self._destinations.settle(landed)
         quiet = len(landed) == fetch.num_destinations
         # Posted now: the hub may release the rest before this callback is over.
@@ -257,17 +311,17 @@ class Fetcher:
         if self.hub is not None:
             asyncio.get_running_loop().call_soon(self.hub.cancel, transfer_id, "computed here")
 
-    def _keep(self, transfer_id: TransferId, fetch: _Fetch, num_blocks: int, *, quiet: bool) -> Awaitable[Request]:
+    def _keep(self, transfer_id: TransferId, fetch: Fetch, num_blocks: int, *, quiet: bool) -> Awaitable[Request]:
         """Posted before this returns."""
         landed = fetch.num_held_tokens + num_blocks * self._host.parts.layout.block_size
         return self._host.call(lambda s: s.reservations.salvage(transfer_id, landed, writer_is_quiet=quiet))
 
-    async def _kept(self, fetch: _Fetch, num_blocks: int, keeping: Awaitable[Request]) -> None:
+    async def _kept(self, fetch: Fetch, num_blocks: int, keeping: Awaitable[Request]) -> None:
         gained = num_blocks * self._host.parts.layout.block_size
         try:
             await keeping
         except ServingError as error:
-            _log.info("%s: nothing kept: %s", fetch.probe.request_id, error.message)
+            _log.info("%s: nothing kept: %s", fetch.wanted.transfer_id, error.message)
             gained = 0
         fetch.end(gained)
 
@@ -286,37 +340,3 @@ class Fetcher:
 
 def _release(key: TransferId) -> Callable[[Scheduler], object]:
     return lambda scheduler: scheduler.reservations.release_quarantine(key)
-
-
-def _probe(hash_root: BlockHash, names: list[BlockHash], transfer_id: TransferId) -> Request:
-    """A prefix that is known by its names alone, and one token more, since a reservation leaves one to compute."""
-    num_tokens = len(names) * HASH_BLOCK_TOKENS + 1
-    return Request(
-        request_id=RequestId(transfer_id),
-        token_ids=array("i", bytes(4 * num_tokens)),
-        num_prompt_tokens=num_tokens,
-        params=SamplingParams(max_tokens=1),
-        hash_root=hash_root,
-        prefill_only=True,
-        block_hashes=names,
-    )
-
-
-def _job(transfer_id: TransferId, probe: Request, held_tokens: int, trace: TraceContext | None) -> PrefillJob:
-    return PrefillJob(
-        transfer_id=transfer_id,
-        request_id=probe.request_id,
-        token_ids=(),
-        num_prompt_tokens=0,
-        held_tokens=held_tokens,
-        sampling=probe.params,
-        hash_root=probe.hash_root,
-        resume=True,
-        fetch=True,
-        names=tuple(probe.block_hashes),
-        trace=trace,
-    )
-
-
-def _route(holder: PrefixHolder) -> Route:
-    return Route(worker_id=holder.worker_id, incarnation=holder.incarnation, address=holder.address, attempt=1)

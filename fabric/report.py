@@ -1,6 +1,8 @@
 """What a worker has counted of moving KV, as routers are told of it with every load report."""
 
-from fabric.fetching import FetchStats
+from collections.abc import Mapping
+
+from fabric.fetch import FetchStats
 from kv_transfer.receiver_hub import ReceiverHub
 from kv_transfer.sender_hub import SenderHub
 from kv_transfer.stats import TransferStats
@@ -8,7 +10,14 @@ from tandem.v1 import session_pb2 as pb
 
 
 def transfer_report(
-    sender_hub: SenderHub, receiver_hub: ReceiverHub, fetches: FetchStats, *, num_loans: int, num_lent_tokens: int
+    sender_hub: SenderHub,
+    receiver_hub: ReceiverHub,
+    fetches: FetchStats,
+    *,
+    num_loans: int,
+    num_lent_tokens: int,
+    inherited_blocks: Mapping[str, int],
+    block_bytes: int,
 ) -> pb.TransferReport:
     """Totals since start, and gauges of now."""
     return pb.TransferReport(
@@ -24,6 +33,10 @@ def transfer_report(
         leased_blocks=receiver_hub.num_leased_blocks,
         quarantined_blocks=receiver_hub.stats.quarantined_blocks,
         loans=num_loans,
+        inherited=[
+            pb.InheritedBlocks(outcome=outcome, blocks=count, num_bytes=count * block_bytes)
+            for outcome, count in inherited_blocks.items()
+        ],
     )
 
 

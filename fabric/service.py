@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.host import EngineHost
 from fabric.fetching import Fetcher
+from fabric.heir import Heir
 from fabric.lending import Lender
 from fabric.owners import Arrivals, Departures
 from fabric.report import transfer_report
@@ -22,12 +23,13 @@ from kv_transfer.sender_hub import SenderHub
 from kv_transfer.transports.catalogue import open_receivers, open_senders
 from kv_transfer.transports.memory import MemoryFabric
 from kv_transfer.transports.tcp_settings import PLAIN, TcpSettings
+from tandem.ids import RequestId
 from tandem.rpc import ClusterAuth, open_channel
 from tandem.tracing import NoTracer, Tracer
 from tandem.v1 import session_pb2 as pb
 from tandem.worker_identity import WorkerIdentity
 
-Spawn = Callable[[Coroutine[Any, Any, None]], object]
+Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,7 @@ class Fabric:
     receiver_hub: ReceiverHub
     fetcher: Fetcher
     lender: Lender
+    heir: Heir
     transports: tuple[str, ...]
     """It can use, best first."""
 
@@ -48,13 +51,21 @@ class Fabric:
             self.sender_hub,
             self.receiver_hub,
             self.fetcher.stats,
+            inherited_blocks=self.heir.num_blocks,
+            block_bytes=self.receiver_hub.block_bytes,
             num_loans=lender.num_loans,
             num_lent_tokens=lender.num_lent_tokens,
         )
 
+    async def finish(self) -> None:
+        """Take no new prompts and wait for those that are here; the cache is still lent."""
+        await self.sender_hub.finish_prompts()
+
     async def drain(self) -> None:
         """Take no new work; wait until nothing comes, leaves or is read any more."""
-        await asyncio.gather(self.sender_hub.drain(), self.receiver_hub.drain())
+        # In this order: until the last prompt has left, another fetch may begin for one.
+        await self.sender_hub.drain()
+        await self.receiver_hub.drain()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,11 +131,13 @@ async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> F
     sender_hub = SenderHub(local, owner=departures, senders=senders, settings=plan.settings, tracer=plan.tracer)
     fetcher.hub = await stack.enter_async_context(receiver_hub)
     lender.hub = await stack.enter_async_context(sender_hub)
+    sender_hub.on_unwanted = lambda transfer_id: fetcher.abandon(RequestId(transfer_id))
     sender_hub.register(server)
     return Fabric(
         sender_hub=sender_hub,
         receiver_hub=receiver_hub,
         fetcher=fetcher,
         lender=lender,
+        heir=Heir(plan.host, fetcher, spawn=plan.spawn),
         transports=tuple(sender.name for sender in senders),
     )

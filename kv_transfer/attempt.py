@@ -87,6 +87,7 @@ class Attempt(ABC, Generic[MachineT, EventT]):
             self._trace.saw(cause, self._now())
         if self._live and self.machine.state not in LIVE:
             self._live = False
+            self._on_given_up()
             outcome = self._outcome(cause)
             if outcome is not None:
                 self._end(outcome)
@@ -96,6 +97,9 @@ class Attempt(ABC, Generic[MachineT, EventT]):
         self._tally.end(outcome, self._transport_name())
         if self._trace is not None:
             self._trace.ended(self._tally, self._transport_name(), self._now())
+
+    def _on_given_up(self) -> None:
+        """The machine is live no more: nothing but the end of what is under way is of interest; called once."""
 
     @abstractmethod
     def _outcome(self, cause: Body | EventT | None) -> Outcome | None:

@@ -27,6 +27,7 @@ from kv_transfer.attempt_trace import AttemptTrace
 from kv_transfer.events import BindRefused, Bound, Cancelled, Committed, GrantOpened, Quiet, ReceiverEvent, Verified
 from kv_transfer.landing import Landing
 from kv_transfer.messages import Body, Failure, FirstToken, Prefill, TransferKey
+from kv_transfer.peer_rates import PeerRates
 from kv_transfer.receiver import Receiver
 from kv_transfer.receiver_link import ReceiverLink
 from kv_transfer.region import KVRegion
@@ -74,6 +75,7 @@ class ReceiverContext:
     region: KVRegion
     receivers: Mapping[str, KVReceiver]
     stats: TransferStats
+    rates: PeerRates
     executor: Executor
     """Runs checksums, off the event loop."""
     now: Callable[[], float]
@@ -202,6 +204,7 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
         if intact:
             num_bytes, now = landing.num_bytes(chunk.cells), self._now()
             self._tally.chunk(num_bytes, chunk.write_s)
+            self._context.rates.observe(self.link.address, self._transport, num_bytes, chunk.write_s)
             if self._trace is not None:
                 self._trace.chunk(chunk.seq, num_bytes, now, write_s=chunk.write_s, verify_s=now - started_s)
         elif self.machine.state in LIVE:  # else its grant has ended: nothing was damaged

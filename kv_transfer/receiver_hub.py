@@ -34,6 +34,7 @@ from kv_transfer.messages import (
     TransferKey,
 )
 from kv_transfer.peer import LocalWorker, Route
+from kv_transfer.peer_rates import PeerRates
 from kv_transfer.reaper import Reaper
 from kv_transfer.receiver_attempt import ReceiverAttempt, ReceiverContext, ReceiverOwner
 from kv_transfer.receiver_link import Dialer, ReceiverLink, make_hello
@@ -61,6 +62,7 @@ class ReceiverHub:
         tracer: Tracer | None = None,
     ) -> None:
         self.stats = TransferStats()
+        self._rates = PeerRates()
         self._tracer = tracer or NoTracer()
         self._local = local
         self._owner = owner
@@ -83,6 +85,7 @@ class ReceiverHub:
             region=local.region,
             receivers=self._receivers,
             stats=self.stats,
+            rates=self._rates,
             executor=self._executor,
             now=self._reaper.now,
             spawn=self._spawn,
@@ -178,6 +181,16 @@ class ReceiverHub:
         """Destinations that peers may write, quarantined ones included."""
         return sum(attempt.machine.num_leased_blocks for attempt in self._attempts.values())
 
+    @property
+    def block_bytes(self) -> int:
+        """Of one block of this worker, over all ranks."""
+        return self._local.layout.worker_block_bytes
+
+    def bytes_per_s(self, address: str) -> float:
+        """What was measured of the peer there, else of the transport that its link has; 0: nothing yet."""
+        link = self._links.get(address)
+        return self._rates.bytes_per_s(address, "" if link is None else link.transport)
+
     def _begin(self, ladder: Ladder, route: Route) -> None:
         now = self._reaper.now()
         machine = ladder.begin(route.attempt, route.incarnation, now)
@@ -259,9 +272,10 @@ class ReceiverHub:
         if envelope.incarnation != link.peer or envelope.addressee != self._local.incarnation:
             self.stats.bad_messages += 1
         elif isinstance(body, Renew):
+            renewed, now = frozenset(body.transfer_ids), self._reaper.now()
             for attempt in self._on(link):
-                if attempt.key.transfer_id in body.transfer_ids:
-                    attempt.machine.renew(self._reaper.now())
+                if attempt.key.transfer_id in renewed:
+                    attempt.machine.renew(now)
         elif envelope.key is not None:
             attempt_of = self._attempts.get(envelope.key)
             if attempt_of is not None and attempt_of.link is link:

@@ -88,6 +88,8 @@ class SenderContext:
     now: Callable[[], float]
     spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
     closed: Callable[["SenderAttempt"], None]
+    unwanted: Callable[[TransferId], None]
+    """The owner's `submit` is still under way for an attempt that was given up."""
 
 
 class SenderAttempt(Attempt[Sender, SenderEvent]):
@@ -118,6 +120,10 @@ class SenderAttempt(Attempt[Sender, SenderEvent]):
 
     def _on_closed(self) -> None:
         self._context.closed(self)
+
+    def _on_given_up(self) -> None:
+        if self._submission is not None and not self._submission.done():
+            self._context.unwanted(self.key.transfer_id)
 
     def _transport_name(self) -> str:
         return self.peer.transport

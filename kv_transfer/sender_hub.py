@@ -74,6 +74,8 @@ class SenderHub:
         tracer: Tracer | None = None,
     ) -> None:
         self.stats = TransferStats()
+        self.on_unwanted: Callable[[TransferId], None] = lambda _: None
+        """Hears of jobs that are given up before `owner.submit` has returned."""
         self._tracer = tracer or NoTracer()
         self._local = local
         self._senders = senders
@@ -88,7 +90,10 @@ class SenderHub:
         self._newest: OrderedDict[TransferId, int] = OrderedDict()
         self._empty = asyncio.Event()
         self._empty.set()
-        self._draining = False
+        self._no_prompts = asyncio.Event()
+        self._no_prompts.set()
+        self._num_prompts = 0
+        self._draining, self._lends = False, True
         self._renewed_s = 0.0
         self._context = SenderContext(
             owner=owner,
@@ -97,6 +102,7 @@ class SenderHub:
             now=self._reaper.now,
             spawn=self._spawn,
             closed=self._closed,
+            unwanted=lambda transfer_id: self.on_unwanted(transfer_id),  # noqa: PLW0108 - set later
         )
 
     def register(self, server: Any) -> None:
@@ -119,7 +125,7 @@ class SenderHub:
     async def _leave(
         self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        self._draining = True
+        self._draining, self._lends = True, False
         try:
             for attempt in list(self._attempts.values()):
                 attempt.on_event(Cancelled(reason="prefill worker stops"))
@@ -147,9 +153,14 @@ class SenderHub:
         if self._closing_writers:
             await asyncio.wait(self._closing_writers)
 
-    async def drain(self) -> None:
-        """Take no new work and wait until every outstanding hand-off has ended."""
+    async def finish_prompts(self) -> None:
+        """Take no new prompts and wait until the outstanding ones have ended; fetches are still answered."""
         self._draining = True
+        await self._no_prompts.wait()
+
+    async def drain(self) -> None:
+        """Take no new work, lend nothing more, and wait until every outstanding hand-off has ended."""
+        self._draining, self._lends = True, False
         await self._empty.wait()
 
     @property
@@ -306,10 +317,13 @@ class SenderHub:
         self._attempts[key.transfer_id] = attempt
         self.stats.live = len(self._attempts)
         self._empty.clear()
+        if not body.job.fetch:
+            self._num_prompts += 1
+            self._no_prompts.clear()
         attempt.start()
 
     def _refusal(self, link: SenderLink, key: TransferKey, body: Prefill) -> ServingError | None:
-        if self._draining:
+        if self._draining and not (body.job.fetch and self._lends):
             return Unavailable("prefill worker is draining")
         if key.transfer_id in self._attempts:
             return Unavailable("an earlier attempt is still draining", retry_after_s=0.1)
@@ -351,6 +365,9 @@ class SenderHub:
     def _closed(self, attempt: SenderAttempt) -> None:
         del self._attempts[attempt.key.transfer_id]
         self.stats.live = len(self._attempts)
+        self._num_prompts -= not attempt.machine.plan.job.fetch
+        if not self._num_prompts:
+            self._no_prompts.set()
         if not self._attempts:
             self._empty.set()
 

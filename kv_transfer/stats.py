@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-_WEIGHT = 1 / 16
-"""Of the newest chunk in `bytes_per_s`: old news fades within some tens of chunks."""
+from kv_transfer.peer_rates import FadingRate
 
 
 class Outcome(Enum):
@@ -69,22 +68,19 @@ class TransferStats:
     """Gauge."""
     ended: dict[EndKey, TransferTotals] = field(default_factory=dict)
     """All attempts that ended."""
-    _recent_bytes: float = field(default=0.0, repr=False)
-    _recent_s: float = field(default=0.0, repr=False)
+    _recent: FadingRate = field(default_factory=FadingRate, repr=False)
 
     def count_chunk(self, num_bytes: int, seconds: float) -> None:
         """One chunk has arrived, or was written, in `seconds`."""
         self.chunks += 1
         self.num_bytes += num_bytes
         self.seconds += seconds
-        if seconds > 0.0:  # else its time is not known, and its bytes alone would raise the rate
-            self._recent_bytes += _WEIGHT * (num_bytes - self._recent_bytes)
-            self._recent_s += _WEIGHT * (seconds - self._recent_s)
+        self._recent.observe(num_bytes, seconds)
 
     @property
     def bytes_per_s(self) -> float:
-        """Rate of one write, as averages of bytes and seconds that fade exponentially; 0 before the first chunk."""
-        return self._recent_bytes / self._recent_s if self._recent_s > 0.0 else 0.0
+        """Rate of one write; 0 before the first chunk."""
+        return self._recent.bytes_per_s
 
     @property
     def committed(self) -> int:

@@ -4,11 +4,12 @@ import asyncio
 import logging
 import sys
 import time
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 
 from engine.assembly import EngineParts, assemble
 from engine.host import EngineHost
 from fabric.config import tcp_settings, transfer_settings
+from fabric.leaving import Legator, leave
 from fabric.region import region_of
 from fabric.service import FabricPlan, open_fabric
 from kv_transfer.region import KVRegion
@@ -52,6 +53,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         host = EngineHost(parts, on_fatal=lifetime.fail)
         worker = PrefillWorker(identity, host)
         sessions = WorkerSessions(worker)
+        legator = worker.legator = Legator(host, lambda: sessions.ports)
         host.start(on_output=worker.on_output, on_layers=worker.on_layers, ports=lambda: sessions.ports)
         stack.push_async_callback(host.stop)
         plan = FabricPlan(
@@ -78,9 +80,13 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         _log.info("prefill worker %s serves at %s", identity.worker_id, identity.address)
         await lifetime.wait()
         sessions.drain("the worker was told to stop")
-        with suppress(TimeoutError):
-            async with asyncio.timeout(config.prefill.drain_s):
-                await worker.drain()
+        await leave(
+            worker.fabric,
+            legator,
+            worker.finish,
+            drain_s=config.prefill.drain_s,
+            succession_s=config.transfer.succession_s,
+        )
 
 
 def _region(parts: EngineParts, stack: AsyncExitStack) -> KVRegion:

@@ -13,6 +13,7 @@ from engine.request import Request, TokenEvent
 from engine.scheduler import Scheduler
 from engine.step import LayersDone, PrefillProgress, StepOutput
 from engine.wire import hello_to_pb
+from fabric.leaving import Legator
 from fabric.service import Fabric
 from kv_transfer.messages import PrefillJob
 from kv_transfer.sender_hub import SenderHub
@@ -34,6 +35,7 @@ class PrefillWorker:
     def __init__(self, identity: WorkerIdentity, host: EngineHost) -> None:
         self.identity = identity
         self.fabric: Fabric | None = None
+        self.legator: Legator | None = None
         self._host = host
         self._tasks: dict[TransferId, PrefillTask] = {}
 
@@ -54,6 +56,10 @@ class PrefillWorker:
             submit = message.submit
             refused = pb.Refused(request_id=submit.request_id, attempt=submit.attempt, failure=failure_to_pb(error))
             port.send(pb.WorkerMessage(refused=refused))
+        elif message.HasField("inherit") and self.fabric is not None:
+            self.fabric.heir.inherit(port, message.inherit)
+        elif message.HasField("settled") and self.legator is not None:
+            self.legator.settled(port)
 
     def closed(self, port: SessionPort) -> None:
         """A router left; its requests end with their decode workers."""
@@ -184,7 +190,7 @@ class PrefillWorker:
             tail_hash=task.tail_hash(),
         )
 
-    async def drain(self) -> None:
+    async def finish(self) -> None:
         """Take no new prompts; serve what is outstanding."""
         if self.fabric is not None:
-            await self.fabric.drain()
+            await self.fabric.finish()

@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from router.holders import best_holder
+from router.holders import Confirmed, best_holder
 from router.placement import CostModel, Demand, Placement, place, place_prefill
 from router.session_events import WorkerPort
 from router.worker_view import WorkerKey, WorkerSnapshot
 from router.workers import WorkerRegistry
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.errors import InvariantError
-from tandem.ids import BlockHash
+from tandem.ids import BlockHash, WorkerId
 from tandem.prefix_holder import PrefixHolder
 
 
@@ -72,7 +72,7 @@ class Placer:
             num_tokens=num_tokens,
             computing=computing,
             tokens_to_compute=placement.uncached_tokens,
-            holder=best_holder(demand, placement.computing, workers),
+            holder=best_holder(demand, placement.computing, workers, self._confirmed(names)),
         )
         registry.assign(decode, 0 if placement.prefill else placement.uncached_tokens)
         if placement.prefill:
@@ -87,7 +87,8 @@ class Placer:
         demand = self._demand(assignment.num_tokens, assignment.names, excluded)
         workers = self.registry.snapshots()
         prefill = place_prefill(demand, assignment.placement.decode, workers, self._model, self._rng)
-        assignment.holder = best_holder(demand, prefill, workers) if prefill else None
+        confirmed = self._confirmed(assignment.names)
+        assignment.holder = best_holder(demand, prefill, workers, confirmed) if prefill else None
         self._compute_on(assignment, assignment.decode if prefill is None else prefill.info.key)
         return prefill
 
@@ -122,6 +123,14 @@ class Placer:
         if key == assignment.decode:
             self.registry.release(key)
         self.registry.prefix_map.expect(key.worker_id, assignment.names, now_s=self._clock())
+
+    def _confirmed(self, names: Sequence[BlockHash]) -> Confirmed:
+        prefix_map = self.registry.prefix_map
+
+        def confirmed(worker: WorkerId, num_tokens: int) -> int:
+            return prefix_map.num_confirmed(worker, names[: num_tokens // HASH_BLOCK_TOKENS]) * HASH_BLOCK_TOKENS
+
+        return confirmed
 
     def _demand(
         self,

@@ -134,6 +134,17 @@ class PrefixMap:
                 self._match(names[per_block - 1 :: per_block], members, per_block, matched)
         return matched
 
+    def num_confirmed(self, worker: WorkerId, names: Sequence[BlockHash]) -> int:
+        """Of leading hash blocks that the worker is thought to hold, those before the first that is only expected."""
+        held = self._workers[worker]
+        if not held.expected:
+            return len(names)
+        per_block = held.names_per_block
+        for depth, name in enumerate(names[per_block - 1 :: per_block]):
+            if name in held.expected:
+                return depth * per_block
+        return len(names)
+
     def _match(self, names: Sequence[BlockHash], members: int, per_block: int, matched: dict[WorkerId, int]) -> None:
         """The same for workers with blocks of one size, by the names of such blocks."""
         find = self._holders.get

@@ -15,16 +15,29 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from router.session_events import CLOSED_HERE, Deliver, PrefillRoute, SubmitOrder, WorkerLost, WorkerPort
+from router.session_events import (
+    CLOSED_HERE,
+    Bequest,
+    Deliver,
+    Inheritance,
+    PrefillRoute,
+    SubmitOrder,
+    WorkerLost,
+    WorkerPort,
+)
 from router.session_wire import (
     ProtocolError,
+    bequest_from_pb,
     cancel_to_pb,
     hello_from_pb,
     hello_to_pb,
+    inherit_to_pb,
+    leaver_from_pb,
     load_from_pb,
     prefix_change_from_pb,
     refused_from_pb,
     reroute_to_pb,
+    settled_to_pb,
     submit_to_pb,
     tokens_from_pb,
     transfer_failed_from_pb,
@@ -67,6 +80,10 @@ class SessionListener(Protocol):
     def prefix_changed(self, key: WorkerKey, change: PrefixChange) -> None: ...  # noqa: D102
 
     def draining(self, key: WorkerKey, reason: str) -> None: ...  # noqa: D102
+
+    def bequeathed(self, key: WorkerKey, bequest: Bequest) -> None: ...  # noqa: D102
+
+    def inherited(self, key: WorkerKey, leaving: WorkerKey) -> None: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +152,14 @@ class WorkerSession:
             del self._attempts[request_id]
             self._send(cancel_to_pb(request_id, attempt))
 
+    def inherit(self, share: Inheritance, *, within_s: float, prefill_tokens_per_s: float) -> None:
+        """See WorkerPort."""
+        self._send(inherit_to_pb(share, within_s=within_s, prefill_tokens_per_s=prefill_tokens_per_s))
+
+    def settle(self) -> None:
+        """See WorkerPort."""
+        self._send(settled_to_pb())
+
     def _attempt(self, request_id: str, number: int) -> _Attempt | None:
         """The live attempt, or None for one that has ended or been followed by another."""
         attempt = self._attempts.get(RequestId(request_id))
@@ -190,6 +215,10 @@ class WorkerSession:
                     attempt.deliver(transfer_failed_from_pb(failed))
             case "draining":
                 listener.draining(key, message.draining.reason)
+            case "bequest":
+                listener.bequeathed(key, bequest_from_pb(message.bequest))
+            case "inherited":
+                listener.inherited(key, leaver_from_pb(message.inherited))
             case other:
                 raise ProtocolError(f"unexpected {other or 'unknown message'}")
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from router.worker_view import WorkerKey
+from tandem.cached_chain import CachedChain
 from tandem.errors import ServingError
 from tandem.ids import BlockHash, RequestId, TransferId
 from tandem.outputs import FinishReason, PhaseTimes, SampledToken
@@ -103,6 +104,25 @@ class WorkerLost:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bequest:
+    """What a draining worker has cached, hottest first, and for how long it lends it."""
+
+    chains: tuple[CachedChain, ...]
+    lends_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inheritance:
+    """What a successor may fetch of a draining worker."""
+
+    holder: PrefixHolder
+    block_size: int
+    """Tokens of each block that the chains name."""
+    chains: tuple[CachedChain, ...]
+    """Hottest first."""
+
+
 AttemptEvent = TokensArrived | AttemptRefused | TransferFailed | WorkerLost
 Deliver = Callable[[AttemptEvent], None]
 
@@ -123,4 +143,12 @@ class WorkerPort(Protocol):
 
     def cancel(self, request_id: RequestId, attempt: int) -> None:
         """End an attempt; no event of it is delivered from now on. No-op once ended."""
+        ...
+
+    def inherit(self, share: Inheritance, *, within_s: float, prefill_tokens_per_s: float) -> None:
+        """The worker succeeds another: it fetches what is worth it, compared with computing at that rate."""
+        ...
+
+    def settle(self) -> None:
+        """Answer a Bequest: nobody fetches any of it, any more or at all."""
         ...

@@ -4,6 +4,8 @@ from router.session_events import (
     AttemptFinished,
     AttemptRefused,
     AttemptStarted,
+    Bequest,
+    Inheritance,
     PrefillRoute,
     SubmitOrder,
     TokensArrived,
@@ -11,6 +13,8 @@ from router.session_events import (
 )
 from router.transfer_wire import transfers_from_pb
 from router.worker_view import CacheTierLoad, PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
+from tandem.cached_chain import chains_from_pb, chains_to_pb
+from tandem.errors import InvalidRequest
 from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
 from tandem.kv_layout import DTYPE_BYTES
 from tandem.outputs import FinishReason
@@ -33,6 +37,7 @@ _ROLES: dict[int, WorkerRole] = {
 }
 _TIERS = frozenset({"host", "disk"})
 _MAX_TIERS = 4
+_MAX_LENDS_S = 600.0
 
 
 class ProtocolError(Exception):
@@ -198,3 +203,34 @@ def prefix_change_from_pb(events: pb.KVEvents) -> PrefixChange:
         snapshot=events.cleared,
         changes=tuple((BlockHash(event.block_hash), event.stored) for event in events.events),
     )
+
+
+def bequest_from_pb(bequest: pb.Bequest) -> Bequest:
+    """A draining worker's cache. Raises ProtocolError."""
+    try:
+        chains = chains_from_pb(bequest.chains)
+    except InvalidRequest as error:
+        raise ProtocolError(f"bequest: {error.message}") from None
+    return Bequest(chains=chains, lends_s=min(max(0.0, bequest.lends_s), _MAX_LENDS_S))
+
+
+def inherit_to_pb(share: Inheritance, *, within_s: float, prefill_tokens_per_s: float) -> pb.RouterMessage:
+    """To a successor."""
+    inherit = pb.Inherit(
+        holder=holder_to_pb(share.holder),
+        block_size=share.block_size,
+        chains=chains_to_pb(share.chains),
+        within_s=within_s,
+        prefill_tokens_per_s=prefill_tokens_per_s,
+    )
+    return pb.RouterMessage(inherit=inherit)
+
+
+def settled_to_pb() -> pb.RouterMessage:
+    """To a draining worker."""
+    return pb.RouterMessage(settled=pb.Settled())
+
+
+def leaver_from_pb(inherited: pb.Inherited) -> WorkerKey:
+    """Whose cache a successor speaks of."""
+    return WorkerKey(WorkerId(inherited.worker_id), Incarnation(inherited.incarnation))

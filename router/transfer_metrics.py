@@ -66,6 +66,16 @@ _WORKER_COUNTERS: Mapping[str, tuple[str, str]] = {
 }
 
 
+_INHERITED: Mapping[str, tuple[str, str]] = {
+    "num_blocks": (
+        "tandem_worker_inherited_blocks",
+        "Cached blocks that workers which left offered to this one, by outcome: moved, failed, held here already, "
+        "computed (that would cost less), no_room, no_time",
+    ),
+    "num_bytes": ("tandem_worker_inherited_bytes", "Bytes of those blocks, as this worker stores them"),
+}
+
+
 class _Shown(NamedTuple):
     labels: tuple[str, str]
     report: TransferReport
@@ -107,6 +117,12 @@ class TransferMetrics(Collector):
             for shown in self._shown:
                 total.add_metric(shown.labels, getattr(shown.report, field))
             yield total
+        for field, (name, text) in _INHERITED.items():
+            inherited = CounterMetricFamily(name, text, labels=(*_WORKER, "outcome"))
+            for shown in self._shown:
+                for blocks in shown.report.inherited:
+                    inherited.add_metric((*shown.labels, blocks.outcome), getattr(blocks, field))
+            yield inherited
         yield from (self._blocks(), self._exports(), self._fetches())
 
     def _sides(self) -> Iterator[tuple[tuple[str, ...], TransferSide]]:

@@ -1,10 +1,11 @@
 """What workers report of moving KV, from protobuf. Labels are ours: what a peer makes up becomes `other`."""
 
-from router.worker_view import TransferEnds, TransferReport, TransferSide
+from router.worker_view import InheritedBlocks, TransferEnds, TransferReport, TransferSide
 from tandem.v1 import session_pb2 as pb
 
 _TRANSPORTS = frozenset({"memory", "shm", "tcp", "torch_dist", "cuda_ipc", "nixl"})
 _OUTCOMES = frozenset({"committed", "failed", "expired", "cancelled"})
+_INHERITED = frozenset({"moved", "failed", "held", "computed", "no_room", "no_time"})
 _MAX_ENDS = 2 * (len(_TRANSPORTS) + 1) * len(_OUTCOMES)
 
 
@@ -22,6 +23,15 @@ def transfers_from_pb(report: pb.TransferReport) -> TransferReport:
         leased_blocks=report.leased_blocks,
         quarantined_blocks=report.quarantined_blocks,
         loans=report.loans,
+        inherited=tuple(map(_inherited, report.inherited[: len(_INHERITED)])),
+    )
+
+
+def _inherited(blocks: pb.InheritedBlocks) -> InheritedBlocks:
+    return InheritedBlocks(
+        outcome=blocks.outcome if blocks.outcome in _INHERITED else "other",
+        num_blocks=blocks.blocks,
+        num_bytes=blocks.num_bytes,
     )
 
 

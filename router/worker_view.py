@@ -109,6 +109,15 @@ class TransferSide:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InheritedBlocks:
+    """What became of blocks that workers which left had offered: totals since the worker's start."""
+
+    outcome: str
+    num_blocks: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransferReport:
     """All that a worker counted of moving KV: totals since its start, and gauges of now."""
 
@@ -123,6 +132,7 @@ class TransferReport:
     leased_blocks: int
     quarantined_blocks: int
     loans: int
+    inherited: tuple[InheritedBlocks, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

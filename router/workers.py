@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from router.prefix_map import PrefixMap
-from router.session_events import CLOSED_HERE, WorkerPort
+from router.session_events import CLOSED_HERE, Bequest, WorkerPort
+from router.succession import Successions
 from router.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad, WorkerSnapshot
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.ids import WorkerId
@@ -88,6 +89,7 @@ class WorkerRegistry:
         self._clock = clock
         self._workers: dict[WorkerId, _Worker] = {}
         self._watchers: set[Callable[[], None]] = set()
+        self._successions = Successions(snapshots=self.snapshots, port=self.port, clock=clock)
         self.on_load: Callable[[WorkerSnapshot], None] = _nobody
         """Called with every load report."""
 
@@ -122,6 +124,7 @@ class WorkerRegistry:
         logger.log(
             logging.INFO if reason == CLOSED_HERE else logging.WARNING, "worker %s left: %s", key.worker_id, reason
         )
+        self._successions.left(key)
         self._tell_watchers()
 
     def load_changed(self, key: WorkerKey, load: WorkerLoad) -> None:
@@ -141,6 +144,15 @@ class WorkerRegistry:
         if (worker := self._find(key)) is not None:
             worker.draining = True
             logger.info("worker %s is draining: %s", key.worker_id, reason)
+
+    def bequeathed(self, key: WorkerKey, bequest: Bequest) -> None:
+        """A draining worker offers its cache."""
+        if self._find(key) is not None:
+            self._successions.bequeathed(key, bequest)
+
+    def inherited(self, key: WorkerKey, leaving: WorkerKey) -> None:
+        """A successor has fetched what it will."""
+        self._successions.inherited(key, leaving)
 
     def snapshots(self) -> list[WorkerSnapshot]:
         """All live workers as of now."""

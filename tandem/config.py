@@ -139,6 +139,9 @@ class TransferConfig(Section):
     """Most bytes under one checksum."""
     tcp_streams: int = Field(default=2, ge=1, le=16)
     """Connections of `tcp` from a prefill worker to a decode worker."""
+    succession_s: float = Field(default=5.0, ge=0.0, le=600.0)
+    """Most time, within its pool's `drain_s`, that a worker told to stop stays for another to fetch its cache; 0: it
+    leaves as soon as its work is done."""
     tls: TlsConfig | None = None
     """KV over `tcp` in TLS 1.3, with certificates on both sides; in the clear when absent."""
     wire_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8_e4m3"] = "auto"

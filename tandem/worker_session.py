@@ -30,7 +30,7 @@ class SessionHandler(Protocol):
         ...
 
     def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
-        """A submit, cancel or reroute."""
+        """Whatever a router says after its hello."""
         ...
 
     def closed(self, port: SessionPort) -> None:

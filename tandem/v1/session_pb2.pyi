@@ -18,16 +18,20 @@ WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
 
 class RouterMessage(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "reroute")
+    __slots__ = ("hello", "submit", "cancel", "reroute", "inherit", "settled")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     REROUTE_FIELD_NUMBER: _ClassVar[int]
+    INHERIT_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     submit: Submit
     cancel: Cancel
     reroute: Reroute
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., reroute: _Optional[_Union[Reroute, _Mapping]] = ...) -> None: ...
+    inherit: Inherit
+    settled: Settled
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., reroute: _Optional[_Union[Reroute, _Mapping]] = ..., inherit: _Optional[_Union[Inherit, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
     __slots__ = ("protocol_version", "incarnation")
@@ -100,7 +104,7 @@ class Reroute(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prefill: _Optional[_Union[PrefillRoute, _Mapping]] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("hello", "tokens", "refused", "transfer_failed", "kv_events", "load", "draining")
+    __slots__ = ("hello", "tokens", "refused", "transfer_failed", "kv_events", "load", "draining", "bequest", "inherited")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +112,8 @@ class WorkerMessage(_message.Message):
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    BEQUEST_FIELD_NUMBER: _ClassVar[int]
+    INHERITED_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     tokens: StepTokens
     refused: Refused
@@ -115,7 +121,9 @@ class WorkerMessage(_message.Message):
     kv_events: KVEvents
     load: LoadSnapshot
     draining: Draining
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., transfer_failed: _Optional[_Union[TransferFailed, _Mapping]] = ..., kv_events: _Optional[_Union[KVEvents, _Mapping]] = ..., load: _Optional[_Union[LoadSnapshot, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
+    bequest: Bequest
+    inherited: Inherited
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., transfer_failed: _Optional[_Union[TransferFailed, _Mapping]] = ..., kv_events: _Optional[_Union[KVEvents, _Mapping]] = ..., load: _Optional[_Union[LoadSnapshot, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., bequest: _Optional[_Union[Bequest, _Mapping]] = ..., inherited: _Optional[_Union[Inherited, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("protocol_version", "worker_id", "incarnation", "role", "model_name", "max_model_len", "num_blocks", "layout", "handoff_address", "transports", "vocab_size", "eos_token_ids", "num_blocks_below")
@@ -294,7 +302,7 @@ class CacheTier(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., num_blocks: _Optional[int] = ..., capacity_blocks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., stores: _Optional[int] = ..., evictions: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., store_s: _Optional[float] = ..., loaded_bytes: _Optional[int] = ..., load_s: _Optional[float] = ..., dropped: _Optional[int] = ..., damaged: _Optional[int] = ..., late: _Optional[int] = ...) -> None: ...
 
 class TransferReport(_message.Message):
-    __slots__ = ("sent", "received", "fetches_started", "fetches_completed", "fetches_failed", "fetches_declined", "fetched_tokens", "lent_tokens", "pinned_blocks", "leased_blocks", "quarantined_blocks", "loans")
+    __slots__ = ("sent", "received", "fetches_started", "fetches_completed", "fetches_failed", "fetches_declined", "fetched_tokens", "lent_tokens", "pinned_blocks", "leased_blocks", "quarantined_blocks", "loans", "inherited")
     SENT_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     FETCHES_STARTED_FIELD_NUMBER: _ClassVar[int]
@@ -307,6 +315,7 @@ class TransferReport(_message.Message):
     LEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LOANS_FIELD_NUMBER: _ClassVar[int]
+    INHERITED_FIELD_NUMBER: _ClassVar[int]
     sent: TransferSide
     received: TransferSide
     fetches_started: int
@@ -319,7 +328,18 @@ class TransferReport(_message.Message):
     leased_blocks: int
     quarantined_blocks: int
     loans: int
-    def __init__(self, sent: _Optional[_Union[TransferSide, _Mapping]] = ..., received: _Optional[_Union[TransferSide, _Mapping]] = ..., fetches_started: _Optional[int] = ..., fetches_completed: _Optional[int] = ..., fetches_failed: _Optional[int] = ..., fetches_declined: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., lent_tokens: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., loans: _Optional[int] = ...) -> None: ...
+    inherited: _containers.RepeatedCompositeFieldContainer[InheritedBlocks]
+    def __init__(self, sent: _Optional[_Union[TransferSide, _Mapping]] = ..., received: _Optional[_Union[TransferSide, _Mapping]] = ..., fetches_started: _Optional[int] = ..., fetches_completed: _Optional[int] = ..., fetches_failed: _Optional[int] = ..., fetches_declined: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., lent_tokens: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., loans: _Optional[int] = ..., inherited: _Optional[_Iterable[_Union[InheritedBlocks, _Mapping]]] = ...) -> None: ...
+
+class InheritedBlocks(_message.Message):
+    __slots__ = ("outcome", "blocks", "num_bytes")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    outcome: str
+    blocks: int
+    num_bytes: int
+    def __init__(self, outcome: _Optional[str] = ..., blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class TransferSide(_message.Message):
     __slots__ = ("started", "ended", "bad_messages", "live", "bytes_per_s")
@@ -360,3 +380,47 @@ class Draining(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class CachedChain(_message.Message):
+    __slots__ = ("after", "from_root", "names")
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    FROM_ROOT_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    after: bytes
+    from_root: bool
+    names: bytes
+    def __init__(self, after: _Optional[bytes] = ..., from_root: bool = ..., names: _Optional[bytes] = ...) -> None: ...
+
+class Bequest(_message.Message):
+    __slots__ = ("chains", "lends_s")
+    CHAINS_FIELD_NUMBER: _ClassVar[int]
+    LENDS_S_FIELD_NUMBER: _ClassVar[int]
+    chains: _containers.RepeatedCompositeFieldContainer[CachedChain]
+    lends_s: float
+    def __init__(self, chains: _Optional[_Iterable[_Union[CachedChain, _Mapping]]] = ..., lends_s: _Optional[float] = ...) -> None: ...
+
+class Settled(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Inherit(_message.Message):
+    __slots__ = ("holder", "block_size", "chains", "within_s", "prefill_tokens_per_s")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    CHAINS_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    holder: _common_pb2.PrefixHolder
+    block_size: int
+    chains: _containers.RepeatedCompositeFieldContainer[CachedChain]
+    within_s: float
+    prefill_tokens_per_s: float
+    def __init__(self, holder: _Optional[_Union[_common_pb2.PrefixHolder, _Mapping]] = ..., block_size: _Optional[int] = ..., chains: _Optional[_Iterable[_Union[CachedChain, _Mapping]]] = ..., within_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ...) -> None: ...
+
+class Inherited(_message.Message):
+    __slots__ = ("worker_id", "incarnation")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...

@@ -73,7 +73,7 @@ class Bench:
         self.owner = worker.handoffs
         self.hub = FakeHub()
         self.port = SessionPort(Incarnation(2))
-        worker.use(SimpleNamespace(receiver_hub=self.hub, transports=("shm",), drain=self.hub.drain))
+        worker.use(SimpleNamespace(receiver_hub=self.hub, transports=("shm",), finish=self.hub.drain))
 
     def order(self, **fields: Any) -> None:
         self.worker.order(self.port, pb.RouterMessage(**fields))
@@ -164,7 +164,7 @@ async def test_a_prompt_computed_here(bench: Bench) -> None:
     tokens, finish = await bench.answer()
     assert tokens == expected()
     assert finish.reason == common.FINISH_REASON_LENGTH
-    await bench.worker.drain()
+    await bench.worker.finish()
     await bench.assert_empty()
 
 
@@ -245,7 +245,7 @@ async def test_cancelled_in_the_breath_in_which_the_hand_off_failed(bench: Bench
     bench.owner.failed(TRANSFER, (), TransferError("the link was lost"))
     bench.order(cancel=pb.Cancel(request_id="r", attempt=1))
     bench.owner.released(TRANSFER, blocks)
-    await bench.worker.drain()
+    await bench.worker.finish()
     await bench.assert_empty()
     assert bench.hub.cancelled == [TRANSFER]
 
@@ -272,7 +272,7 @@ async def test_cancelled_at_every_stage(bench: Bench, phase: str) -> None:
     if blocks:
         assert bench.owner.num_destinations == len(blocks)
         bench.owner.released(TRANSFER, blocks)
-    await bench.worker.drain()
+    await bench.worker.finish()
     await bench.assert_empty()
 
 
@@ -298,7 +298,7 @@ async def test_a_full_pool_refuses_a_hand_off_with_a_time_to_come_back(bench: Be
     assert (refused.request_id, refused.failure.code) == ("r", "Unavailable")
     assert refused.failure.retry_after_s > 0
     bench.worker.closed(bench.port)
-    await bench.worker.drain()
+    await bench.worker.finish()
     await bench.assert_empty()
 
 
@@ -314,7 +314,7 @@ async def test_a_router_that_leaves_takes_its_requests_along(bench: Bench) -> No
     bench.submit("b")
     await bench.started()
     bench.worker.closed(bench.port)
-    await bench.worker.drain()
+    await bench.worker.finish()
     await bench.assert_empty()
 
 
@@ -327,12 +327,12 @@ async def test_time_that_runs_out(bench: Bench, monkeypatch: pytest.MonkeyPatch,
     assert tokens == []
     assert finish.failure.code == "DeadlineExceeded"
     assert finish.failure.message.endswith("in the queue") == (teller == "engine")
-    await bench.worker.drain()
+    await bench.worker.finish()
     await bench.assert_empty()
 
 
 async def test_a_draining_worker_refuses_and_stale_orders_do_nothing(bench: Bench) -> None:
-    await bench.worker.drain()
+    await bench.worker.finish()
     bench.submit()
     assert (await bench.heard("refused")).failure.code == "Unavailable"
     bench.order(cancel=pb.Cancel(request_id="r", attempt=1))
@@ -382,7 +382,7 @@ async def test_the_deadline_travels_to_the_prefill_worker(bench: Bench) -> None:
     assert timeout_s is not None
     assert 0 < timeout_s <= 60.0
     bench.worker.closed(bench.port)
-    await bench.worker.drain()
+    await bench.worker.finish()
 
 
 async def test_a_step_whose_news_cannot_be_told_ends_the_process() -> None:

@@ -32,6 +32,7 @@ class FakeHub:
 
     def __init__(self) -> None:
         self.stats = TransferStats()
+        self.rate = 0.0
         self.jobs: asyncio.Queue[tuple[PrefillJob, Route]] = asyncio.Queue()
         self.cancelled: list[TransferId] = []
         self.on_give_up: Callable[[TransferId], None] = lambda _transfer_id: None
@@ -41,6 +42,9 @@ class FakeHub:
         if self.refusal is not None:
             raise self.refusal
         self.jobs.put_nowait((job, route))
+
+    def bytes_per_s(self, _address: str) -> float:
+        return self.rate
 
     def cancel(self, transfer_id: TransferId, _reason: str = "") -> None:
         self.cancelled.append(transfer_id)

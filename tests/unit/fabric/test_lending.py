@@ -46,9 +46,10 @@ class Bench:
         request = ledger.request(PROMPT, params=SamplingParams(max_tokens=1, ignore_eos=True))
         await self.host.call(lambda scheduler: scheduler.add(request))
         async with asyncio.timeout(WAIT_S):
+            self.stepped.clear()
             while await self.host.call(lambda s: s.match_prefix(ledger.request(PROMPT))) < 64:
-                self.stepped.clear()
                 await self.stepped.wait()
+                self.stepped.clear()
 
 
 def job(**changes: Any) -> PrefillJob:

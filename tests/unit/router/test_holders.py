@@ -1,0 +1,60 @@
+"""Who is named as holder of a prompt's prefix."""
+
+from dataclasses import replace
+
+from router.holders import MIN_GAIN_TOKENS, best_holder
+from router.prefix_map import PrefixMap
+from router.worker_view import PrefixChange, WorkerSnapshot
+from tandem.block_hash import HASH_BLOCK_TOKENS
+from tandem.ids import BlockHash, WorkerId
+from tests.unit.router.test_placement import demand, worker
+
+
+def lending(name: str, **more: int) -> WorkerSnapshot:
+    one = worker(name, **more)
+    return replace(one, info=replace(one.info, handoff_address=f"{name}:1"))
+
+
+def named(*workers: WorkerSnapshot, confirmed: dict[str, int] | None = None, **matched: int) -> tuple[str, int] | None:
+    def known(worker_id: WorkerId, num_tokens: int) -> int:
+        return min(num_tokens, (confirmed or {}).get(worker_id, num_tokens))
+
+    holder = best_holder(demand(500, **matched), workers[0], workers, known)
+    return None if holder is None else (holder.worker_id, holder.num_tokens)
+
+
+def test_the_longest_prefix_that_is_worth_asking_for() -> None:
+    workers = [lending("p0"), lending("d0"), lending("d1", active=1)]
+    assert named(*workers, d0=128, d1=256) == ("d1", 256)
+    assert named(*workers, d0=256, d1=256) == ("d0", 256)
+    assert named(*workers, p0=256 - MIN_GAIN_TOKENS, d0=256) == ("d0", 256)
+    assert named(*workers, p0=256 - MIN_GAIN_TOKENS + 1, d0=256) is None
+
+
+def test_what_is_only_expected_is_not_held() -> None:
+    workers = [lending("p0"), lending("d0"), lending("d1")]
+    assert named(*workers, d0=256, d1=128, confirmed={"d0": 0}) == ("d1", 128)
+    assert named(*workers, d0=256, d1=128, confirmed={"d0": 64, "d1": 0}) == ("d0", 64)
+    assert named(*workers, d0=256, confirmed={"d0": MIN_GAIN_TOKENS - 1}) is None
+
+
+def test_a_draining_worker_lends_where_no_other_does() -> None:
+    leaving, staying = replace(lending("d0"), draining=True), lending("d1", active=5)
+    assert named(lending("p0"), leaving, staying, d0=256, d1=256) == ("d1", 256)
+    assert named(lending("p0"), leaving, staying, d0=256, d1=128) == ("d0", 256)
+
+
+def test_the_map_tells_what_was_confirmed() -> None:
+    names = [BlockHash(i.to_bytes(16, "big")) for i in range(8)]
+    prefix_map, one, two = PrefixMap(), WorkerId("d0"), WorkerId("d1")
+    prefix_map.add_worker(one, capacity=100)
+    prefix_map.add_worker(two, capacity=100, names_per_block=2)
+    for worker_id, step in ((one, 1), (two, 2)):
+        stored = tuple((name, True) for name in names[step - 1 : 4 : step])
+        prefix_map.apply(worker_id, PrefixChange(first_sequence=0, snapshot=True, changes=stored))
+        assert prefix_map.num_confirmed(worker_id, names[:4]) == 4
+        prefix_map.expect(worker_id, names, now_s=0.0)
+        assert prefix_map.longest_prefix(names)[worker_id] == 8
+        assert prefix_map.num_confirmed(worker_id, names) == 4
+    prefix_map.expire(1e9)
+    assert prefix_map.num_confirmed(one, names[:4]) * HASH_BLOCK_TOKENS == 64
