@@ -45,6 +45,7 @@ class EngineHost:
         self._on_layers: Callable[[LayersDone], None] | None = None
         self._on_fatal = on_fatal
         self._has_failed = False
+        self._read = asyncio.Event()
         self._ports: Callable[[], Iterable[SessionPort]] = tuple
         self._load: Load = parts.scheduler.load()
         self._loop = asyncio.get_running_loop()
@@ -74,7 +75,7 @@ class EngineHost:
         self._ports = ports
         self.parts.ranks.watch(lambda lost: self._tell(self._on_fatal, lost))
         if self.parts.disk is not None:
-            self.parts.disk.listen(self._engine.wake)
+            self.parts.disk.listen(self._on_read)
         self._engine.start()
 
     async def stop(self) -> None:
@@ -98,6 +99,18 @@ class EngineHost:
     def post(self, fn: Callable[[Scheduler], object]) -> None:
         """Run `fn` between two steps; a refusal is nobody's concern. Keeps its place among other calls."""
         self._engine.call(fn).add_done_callback(_drop_refusal)
+
+    def next_read(self) -> asyncio.Event:
+        """Set when the disk has read another block than those so far."""
+        return self._read
+
+    def _on_read(self) -> None:
+        self._engine.wake()
+        self._tell(self._note_read, None)
+
+    def _note_read(self, _: None) -> None:
+        self._read.set()
+        self._read = asyncio.Event()
 
     async def load(self) -> pb.LoadSnapshot:
         """A report for routers: of now, or of the last step while a long one runs."""

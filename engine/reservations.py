@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.block_manager import BlockManager, PrefixMatch
-from engine.block_moves import BlockLoad
 from engine.cache_tiers import CacheTiers
+from engine.lifting import raise_promised
 from engine.request import Request
 from tandem.errors import InvalidRequest, TransferError
 from tandem.ids import BlockId, RequestId, TransferId
@@ -111,16 +111,8 @@ class Reservations:
         """Lengthen a prefix that was just taken by what host memory has, out of the blocks promised; how many."""
         if self._tiers is None:
             return 0
-        found = match.num_blocks
-        count = self._tiers.reach(request, found, between_steps=True)
-        places = self._tiers.enter(request, found, count)
-        if not count:
-            return 0
-        targets = self._blocks.allocate_promised(count)
-        self._blocks.grow(request, targets)
-        self._tiers.load_now(list(map(BlockLoad, places, targets)))
-        request.num_computed_tokens = (found + count) * self._blocks.block_size
-        self._blocks.release(self._blocks.index_computed(request, found))
+        count = self._tiers.reach(request, match.num_blocks, between_steps=True)
+        raise_promised(self._blocks, self._tiers, request, count)
         return count
 
     def bind(self, transfer_id: TransferId) -> tuple[BlockId, ...]:

@@ -1,15 +1,26 @@
-"""What a worker lends to its peers: prefixes in its cache, held still while they are read."""
+"""What a worker lends to its peers: prefixes in its cache, held still while they are read.
+
+What is below the pool comes up first, a little between each two steps: routers name this worker as holder of it, too.
+"""
 
 import asyncio
+import time
 from array import array
+from functools import partial
 
 from engine.host import EngineHost
+from engine.lifting import Lift, lift
 from engine.request import Request
 from engine.scheduler import Scheduler
 from kv_transfer.messages import PrefillJob
 from kv_transfer.sender_hub import SenderHub
 from tandem.errors import Unavailable
 from tandem.ids import RequestId, TransferId
+
+_LIFT_BYTES = 32 << 20
+"""Brought up at once: some milliseconds between two steps."""
+_LIFT_S = 1.0
+"""Then what has come up is lent: whoever asked would rather compute the rest."""
 
 
 class Lender:
@@ -21,6 +32,7 @@ class Lender:
         """Of all fetches that were answered, held prefixes of the askers included."""
         self._host = host
         self._loans: dict[TransferId, Request] = {}
+        self._lifting: dict[TransferId, asyncio.Event] = {}
 
     @property
     def num_loans(self) -> int:
@@ -45,13 +57,43 @@ class Lender:
         )
         self._loans[job.transfer_id] = loan
         try:
-            await self._host.call(lambda scheduler: _take(scheduler, loan, job.held_tokens))
+            await self._host.call(partial(_take, loan))
+            await self._lift(job.transfer_id, loan)
+            if loan.num_computed_tokens <= job.held_tokens:
+                raise Unavailable("no more of the prefix is held here")
         except BaseException:
             del self._loans[job.transfer_id]
+            self._host.post(partial(_give_back, loan))
             raise
         self.num_lent_tokens += loan.num_computed_tokens
         # A turn later: the hub learns first that the job was taken.
         asyncio.get_running_loop().call_soon(self._tell, job.transfer_id, loan)
+
+    def unwanted(self, transfer_id: TransferId) -> None:
+        """Whoever asked has given up: bring nothing more up for it."""
+        if (gone := self._lifting.get(transfer_id)) is not None:
+            gone.set()
+
+    async def _lift(self, transfer_id: TransferId, loan: Request) -> None:
+        """Bring up what is below, and hold it like the rest; ends after a while."""
+        if self._host.parts.scheduler.tiers is None:
+            return
+        gone = self._lifting[transfer_id] = asyncio.Event()
+        max_blocks = max(1, _LIFT_BYTES // self._host.parts.layout.worker_block_bytes)
+        try:
+            async with asyncio.timeout(_LIFT_S):
+                while not gone.is_set():
+                    read = self._host.next_read()  # before: what is read meanwhile counts
+                    lifted = await self._host.call(partial(_lift, loan, max_blocks))
+                    if lifted is Lift.DONE:
+                        return
+                    if lifted is Lift.WAIT:
+                        await _either(read, gone)
+        except TimeoutError:
+            # In its place among the calls: one that lifts may be under way.
+            await self._host.call(partial(_stop_waiting, loan))
+        finally:
+            del self._lifting[transfer_id]
 
     def _tell(self, transfer_id: TransferId, loan: Request) -> None:
         if self.hub is not None and self.owns(transfer_id):
@@ -60,15 +102,35 @@ class Lender:
     def release(self, transfer_id: TransferId) -> None:
         """Nothing reads it any more."""
         loan = self._loans.pop(transfer_id)
-        self._host.post(lambda scheduler: _give_back(scheduler, loan))
+        self._host.post(partial(_give_back, loan))
 
 
-def _take(scheduler: Scheduler, loan: Request, held_tokens: int) -> None:
-    match = scheduler.blocks.match(loan)
-    if match.num_blocks * scheduler.blocks.block_size <= held_tokens:
-        raise Unavailable("no more of the prefix is held here")
-    scheduler.blocks.take_prefix(loan, match)
+async def _either(one: asyncio.Event, other: asyncio.Event) -> None:
+    tasks = [asyncio.ensure_future(event.wait()) for event in (one, other)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
-def _give_back(scheduler: Scheduler, loan: Request) -> None:
+def _take(loan: Request, scheduler: Scheduler) -> None:
+    scheduler.blocks.take_prefix(loan, scheduler.blocks.match(loan))
+
+
+def _lift(loan: Request, max_blocks: int, scheduler: Scheduler) -> Lift:
+    blocks, tiers = scheduler.blocks, scheduler.tiers
+    if tiers is None:
+        return Lift.DONE
+    spare_blocks = blocks.pool.num_blocks // 4
+    return lift(blocks, tiers, loan, now=time.monotonic(), max_blocks=max_blocks, spare_blocks=spare_blocks)
+
+
+def _stop_waiting(loan: Request, scheduler: Scheduler) -> None:
+    if scheduler.tiers is not None:
+        scheduler.tiers.drop(loan.request_id)
+
+
+def _give_back(loan: Request, scheduler: Scheduler) -> None:
+    _stop_waiting(loan, scheduler)
     scheduler.blocks.surrender(loan.request_id, loan.block_table.clear())

@@ -7,7 +7,7 @@ from kv_transfer.messages import FirstToken, PrefillJob
 from kv_transfer.receiver_attempt import ReceiverOwner
 from kv_transfer.sender_attempt import SenderOwner
 from tandem.errors import InvalidRequest, ServingError
-from tandem.ids import BlockId, TransferId
+from tandem.ids import BlockId, RequestId, TransferId
 
 
 class Arrivals:
@@ -53,10 +53,11 @@ class Arrivals:
 class Departures:
     """SenderOwner of everything that leaves this worker."""
 
-    def __init__(self, lender: Lender, prompts: SenderOwner | None = None) -> None:
-        """`prompts`: None on a worker that computes none for others."""
+    def __init__(self, lender: Lender, prompts: SenderOwner | None = None, fetcher: Fetcher | None = None) -> None:
+        """`prompts`: None on a worker that computes none for others; `fetcher` brings what their prefixes lack."""
         self._lender = lender
         self._prompts = prompts
+        self._fetcher = fetcher
 
     async def submit(self, job: PrefillJob) -> None:
         """See SenderOwner."""
@@ -66,6 +67,12 @@ class Departures:
             await self._prompts.submit(job)
         else:
             raise InvalidRequest("this worker computes no prompts for others: it only lends what it holds")
+
+    def unwanted(self, transfer_id: TransferId) -> None:
+        """Its `submit` may hurry: what it fetches, or brings up from below the pool, nobody waits for any more."""
+        self._lender.unwanted(transfer_id)
+        if self._fetcher is not None:
+            self._fetcher.abandon(RequestId(transfer_id))
 
     def abort(self, transfer_id: TransferId) -> None:
         """See SenderOwner. A loan has nothing to stop."""

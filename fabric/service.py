@@ -23,7 +23,6 @@ from kv_transfer.sender_hub import SenderHub
 from kv_transfer.transports.catalogue import open_receivers, open_senders
 from kv_transfer.transports.memory import MemoryFabric
 from kv_transfer.transports.tcp_settings import PLAIN, TcpSettings
-from tandem.ids import RequestId
 from tandem.rpc import ClusterAuth, open_channel
 from tandem.tracing import NoTracer, Tracer
 from tandem.v1 import session_pb2 as pb
@@ -127,11 +126,11 @@ async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> F
         settings=plan.settings,
         tracer=plan.tracer,
     )
-    departures = Departures(lender, plan.prompts)
+    departures = Departures(lender, plan.prompts, fetcher)
     sender_hub = SenderHub(local, owner=departures, senders=senders, settings=plan.settings, tracer=plan.tracer)
     fetcher.hub = await stack.enter_async_context(receiver_hub)
     lender.hub = await stack.enter_async_context(sender_hub)
-    sender_hub.on_unwanted = lambda transfer_id: fetcher.abandon(RequestId(transfer_id))
+    sender_hub.on_unwanted = departures.unwanted
     sender_hub.register(server)
     return Fabric(
         sender_hub=sender_hub,

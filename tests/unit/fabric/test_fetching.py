@@ -65,8 +65,8 @@ class Bench:
     def request(self, prompt: tuple[int, ...] = PROMPT) -> Request:
         return ledger.request(prompt)
 
-    def bring(self, holder: PrefixHolder = HOLDER) -> "asyncio.Task[int]":
-        return asyncio.create_task(self.fetcher.bring(self.request(), holder))
+    def bring(self, holder: PrefixHolder = HOLDER, request: Request | None = None) -> "asyncio.Task[int]":
+        return asyncio.create_task(self.fetcher.bring(request or self.request(), holder))
 
     async def asked(self) -> PrefillJob:
         async with asyncio.timeout(WAIT_S):
@@ -225,4 +225,55 @@ async def test_what_is_cheaper_to_compute_or_finds_no_room_is_not_fetched(bench:
     await bench.host.call(lambda scheduler: scheduler.blocks.unpromise(scheduler.blocks.num_promised))
     assert bench.fetcher.stats.declined == 4
     assert bench.fetcher.stats.started == 0
+    await bench.assert_empty()
+
+
+async def test_a_peer_is_judged_by_its_own_rate(bench: Bench) -> None:
+    bench.host.rates.prefill_tokens_per_s = 1000.0  # 64 tokens, of a KiB for 16, in 64 ms
+    bench.hub.rate = 1e4
+    assert await bench.bring() == 0
+    assert bench.fetcher.stats.declined == 1
+    bench.hub.rate = 1e6
+    bringing = bench.bring()
+    job = await bench.asked()
+    await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 4)))
+    assert await bringing == 64
+    await bench.assert_empty()
+
+
+async def test_a_fetch_ends_with_the_last_prompt_that_waits_for_it_and_keeps_what_landed(bench: Bench) -> None:
+    first, second = bench.request(), bench.request()
+    bringing = bench.bring(request=first)
+    job = await bench.asked()
+    also = bench.bring(request=second)
+    blocks = await bench.fetcher.bind(job.transfer_id, 4)
+    bench.hub.on_give_up = lambda key: bench.fetcher.failed(key, blocks[:2], TransferError("unwanted"))
+    bench.fetcher.abandon(first.request_id)
+    assert await bringing == 0
+    assert bench.fetcher.stats.failed == 0, "another prompt waits for the same"
+    bench.fetcher.abandon(second.request_id)
+    assert await also == 0
+    await asyncio.sleep(0)
+    assert bench.hub.cancelled == [job.transfer_id]
+    assert await bench.held() == 32
+    bench.fetcher.released(job.transfer_id, blocks[2:])
+    await bench.assert_empty()
+
+
+async def test_whoever_goes_before_the_reservation_leaves_nothing(bench: Bench) -> None:
+    request = bench.request()
+    bringing = bench.bring(request=request)
+    await asyncio.sleep(0)
+    bench.fetcher.abandon(request.request_id)
+    assert await bringing == 0
+    bringing = bench.bring()
+    await asyncio.sleep(0)
+    bringing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await bringing
+    await bench.assert_empty()
+
+
+async def test_nobody_can_be_abandoned_that_waits_for_nothing(bench: Bench) -> None:
+    bench.fetcher.abandon(bench.request().request_id)
     await bench.assert_empty()
