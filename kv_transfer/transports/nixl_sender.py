@@ -9,12 +9,13 @@ import secrets
 import socket
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from kv_transfer.checksum import crc32
 from kv_transfer.departure import Departure
 from kv_transfer.messages import TransportOffer
 from kv_transfer.pairing import Pairing
+from kv_transfer.placed import PlacedCells
 from kv_transfer.region import KVRegion
 from kv_transfer.runs import Copy, paired
 from kv_transfer.transports import claim_wire
@@ -23,12 +24,14 @@ from kv_transfer.transports.copying import pieces
 from kv_transfer.transports.dial import dial, stays_here
 from kv_transfer.transports.nixl_agent import NixlAgent
 from kv_transfer.transports.nixl_receiver import NAME, unpack_pool
+from kv_transfer.transports.tcp_payload import slabs
 from kv_transfer.transports.write_queue import WriteJob
 from tandem.errors import TransferError
 from tandem.ids import BlockId
 
 PIECE_BYTES = 1 << 20
 BOUNCE_BYTES = 8 << 20
+"""Twice what is under way, about to be, and being converted."""
 DEPTH = 3
 """Pieces under way at once: one on the wire, one behind it, one whose checksum is being computed."""
 
@@ -65,27 +68,38 @@ class NixlWriter(ClaimingWriter):
         token, slots = claim_wire.unpack_grant(order.grant)
         blocks = tuple(BlockId(slot) for slot in slots)
         target = self._pairing.at_destination(order.source.held_tokens, blocks, self._pool_blocks)
-        if not self._departure.converts:
+        copies: Iterable[Copy]
+        if self._departure.converts:
+            # What is not there is refused here: once something moves, an error ends the connection.
+            order.source.reads(order.cells)
+            target.writes(order.cells)
+            copies = self._converted(job, target)
+        else:
             copies = order.source.copies_to(target, order.cells)
-            self._claim(job, token)
-            with self._moving, self._under_way(job, token):
-                job.succeed(*self._write(job, copies))
-            return
-        with self._queue.lock:
-            job.check()
-            payload = self._departure.convert(order.source, order.cells)
         self._claim(job, token)
-        checksum = 0
         with self._moving, self._under_way(job, token):
-            for part in pieces(paired([(0, payload.nbytes)], target.writes(order.cells)), BOUNCE_BYTES):
-                begin, size = part[0][0], sum(copy[2] for copy in part)
-                self._memory[:size] = payload[begin : begin + size].data
-                checksum, _ = self._write(job, [(at - begin, there, length) for at, there, length in part], checksum)
-            job.succeed(checksum, payload.nbytes)
+            job.succeed(*self._write(job, copies))
 
-    def _write(self, job: WriteJob, copies: Iterable[Copy], checksum: int = 0) -> tuple[int, int]:
+    def _converted(self, job: WriteJob, target: PlacedCells) -> Iterator[Copy]:
+        """Copies out of the bounce memory, filled a slab at a time, in a ring, while earlier ones are on their way."""
+        order, at = job.order, 0
+        payload = order.source.payload(order.cells)
+        for slab in slabs(order.cells, payload, payload.num_bytes(self._pairing.wire_dtype)):
+            with self._queue.lock:
+                if job.stopped:
+                    return
+                converted = self._departure.convert(order.source, slab)
+            for part in pieces(paired([(0, converted.nbytes)], target.writes(slab)), PIECE_BYTES):
+                begin, size = part[0][0], sum(copy[2] for copy in part)
+                if at + size > BOUNCE_BYTES:
+                    at = 0
+                self._memory[at : at + size] = converted[begin : begin + size].data
+                yield from [(at + here - begin, there, length) for here, there, length in part]
+                at += size
+
+    def _write(self, job: WriteJob, copies: Iterable[Copy]) -> tuple[int, int]:
         """Checksum and bytes. Raises TransferError, and then nothing is under way any more."""
-        total = 0
+        total = checksum = 0
         flying: deque[int] = deque()
         try:
             for piece in pieces(copies, max(1, PIECE_BYTES // self._grain) * self._grain):

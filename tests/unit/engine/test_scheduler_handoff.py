@@ -265,3 +265,37 @@ def test_a_second_attempt_takes_no_more_than_its_peer_was_told() -> None:
     assert (grant.num_held_tokens, grant.num_blocks) == (16, 3)
     sched.reservations.cancel(T1)
     assert_empty(sched)
+
+
+def test_a_prompt_for_another_worker_is_never_preempted_so_its_blocks_are_told_once() -> None:
+    """What `Notices` counts as told would be wrong after a preemption: there is none, whoever crowds it."""
+    sched, runner = ledger.scheduler(num_blocks=13, max_batched_tokens=24, max_overtakes=0), LedgerRunner()
+    urgent = [ledger.request(range(40 * i, 40 * i + 30), priority=-1, arrival_s=float(i)) for i in range(3)]
+    for one in urgent:
+        one.params = SamplingParams(max_tokens=60, ignore_eos=True)
+        sched.add(one)
+    source = ledger.request(range(500, 575), prefill_only=True, arrival_s=9.0, priority=5)
+    told: dict[str, list[PrefillProgress]] = {}
+    num_preemptions = 0
+    added = False
+    while (batch := sched.schedule(5.0)) is not None:
+        output = sched.commit(batch, runner.execute(batch))
+        num_preemptions += len(output.preemptions)
+        assert source.request_id not in output.preemptions
+        for progress in output.progress:
+            told.setdefault(progress.request_id, []).append(progress)
+        if not added:
+            added = True
+            sched.add(source)
+            sched.pin_blocks(source.request_id)
+    assert num_preemptions > 0, "somebody had to make room"
+    assert source.num_preemptions == 0
+    blocks = []
+    for progress in told[source.request_id]:
+        assert progress.first_block_index == len(blocks)
+        blocks += progress.block_ids
+    assert len(blocks) == 5
+    assert runner.read(blocks, 75) == ledger.kv_of(range(500, 575))
+    sched.release_held(source.request_id)
+    sched.unpin_blocks(source.request_id)
+    assert_empty(sched)

@@ -1,0 +1,131 @@
+"""Chunks that land while others are verified, converted and revoked."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from kv_transfer.checksum import crc32
+from kv_transfer.landing import Landing
+from kv_transfer.messages import CellRange, TransferKey
+from kv_transfer.pairing import Pairing
+from kv_transfer.transports.grants import Grant, GrantTable
+from tandem.ids import TransferId
+from tests.unit.kv_transfer.test_transport_conversions import POOL_BLOCKS, TARGETS, cells, layout, region
+
+KEY = TransferKey(transfer_id=TransferId("t"), attempt=1)
+WAIT_S = 20.0
+ROUNDS = 40
+
+
+class Watched:
+    """A landing of three pieces that notes whether its grant's lock is held."""
+
+    def __init__(self) -> None:
+        self.grant: Grant | None = None
+        self.told: list[tuple[str, bool]] = []
+        self.settling = lambda _piece: None
+
+    def _note(self, what: str) -> None:
+        assert self.grant is not None
+        self.told.append((what, self.grant.lock._lock.locked()))
+
+    def checksum(self, _cells: CellRange) -> int:
+        return 7
+
+    def num_pieces(self, _cells: CellRange) -> int:
+        return 3
+
+    def settle(self, _cells: CellRange, piece: int) -> None:
+        self._note(f"settle {piece}")
+        self.settling(piece)
+
+    def discard(self, _cells: CellRange) -> None:
+        self._note("discard")
+
+
+@pytest.fixture
+def watched() -> tuple[GrantTable, Watched, Grant]:
+    table, landing = GrantTable(), Watched()
+    pretended: Any = landing
+    landing.grant = table.open(KEY, pretended)
+    return table, landing, landing.grant
+
+
+def test_what_is_put_into_place_and_what_is_forgotten_is_under_the_lock(watched) -> None:
+    table, landing, _ = watched
+    assert table.verify(KEY, cells(), 7)
+    assert landing.told == [("settle 0", True), ("settle 1", True), ("settle 2", True), ("discard", True)]
+
+
+def test_a_damaged_chunk_is_forgotten_under_the_lock_too(watched) -> None:
+    table, landing, _ = watched
+    assert not table.verify(KEY, cells(), 8)
+    assert landing.told == [("discard", True)]
+
+
+def test_a_revocation_waits_for_one_piece_and_no_more(watched) -> None:
+    table, landing, grant = watched
+    revoking = threading.Thread(target=table.revoke, args=(KEY,))
+
+    def settling(piece: int) -> None:
+        if piece == 0:
+            revoking.start()
+            while not grant.lock._wanted.value:  # until it stands in the door
+                threading.Event().wait(0.001)
+
+    landing.settling = settling
+    assert not table.verify(KEY, cells(), 7)
+    revoking.join(WAIT_S)
+    assert [what for what, _ in landing.told] == ["settle 0", "discard"]
+    assert not table.verify(KEY, cells(), 7), "and nothing of it is ever in place"
+
+
+def test_chunks_land_from_several_threads_while_others_are_put_into_place() -> None:
+    """As the streams of `tcp` do: each finds room under the lock, and room is never counted twice."""
+    pairing = Pairing.of(layout("bfloat16"), layout("bfloat16"), wire_dtype="int8")
+    target = region(pairing.destination, 0)
+    table = GrantTable()
+    grant = table.open(KEY, Landing(target, pairing.at_destination(0, TARGETS, POOL_BLOCKS), pairing))
+
+    def stream(unit: int) -> None:
+        own = cells(first_unit=unit, num_units=1)
+        for round_ in range(ROUNDS):
+            with grant.lock:
+                (room,) = grant.landing.room(own)
+            room[:] = bytes([(unit + round_) % 100] * len(room))
+            checksum = crc32(room, 0)
+            with grant.lock:
+                grant.landing.landed(own, checksum)
+            assert table.verify(KEY, own, checksum + (round_ % 3 == 0)) == (round_ % 3 != 0)
+
+    with ThreadPoolExecutor(len(TARGETS)) as streams:
+        list(streams.map(stream, range(len(TARGETS))))
+    assert not grant.landing._staged
+    assert not grant.landing._checksums
+    assert table.revoke(KEY) is grant
+
+
+def test_nothing_is_in_place_after_a_revocation_whatever_was_landing() -> None:
+    pairing = Pairing.of(layout("bfloat16"), layout("bfloat16"), wire_dtype="int8")
+    for round_ in range(20):
+        target = region(pairing.destination, 0)
+        table = GrantTable()
+        grant = table.open(KEY, Landing(target, pairing.at_destination(0, TARGETS, POOL_BLOCKS), pairing))
+        with grant.lock:
+            (room,) = grant.landing.room(cells())
+        room[:] = bytes([round_ + 1] * len(room))
+        started = threading.Event()
+
+        def verify(table: GrantTable = table, room: memoryview = room, started: threading.Event = started) -> None:
+            started.set()
+            table.verify(KEY, cells(), crc32(room, 0))
+
+        thread = threading.Thread(target=verify)
+        thread.start()
+        started.wait(WAIT_S)
+        table.revoke(KEY)
+        after = bytes(target.buffer)
+        thread.join(WAIT_S)
+        assert bytes(target.buffer) == after
