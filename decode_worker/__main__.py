@@ -54,7 +54,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         tracer = open_tracer(stack, config.telemetry, service="tandem-decode", instance=identity.worker_id)
         worker = DecodeWorker(identity, host, tasks, tracer)
         sessions = WorkerSessions(worker)
-        legator = worker.legator = Legator(host, lambda: sessions.ports)
+        worker.legator = Legator(host, lambda: sessions.ports)
         host.start(on_output=worker.on_output, ports=lambda: sessions.ports)
         stack.push_async_callback(host.stop)
         await _with_fabric(stack, server, worker, host, config, tcp, tasks.create_task)
@@ -68,13 +68,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         _log.info("decode worker %s serves at %s", identity.worker_id, identity.address)
         await lifetime.wait()
         sessions.drain("the worker was told to stop")
-        await leave(
-            worker.fabric,
-            legator,
-            worker.finish,
-            drain_s=config.decode.drain_s,
-            succession_s=config.transfer.succession_s,
-        )
+        await leave(worker, drain_s=config.decode.drain_s, succession_s=config.transfer.succession_s)
 
 
 async def _with_fabric(

@@ -64,13 +64,10 @@ class Fetch:
     num_waiting: int = 0
     """Who would have it; with the last of them it ends."""
     num_destinations: int = 0
-    patience: asyncio.TimerHandle | None = None
     ended: "asyncio.Future[int]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def end(self, num_tokens: int) -> None:
         """It is over, once."""
-        if self.patience is not None:
-            self.patience.cancel()
         if not self.ended.done():
             self.ended.set_result(num_tokens)
 

@@ -126,14 +126,14 @@ class Fetcher:
         self._host.parts.hasher.extend(request.hash_root, request.block_hashes, request.token_ids)
         names = request.block_hashes[: num_tokens // HASH_BLOCK_TOKENS]
         if (same := self._same(names)) is not None:
-            await self._wait(same, gone)  # what others bring is found here all the same
+            await self._wait(same, gone, self._patience_s(same, rates))  # it is found here all the same
             return 0
         fetch = await self._begin(self._wanted(request.hash_root, names, holder, rates, trace=trace), self.stats)
         if isinstance(fetch, Declined):
             self.stats.declined += 1
             _log.debug("%s: what %s holds is not fetched: %s", request.request_id, holder.worker_id, fetch.value)
             return 0
-        return await self._wait(fetch, gone)
+        return await self._wait(fetch, gone, self._patience_s(fetch, rates))
 
     def _wanted(
         self,
@@ -183,10 +183,6 @@ class Fetcher:
         except ServingError as error:
             self._not_begun(fetch, error)
             return fetch
-        missing = wanted.probe.num_tokens - 1 - held
-        fetch.patience = asyncio.get_running_loop().call_later(
-            self._patience_s(missing, wanted.rates), self._stop, fetch, "a fetch takes too long"
-        )
         return fetch
 
     def _tell_end(self, fetch: Fetch, started_s: float, ended: "asyncio.Future[int]") -> None:
@@ -198,20 +194,28 @@ class Fetcher:
             1e3 * (time.monotonic() - started_s),
         )  # fmt: skip
 
-    async def _wait(self, fetch: Fetch, gone: "asyncio.Future[None] | None" = None) -> int:
-        """Until it has ended, or whoever waits here has gone: then it ends, unless others wait for it too."""
+    async def _wait(
+        self, fetch: Fetch, gone: "asyncio.Future[None] | None" = None, patience_s: float | None = None
+    ) -> int:
+        """Until it has ended, or whoever waits here has gone or waited so long; the tokens gained.
+
+        With the last who waits it ends.
+        """
         fetch.num_waiting += 1
         try:
             ends = (fetch.ended,) if gone is None else (fetch.ended, gone)
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             fetch.num_waiting -= 1
             if not fetch.num_waiting:
-                self._stop(fetch, "nobody waits for it any more")
-        return fetch.ended.result() if fetch.ended.done() else 0
+                self._stop(fetch, "nobody waits for it any longer")
+        if not fetch.ended.done() and (fetch.num_waiting or (gone is not None and gone.done())):
+            return 0
+        return await asyncio.shield(fetch.ended)  # soon: what landed is being kept
 
-    def _patience_s(self, num_tokens: int, rates: FetchRates) -> float:
+    def _patience_s(self, fetch: Fetch, rates: FetchRates) -> float:
         """Some times what the fetch should take, and no longer than computing would."""
+        num_tokens = fetch.wanted.probe.num_tokens - 1 - fetch.num_held_tokens
         expected_s = fetch_s(self._num_bytes(num_tokens), rates)
         return max(_SHORTEST_WAIT_S, min(_PATIENCE * expected_s, compute_s(num_tokens, rates)))
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
+from typing import Protocol
 
 from engine.host import EngineHost
 from fabric.service import Fabric
@@ -63,27 +64,31 @@ async def _first(one: Awaitable[object], other: Awaitable[object]) -> bool:
             task.cancel()
 
 
-async def leave(
-    fabric: Fabric | None,
-    legator: Legator,
-    finish: Callable[[], Awaitable[None]],
-    *,
-    drain_s: float,
-    succession_s: float,
-) -> None:
-    """A worker that was told to stop, and has told so: return within `drain_s`, when nobody needs it any more.
+class Leaver(Protocol):
+    """A worker."""
 
-    `finish`: takes no new work and waits for what is here. The cache is passed on after that, or earlier if there would
-    be no time left.
+    fabric: Fabric | None
+    legator: Legator | None
+
+    async def finish(self) -> None:
+        """Take no new work; wait for what is here."""
+
+
+async def leave(worker: Leaver, *, drain_s: float, succession_s: float) -> None:
+    """A worker was told to stop, and has told so: return within `drain_s`, when nobody needs it any more.
+
+    Its cache is passed on when its work is done, or earlier if there would be no time left.
     """
+    fabric = worker.fabric
     with suppress(TimeoutError):
         async with asyncio.timeout(drain_s):
-            finishing = asyncio.ensure_future(finish())
+            finishing = asyncio.ensure_future(worker.finish())
             try:
                 await asyncio.wait({finishing}, timeout=max(0.0, drain_s - succession_s))
                 if fabric is not None:
                     fabric.heir.close()
-                    await legator.bequeath(succession_s)
+                if fabric is not None and worker.legator is not None:
+                    await worker.legator.bequeath(succession_s)
                 await finishing
                 if fabric is not None:
                     await fabric.drain()

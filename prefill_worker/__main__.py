@@ -53,7 +53,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         host = EngineHost(parts, on_fatal=lifetime.fail)
         worker = PrefillWorker(identity, host)
         sessions = WorkerSessions(worker)
-        legator = worker.legator = Legator(host, lambda: sessions.ports)
+        worker.legator = Legator(host, lambda: sessions.ports)
         host.start(on_output=worker.on_output, on_layers=worker.on_layers, ports=lambda: sessions.ports)
         stack.push_async_callback(host.stop)
         plan = FabricPlan(
@@ -80,13 +80,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         _log.info("prefill worker %s serves at %s", identity.worker_id, identity.address)
         await lifetime.wait()
         sessions.drain("the worker was told to stop")
-        await leave(
-            worker.fabric,
-            legator,
-            worker.finish,
-            drain_s=config.prefill.drain_s,
-            succession_s=config.transfer.succession_s,
-        )
+        await leave(worker, drain_s=config.prefill.drain_s, succession_s=config.transfer.succession_s)
 
 
 def _region(parts: EngineParts, stack: AsyncExitStack) -> KVRegion:

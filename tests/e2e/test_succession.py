@@ -31,14 +31,15 @@ async def leave(cluster, name: str) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 async def test_turn_two_finds_its_prefix_where_the_cache_went(oracle, transport):
-    async with running(prefill__replicas=0, decode__replicas=2, transfer__transport=transport, **SLOW) as cluster:
+    sizes = {"prefill__replicas": 0, "decode__replicas": 2, "transfer__succession_s": 25.0}
+    async with running(**sizes, transfer__transport=transport, **SLOW) as cluster:
         prompts = [oracle.story(seed, 200) for seed in range(40, 44)]
         said = await asyncio.gather(*(cluster.tokens(prompt, ANSWER) for prompt in prompts))  # on both workers
         await leave(cluster, "decode-0")
         [(who, whom, what)] = inherited(cluster)
         assert (who, whom) == ("decode-1", "decode-0"), what
         moved = await cluster.figure("tandem_worker_inherited_blocks_total", worker=who, outcome="moved")
-        assert moved >= (200 + ANSWER) // 16, what
+        assert moved >= (200 + ANSWER) // 16, "\n".join(cluster.logs.lines)
         assert await cluster.figure("tandem_worker_inherited_bytes_total", worker=who, outcome="moved") > 0
         came = {"worker": who, "direction": "received", "kind": "fetch", "transport": transport}
         assert await cluster.figure("tandem_worker_transfer_bytes_total", outcome="committed", **came) > 0

@@ -101,8 +101,8 @@ class Stages:
         return stage
 
     def leave(self, *, drain_s: float, succession_s: float) -> "asyncio.Task[None]":
-        finish = self._stage("finish", self.finished)
-        return asyncio.create_task(leave(self.fabric, self.legator, finish, drain_s=drain_s, succession_s=succession_s))
+        self.finish = self._stage("finish", self.finished)
+        return asyncio.create_task(leave(self, drain_s=drain_s, succession_s=succession_s))
 
 
 async def turns() -> None:
