@@ -69,6 +69,14 @@ class Heir:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def report(self) -> list[pb.InheritedBlocks]:
+        """What became of what was offered so far."""
+        block_bytes = self._host.parts.layout.worker_block_bytes
+        return [
+            pb.InheritedBlocks(outcome=outcome, blocks=count, num_bytes=count * block_bytes)
+            for outcome, count in self.num_blocks.items()
+        ]
+
     def close(self) -> None:
         """This worker leaves, too: fetch nothing more."""
         self._closed = True

@@ -1,6 +1,6 @@
 """What a worker has counted of moving KV, as routers are told of it with every load report."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from fabric.fetch import FetchStats
 from kv_transfer.receiver_hub import ReceiverHub
@@ -16,8 +16,7 @@ def transfer_report(
     *,
     num_loans: int,
     num_lent_tokens: int,
-    inherited_blocks: Mapping[str, int],
-    block_bytes: int,
+    inherited: Sequence[pb.InheritedBlocks] = (),
 ) -> pb.TransferReport:
     """Totals since start, and gauges of now."""
     return pb.TransferReport(
@@ -33,10 +32,7 @@ def transfer_report(
         leased_blocks=receiver_hub.num_leased_blocks,
         quarantined_blocks=receiver_hub.stats.quarantined_blocks,
         loans=num_loans,
-        inherited=[
-            pb.InheritedBlocks(outcome=outcome, blocks=count, num_bytes=count * block_bytes)
-            for outcome, count in inherited_blocks.items()
-        ],
+        inherited=inherited,
     )
 
 

@@ -50,8 +50,7 @@ class Fabric:
             self.sender_hub,
             self.receiver_hub,
             self.fetcher.stats,
-            inherited_blocks=self.heir.num_blocks,
-            block_bytes=self.receiver_hub.block_bytes,
+            inherited=self.heir.report(),
             num_loans=lender.num_loans,
             num_lent_tokens=lender.num_lent_tokens,
         )

@@ -181,11 +181,6 @@ class ReceiverHub:
         """Destinations that peers may write, quarantined ones included."""
         return sum(attempt.machine.num_leased_blocks for attempt in self._attempts.values())
 
-    @property
-    def block_bytes(self) -> int:
-        """Of one block of this worker, over all ranks."""
-        return self._local.layout.worker_block_bytes
-
     def bytes_per_s(self, address: str) -> float:
         """What was measured of the peer there, else of the transport that its link has; 0: nothing yet."""
         link = self._links.get(address)

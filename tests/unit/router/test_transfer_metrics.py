@@ -91,3 +91,16 @@ def test_a_peers_made_up_words_become_no_labels() -> None:
     metrics.worker_loads([worker("d", load=unreached)])
     none = ENDED | {"transport": "none", "outcome": "failed"}
     assert value(metrics, "tandem_worker_transfers_total", **none) == 3
+
+
+def test_what_was_inherited_is_shown_by_what_became_of_it() -> None:
+    told = [
+        pb.InheritedBlocks(outcome="moved", blocks=5, num_bytes=500),
+        pb.InheritedBlocks(outcome="made up", blocks=2, num_bytes=200),
+    ]
+    metrics = RouterMetrics("m")
+    load = load_from_pb(pb.LoadSnapshot(transfers=pb.TransferReport(inherited=told)))
+    metrics.worker_loads([worker("d", load=load)])
+    assert value(metrics, "tandem_worker_inherited_blocks_total", outcome="moved") == 5
+    assert value(metrics, "tandem_worker_inherited_bytes_total", outcome="moved") == 500
+    assert value(metrics, "tandem_worker_inherited_blocks_total", outcome="other") == 2
