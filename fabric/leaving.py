@@ -80,13 +80,13 @@ async def leave(worker: Leaver, *, drain_s: float, succession_s: float) -> None:
     Its cache is passed on when its work is done, or earlier if there would be no time left.
     """
     fabric = worker.fabric
+    if fabric is not None:
+        fabric.heir.close()
     with suppress(TimeoutError):
         async with asyncio.timeout(drain_s):
             finishing = asyncio.ensure_future(worker.finish())
             try:
                 await asyncio.wait({finishing}, timeout=max(0.0, drain_s - succession_s))
-                if fabric is not None:
-                    fabric.heir.close()
                 if fabric is not None and worker.legator is not None:
                     await worker.legator.bequeath(succession_s)
                 await finishing

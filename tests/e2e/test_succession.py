@@ -60,3 +60,25 @@ async def test_the_last_worker_of_all_leaves_at_once(oracle):
         assert await cluster.tokens(oracle.story(51, 100), MAX_TOKENS) == oracle.tokens(
             oracle.story(51, 100), MAX_TOKENS
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["decode-0", "decode-1"])
+@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.05])
+async def test_whoever_dies_in_the_middle_leaves_nothing_behind(oracle, victim, after_s):
+    """The worker that leaves, or its successor."""
+    sizes = {"prefill__replicas": 0, "decode__replicas": 2, "transfer__succession_s": 25.0}
+    async with running(**sizes, transfer__transport="tcp", **SLOW) as cluster:
+        prompts = [oracle.story(seed, 200) for seed in range(60, 68)]
+        said = await asyncio.gather(*(cluster.tokens(prompt, ANSWER) for prompt in prompts))
+        pids = {name: cluster.pid(name) for name in ("decode-0", victim)}
+        cluster.local.kill("decode-0", signal.SIGTERM)
+        await asyncio.sleep(after_s)
+        cluster.local.kill(victim)
+        for name, pid in pids.items():
+            await cluster.local.wait_ready(name, after_pid=pid)
+        await cluster.until_workers(len(cluster.local.workers))
+        second = [[*prompt, *answer, 7, 8, 9] for prompt, answer in zip(prompts, said, strict=True)]
+        told = await asyncio.gather(*(cluster.tokens(prompt, MAX_TOKENS) for prompt in second))
+        assert told == [oracle.tokens(prompt, MAX_TOKENS) for prompt in second]
+        await cluster.until_idle()

@@ -114,10 +114,10 @@ async def test_work_first_then_the_cache_then_what_is_still_read() -> None:
     stages = Stages()
     leaving = stages.leave(drain_s=60.0, succession_s=5.0)
     await turns()
-    assert stages.told == ["finish"]
+    assert stages.told == ["close", "finish"]
     stages.finished.set()
     await turns()
-    assert stages.told == ["finish", "finish ended", "close", "bequeath"]
+    assert stages.told == ["close", "finish", "finish ended", "bequeath"]
     stages.bequeathed.set()
     await turns()
     assert stages.told[4:] == ["bequeath ended", "drain"]
@@ -129,7 +129,7 @@ async def test_work_that_takes_all_the_time_does_not_cost_the_cache() -> None:
     stages = Stages()
     leaving = stages.leave(drain_s=60.0, succession_s=60.0)
     await turns()
-    assert stages.told == ["finish", "close", "bequeath"]
+    assert stages.told == ["close", "finish", "bequeath"]
     stages.bequeathed.set()
     await turns()
     assert "drain" not in stages.told
