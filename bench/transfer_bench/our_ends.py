@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from kv_transfer import checksum
+from kv_transfer.cell_stream import CellStream, CellStreams
 from kv_transfer.chunks import CellShape, ChunkPlanner
 from kv_transfer.config import TransferSettings
 from kv_transfer.landing import Landing
@@ -190,7 +191,13 @@ def _compute_no_checksums() -> None:
     def bare(*arguments: Any, **options: Any) -> tuple[int, int]:
         return with_checksums(*arguments, **{**options, "with_checksum": False})
 
+    opened = CellStreams.open
+
+    def bare_stream(*arguments: Any, **options: Any) -> CellStream:
+        return opened(*arguments, **{**options, "with_checksum": False})
+
     setattr(Mover, "move", bare)  # noqa: B010 - not an attribute that the type checker may rebind
+    setattr(CellStreams, "open", bare_stream)  # noqa: B010
     setattr(checksum, "crc32", _no_checksum)  # noqa: B010
 
 

@@ -17,7 +17,6 @@ from kv_transfer.transport import WriteOrder, WriteResult
 from kv_transfer.transports import tcp_wire
 from kv_transfer.transports.grants import TOKEN_BYTES
 from kv_transfer.transports.tcp_channel import Channel, PlainChannel, receive_exactly, send_exactly
-from kv_transfer.transports.tcp_payload import Payloads
 from kv_transfer.transports.tcp_settings import NAME, PLAIN, STALL_S, TcpSettings
 from kv_transfer.transports.tcp_stream import TcpStream
 from kv_transfer.transports.tcp_tls import tls_reason
@@ -36,7 +35,7 @@ class TcpWriter:
     ) -> None:
         self._lock = threading.Lock()
         self._streams = [
-            TcpStream(channel, Payloads(source, pairing), stall_s=stall_s, broken=self._break) for channel in channels
+            TcpStream(source, channel, pairing, stall_s=stall_s, broken=self._break) for channel in channels
         ]
         self._under_way = [0] * len(channels)
         for stream in self._streams:
