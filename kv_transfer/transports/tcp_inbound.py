@@ -13,7 +13,7 @@ from kv_transfer.cell_stream import Progress
 from kv_transfer.gate import PieceLock
 from kv_transfer.landing import Landing
 from kv_transfer.messages import CellRange
-from kv_transfer.mover import load_mover
+from kv_transfer.mover import Mover
 from kv_transfer.transports import tcp_wire
 from kv_transfer.transports.grants import Grant, GrantTable
 from kv_transfer.transports.tcp_channel import Channel, receive_exactly
@@ -38,10 +38,13 @@ class Peer:
 class Inbound:
     """A stream whose HELLO was accepted; `run` serves it on the caller's thread."""
 
-    def __init__(self, channel: Channel, peer: Peer, grants: GrantTable, *, stall_s: float) -> None:
+    def __init__(
+        self, channel: Channel, peer: Peer, grants: GrantTable, *, mover: Mover | None, stall_s: float
+    ) -> None:
         self._channel = channel
         self._peer = peer
         self._grants = grants
+        self._mover = mover
         self._stall_s = stall_s
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._lock = PieceLock()
@@ -95,7 +98,7 @@ class Inbound:
         return parcel
 
     def _towards(self, landing: Landing, cells: CellRange) -> Parcel:
-        mover, descriptor = load_mover(), self._channel.descriptor
+        mover, descriptor = self._mover, self._channel.descriptor
         if mover is not None and descriptor is not None and (place := landing.place(cells)) is not None:
             return mover.streams.open(place, cells, descriptor, self._lock, is_sending=False)
         channel = self._channel

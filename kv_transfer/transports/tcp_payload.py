@@ -9,7 +9,7 @@ from kv_transfer.departure import Departure
 from kv_transfer.gate import PieceLock
 from kv_transfer.mapping import Payload
 from kv_transfer.messages import CellRange
-from kv_transfer.mover import load_mover
+from kv_transfer.mover import Mover
 from kv_transfer.pairing import Pairing
 from kv_transfer.placed import PlacedCells
 from kv_transfer.placed_bytes import PlacedBytes
@@ -33,8 +33,11 @@ class Outgoing:
 class Payloads:
     """Makes payloads of cells, which leave through `channel` under `lock`. One thread at a time."""
 
-    def __init__(self, region: KVRegion, pairing: Pairing, channel: Channel, lock: PieceLock) -> None:
+    def __init__(
+        self, region: KVRegion, pairing: Pairing, channel: Channel, lock: PieceLock, mover: Mover | None
+    ) -> None:
         self._region = region
+        self._mover = mover
         self._departure = Departure(region, pairing)
         self._wire_dtype = pairing.wire_dtype
         self._channel = channel
@@ -54,11 +57,11 @@ class Payloads:
         )
 
     def _as_they_lie(self, source: PlacedCells, cells: CellRange) -> Parcel:
-        mover, descriptor = load_mover(), self._channel.descriptor
-        if mover is None or descriptor is None:
+        descriptor = self._channel.descriptor
+        if self._mover is None or descriptor is None:
             return self._parcel(self._departure.views(source, cells))
         place = PlacedBytes(self._region, source, is_source=True)
-        return mover.streams.open(place, cells, descriptor, self._lock, is_sending=True)
+        return self._mover.streams.open(place, cells, descriptor, self._lock, is_sending=True)
 
     def _parcel(self, views: list[memoryview], value: int = 0) -> ViewsParcel:
         channel = self._channel

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kv_transfer.cell_stream import Progress
+from kv_transfer.mover import Mover
 from kv_transfer.pairing import Pairing
 from kv_transfer.region import KVRegion
 from kv_transfer.transports import tcp_wire
@@ -46,6 +47,7 @@ class TcpStream(QueuedWriter):
         channel: Channel,
         pairing: Pairing,
         *,
+        mover: Mover | None,
         stall_s: float,
         broken: Callable[[str], None],
     ) -> None:
@@ -55,7 +57,7 @@ class TcpStream(QueuedWriter):
         self._numbers = itertools.count(1)
         self._unanswered: deque[_Frame] = deque()
         super().__init__("kv-tcp-write")
-        self._payloads = Payloads(source, pairing, channel, self._queue.lock)
+        self._payloads = Payloads(source, pairing, channel, self._queue.lock, mover)
         self._reader = threading.Thread(target=self._read, name="kv-tcp-read", daemon=True)
 
     def start(self) -> None:

@@ -13,7 +13,7 @@ from kv_transfer.cell_stream import CellStream, Progress
 from kv_transfer.messages import TransferKey
 from kv_transfer.mover import load_mover
 from kv_transfer.region import KVRegion
-from kv_transfer.transports import tcp_inbound, tcp_payload
+from kv_transfer.transports import tcp_receiver, tcp_sender
 from kv_transfer.transports.tcp_pieces import ViewsParcel
 from kv_transfer.transports.tcp_receiver import TcpReceiver
 from kv_transfer.transports.tcp_sender import TcpSender, TcpWriter
@@ -62,7 +62,7 @@ class Ends:
 @pytest.fixture(params=["compiled", "python"])
 def ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
     if request.param == "python":
-        for module in (landing_module, tcp_inbound, tcp_payload):
+        for module in (landing_module, tcp_receiver, tcp_sender):
             monkeypatch.setattr(module, "load_mover", lambda: None)
     elif load_mover() is None:
         pytest.skip("without a C++ compiler sockets are served by Python")

@@ -18,7 +18,7 @@ from kv_transfer.checksum import checksum_of
 from kv_transfer.messages import TransferKey, TransportOffer
 from kv_transfer.region import KVRegion
 from kv_transfer.transport import KVReceiver, KVSender, PeerWriter, WriteOrder
-from kv_transfer.transports import tcp_inbound, tcp_payload
+from kv_transfer.transports import tcp_receiver, tcp_sender
 from kv_transfer.transports.catalogue import NAMES, candidates, open_receivers, open_senders
 from kv_transfer.transports.memory import MemoryFabric
 from kv_transfer.transports.tcp_settings import TcpSettings
@@ -100,7 +100,7 @@ def opened(mode: str, files: TlsFiles) -> Iterator[Pair]:
     require(name)
     with pytest.MonkeyPatch.context() as patch:
         if "without a compiler" in mode:
-            for module in (landing_module, tcp_inbound, tcp_payload):
+            for module in (landing_module, tcp_receiver, tcp_sender):
                 patch.setattr(module, "load_mover", lambda: None)
         with opened_as(name, tcp, source_at, target_at) as pair:
             yield pair
