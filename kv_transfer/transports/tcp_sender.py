@@ -11,13 +11,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kv_transfer.messages import TransferKey, TransportOffer
+from kv_transfer.mover import Mover, load_mover
 from kv_transfer.pairing import Pairing
 from kv_transfer.region import KVRegion
 from kv_transfer.transport import WriteOrder, WriteResult
 from kv_transfer.transports import tcp_wire
 from kv_transfer.transports.grants import TOKEN_BYTES
 from kv_transfer.transports.tcp_channel import Channel, PlainChannel, receive_exactly, send_exactly
-from kv_transfer.transports.tcp_payload import Payloads
 from kv_transfer.transports.tcp_settings import NAME, PLAIN, STALL_S, TcpSettings
 from kv_transfer.transports.tcp_stream import TcpStream
 from kv_transfer.transports.tcp_tls import tls_reason
@@ -32,11 +32,19 @@ class TcpWriter:
     """PeerWriter of the `tcp` transport. Each write takes one stream, that with the fewest under way."""
 
     def __init__(
-        self, source: KVRegion, channels: list[Channel], pairing: Pairing, *, stall_s: float = STALL_S
+        self,
+        source: KVRegion,
+        channels: list[Channel],
+        pairing: Pairing,
+        *,
+        mover: Mover | None = None,
+        stall_s: float = STALL_S,
     ) -> None:
+        """Payload goes by compiled code if there is a `mover`, else by Python."""
         self._lock = threading.Lock()
         self._streams = [
-            TcpStream(channel, Payloads(source, pairing), stall_s=stall_s, broken=self._break) for channel in channels
+            TcpStream(source, channel, pairing, mover=mover, stall_s=stall_s, broken=self._break)
+            for channel in channels
         ]
         self._under_way = [0] * len(channels)
         for stream in self._streams:
@@ -94,6 +102,7 @@ class TcpSender:
     def __init__(self, region: KVRegion, *, settings: TcpSettings = PLAIN) -> None:
         self._region = region
         self._settings = settings
+        self._mover = load_mover()
 
     def reaches(self, offer: TransportOffer) -> bool:
         """See KVSender."""
@@ -118,7 +127,7 @@ class TcpSender:
                 channel.close()
             reason = tls_reason(error) if isinstance(error, ssl.SSLError) else error
             raise TransferError(f"tcp {advert.host}:{advert.port}: {reason}") from None
-        return TcpWriter(self._region, channels, pairing, stall_s=self._settings.stall_s)
+        return TcpWriter(self._region, channels, pairing, mover=self._mover, stall_s=self._settings.stall_s)
 
     def _dial(self, advert: _Advert, deadline_s: float) -> Channel:
         sock = socket.create_connection((advert.host, advert.port), max(0.001, deadline_s - time.monotonic()))
