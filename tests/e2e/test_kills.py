@@ -44,7 +44,7 @@ def transport(workers):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("num_kills", [5, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [4, pytest.param(200, marks=pytest.mark.slow)])
 async def test_killed_at_random_moments_of_transfers(workers, prompts, num_kills):
     report = await Campaign(workers, prompts, seed=num_kills).run(num_kills)
     print(transport(workers), *lines(report), sep="\n")
@@ -116,7 +116,7 @@ async def test_a_writer_frozen_in_the_middle_of_a_transfer(workers, prompts, end
             held = await held_for(workers, frozen, "quarantined")
             # More than the whole pool is used meanwhile; nobody is given a block in quarantine.
             salts = (f"meanwhile {id(clients)} {i}" for i in count())
-            told = await asyncio.gather(*(clients.ask(p, MAX_TOKENS, next(salts)) for p in prompts * 3))
+            told = await asyncio.gather(*(clients.ask(p, MAX_TOKENS, next(salts)) for p in prompts * 2))
             assert set(told) == {RIGHT}
             assert await held_for(workers, frozen, "quarantined") == held > 0
             assert (await shown(workers))[1] == held

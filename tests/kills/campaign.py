@@ -24,7 +24,7 @@ SHAPE: dict[str, Any] = {
     # Prompts of many chunks, in pools small enough that blocks are soon used again.
     "engine__prefill_chunk_tokens": 16,
     "engine__max_batched_tokens": 64,
-    "engine__num_blocks": 640,
+    "engine__num_blocks": 300,
 }
 NUM_CLIENTS = 6
 FREE_WITHIN_S = 2.0
@@ -127,7 +127,7 @@ class Campaign:
         """`count` kills within transfers; leaves an idle cluster."""
         report, started_s = self.report, time.monotonic()
         async with asyncio.TaskGroup() as returns, self._clients.asking(NUM_CLIENTS):
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(0.5)
             while len(report.kills) < count and not report.problems:
                 await self._strike(returns)
                 report.problems += self._clients.problems
