@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.supervisor import Policy
+from kv_transfer.leases import LeaseClock
 from tests.e2e.running_cluster import RunningCluster
 from tests.kills.clients import Clients, Prompt
 
@@ -30,6 +31,7 @@ NUM_CLIENTS = 6
 FREE_WITHIN_S = 2.0
 _GIVE_UP_S = 10.0
 _POLL_S = 0.005
+_MAX_STEP_S = 0.5
 _LONGEST_PAUSE_S = 0.5
 _WAITS_FOR_RETURN = 0.7
 """Share of the kills after which nothing else is killed until the victim is back."""
@@ -118,25 +120,37 @@ class Campaign:
         self.report = Report()
         self._workers = workers
         self._first_line = len(workers.cluster.logs.lines)
-        self._clients = Clients(workers.cluster, prompts, seed=seed)
+        self._clients = Clients(workers.cluster, prompts, seed=seed, clock=self._now)
         self._draw = random.Random(seed)
+        self._clock = LeaseClock(time.monotonic(), max_step_s=_MAX_STEP_S)
         self._away: set[str] = set()
         self._returns: set[asyncio.Task[None]] = set()
 
     async def run(self, count: int) -> Report:
         """`count` kills within transfers; leaves an idle cluster."""
-        report, started_s = self.report, time.monotonic()
+        report, started_s = self.report, self._now()
         async with asyncio.TaskGroup() as returns, self._clients.asking(NUM_CLIENTS):
+            ticking = returns.create_task(self._tick())
             await asyncio.sleep(0.5)
-            while len(report.kills) < count and not report.problems:
+            while len(report.kills) < count and not (report.problems or self._clients.problems):
                 await self._strike(returns)
-                report.problems += self._clients.problems
+            ticking.cancel()
+        report.problems += self._clients.problems
         await self._workers.cluster.until_idle()
         report.problems += await self._workers.leftovers()
         report.problems += self._strange_ends(len(report.kills) + report.num_missed)
         report.outcomes, report.slowest_s = self._clients.outcomes, self._clients.slowest_s
-        report.seconds = time.monotonic() - started_s
+        report.seconds = self._now() - started_s
         return report
+
+    async def _tick(self) -> None:
+        while True:
+            self._clock.tick(time.monotonic())
+            await asyncio.sleep(_MAX_STEP_S / 10)
+
+    def _now(self) -> float:
+        """Seconds in which this process was not stopped: what stops it stops its cluster too."""
+        return self._clock.read(time.monotonic())
 
     async def _strike(self, returns: asyncio.TaskGroup) -> None:
         workers, draw = self._workers, self._draw
@@ -146,7 +160,7 @@ class Campaign:
         told = {name: await workers.look(name) for name in here}
         await asyncio.sleep(draw.uniform(0.0, _LONGEST_PAUSE_S))
         old_pid = workers.cluster.pid(victim)
-        killed_s = time.monotonic()
+        killed_s = self._now()
         os.kill(told[victim]["pid"], signal.SIGKILL)
         self._away.add(victim)
         task = returns.create_task(self._return(victim, old_pid))
@@ -174,7 +188,7 @@ class Campaign:
         """When a peer held nothing more for a dead worker, in seconds from the kill; what it had under way with it."""
         while True:
             told = await self._workers.look(name, since=since)
-            engine, after_s = told["engine"], told["at_s"] - killed_s
+            engine, after_s = told["engine"], self._now() - killed_s
             held = any(attempt["peer"] == dead and attempt["blocks"] for attempt in told["attempts"])
             if not (held or engine["quarantined"] or engine["unowned_pins"]) or after_s > _GIVE_UP_S:
                 return after_s, [end for end in told["ends"] if end["peer"] == dead]

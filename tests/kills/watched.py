@@ -6,7 +6,6 @@ Nothing of what the worker does is changed. It answers on a Unix socket, one JSO
 import asyncio
 import json
 import os
-import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -123,7 +122,6 @@ class Watch:
             "num_ends": len(self._ledger.ends),
             "num_quarantined": self._ledger.num_quarantined,
             "engine": await self._plan.host.call(engine),
-            "at_s": time.monotonic(),
         }
 
 
