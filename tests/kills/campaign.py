@@ -129,18 +129,20 @@ class Campaign:
     async def run(self, count: int) -> Report:
         """`count` kills within transfers; leaves an idle cluster."""
         report, started_s = self.report, self._now()
-        async with asyncio.TaskGroup() as returns, self._clients.asking(NUM_CLIENTS):
-            ticking = returns.create_task(self._tick())
-            await asyncio.sleep(0.5)
-            while len(report.kills) < count and not (report.problems or self._clients.problems):
-                await self._strike(returns)
+        async with asyncio.TaskGroup() as tasks:
+            ticking = tasks.create_task(self._tick())
+            async with self._clients.asking(NUM_CLIENTS):
+                await asyncio.sleep(0.5)
+                while len(report.kills) < count and not (report.problems or self._clients.problems):
+                    await self._strike(tasks)
+            await asyncio.gather(*self._returns)
+            await self._workers.cluster.until_idle()
             ticking.cancel()
+        report.seconds = self._now() - started_s
+        report.outcomes, report.slowest_s = self._clients.outcomes, self._clients.slowest_s
         report.problems += self._clients.problems
-        await self._workers.cluster.until_idle()
         report.problems += await self._workers.leftovers()
         report.problems += self._strange_ends(len(report.kills) + report.num_missed)
-        report.outcomes, report.slowest_s = self._clients.outcomes, self._clients.slowest_s
-        report.seconds = self._now() - started_s
         return report
 
     async def _tick(self) -> None:
@@ -152,7 +154,7 @@ class Campaign:
         """Seconds in which this process was not stopped: what stops it stops its cluster too."""
         return self._clock.read(time.monotonic())
 
-    async def _strike(self, returns: asyncio.TaskGroup) -> None:
+    async def _strike(self, tasks: asyncio.TaskGroup) -> None:
         workers, draw = self._workers, self._draw
         here = [name for name in workers.names if name not in self._away]
         role = draw.choice(sorted({name.partition("-")[0] for name in here}))
@@ -160,14 +162,17 @@ class Campaign:
         told = {name: await workers.look(name) for name in here}
         await asyncio.sleep(draw.uniform(0.0, _LONGEST_PAUSE_S))
         old_pid = workers.cluster.pid(victim)
-        killed_s = self._now()
+        killed_s, killed_at_s = self._now(), time.monotonic()
         os.kill(told[victim]["pid"], signal.SIGKILL)
         self._away.add(victim)
-        task = returns.create_task(self._return(victim, old_pid))
+        task = tasks.create_task(self._return(victim, old_pid))
+        self._returns.add(task)
+        task.add_done_callback(self._returns.discard)
         peers = [name for name in here if name != victim]
         dead = told[victim]["incarnation"]
         seen = await asyncio.gather(*(self._freed(name, dead, told[name]["num_ends"], killed_s) for name in peers))
-        hits = [end for _, ends in seen for end in ends if end["state"] in WITHIN]
+        # Under way when the peer learnt of the end, not ended before for another reason.
+        hits = [e for _, ends in seen for e in ends if e["state"] in WITHIN and e["at_s"] >= killed_at_s]
         free_s = max((seconds for seconds, _ in seen), default=0.0)
         if free_s > FREE_WITHIN_S:
             self.report.problems.append(f"blocks of {victim} were held for {free_s:.2f} s")

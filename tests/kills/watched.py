@@ -6,6 +6,7 @@ Nothing of what the worker does is changed. It answers on a Unix socket, one JSO
 import asyncio
 import json
 import os
+import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -42,7 +43,8 @@ class Ledger:
             method(attempt, news)
             after = attempt.machine.state
             if before in LIVE and after not in (*LIVE, HandoffState.COMMITTED) and not committed(attempt):
-                self.ends.append(told_of(attempt) | {"state": before.value, "blocks": num_blocks})
+                end = {"state": before.value, "blocks": num_blocks, "at_s": time.monotonic()}
+                self.ends.append(told_of(attempt) | end)
             if after is HandoffState.QUARANTINED and before is not after:
                 self.num_quarantined += 1
 
