@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.effective import module_command
 from cluster.local import Command, LocalCluster, SilentWatcher
+from cluster.supervisor import Policy
 from tandem.config import load
 
 WAIT_S = 60.0
@@ -157,17 +158,19 @@ def body(prompt: Sequence[int], max_tokens: int, **more: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def running(*, command: Command = module_command, **overrides: Any) -> AsyncIterator[RunningCluster]:
+async def running(
+    *, command: Command = module_command, policy: Policy | None = None, **overrides: Any
+) -> AsyncIterator[RunningCluster]:
     """Start a cluster on free ports; `a__b=1` sets `a.b`. Leaving drains it, or kills it when the test failed.
 
-    `command`: how each process is started.
+    `command`: how each process is started. `policy`: how patient its supervisor is.
     """
     dotted = {name.replace("__", "."): value for name, value in overrides.items()}
     config = load(None, {"router.port": 0, "router.grpc_port": 0, "engine.num_threads": 1, **dotted})
     logs = Logs()
     limits = httpx.Limits(max_connections=None)
     async with (
-        LocalCluster(config, watcher=logs, command=command) as local,
+        LocalCluster(config, watcher=logs, policy=policy, command=command) as local,
         httpx.AsyncClient(base_url=local.http_url, timeout=WAIT_S, limits=limits, trust_env=False) as http,
     ):
         cluster = RunningCluster(local, http, logs)

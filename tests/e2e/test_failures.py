@@ -45,23 +45,28 @@ async def comes_back(cluster, name, old_pid):
     await cluster.until_workers(len(cluster.local.workers))
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
-async def test_a_prefill_worker_that_goes_in_the_middle_of_prefills(cluster, oracle, long_prompts, signum):
-    prompts, expected = long_prompts
-    before, pid, salt = await retries(cluster, "transfer_failed"), cluster.pid("prefill-0"), signum.name
-    gone = False
+async def stop_at_the_first_token(cluster, prompts, salt, signum):
+    """Send the prompts, and a signal to the prefill worker when one is through: the others are on their way."""
+    gone = asyncio.Event()
 
     def strike(_):
-        nonlocal gone
-        if not gone:  # the first prompt is through, the others are on their way
-            gone = True
+        if not gone.is_set():
+            gone.set()
             cluster.local.kill("prefill-0", signum)
 
-    streams = [cluster.stream(prompt, 24, on_token=strike, cache_salt=salt) for prompt in prompts]
-    told = await asyncio.gather(*streams)
+    streams = [
+        asyncio.ensure_future(cluster.stream(prompt, 24, on_token=strike, cache_salt=salt)) for prompt in prompts
+    ]
+    await gone.wait()
+    return streams
+
+
+async def test_a_prefill_worker_that_is_killed_in_the_middle_of_prefills(cluster, oracle, long_prompts):
+    prompts, expected = long_prompts
+    before, pid, salt = await retries(cluster, "transfer_failed"), cluster.pid("prefill-0"), "killed"
+    told = await asyncio.gather(*await stop_at_the_first_token(cluster, prompts, salt, signal.SIGKILL))
     assert [one.token_ids for one in told] == expected
-    if signum is signal.SIGKILL:
-        assert await retries(cluster, "transfer_failed") > before
+    assert await retries(cluster, "transfer_failed") > before
     await comes_back(cluster, "prefill-0", pid)
 
     before = await cluster.disaggregated()
@@ -69,6 +74,35 @@ async def test_a_prefill_worker_that_goes_in_the_middle_of_prefills(cluster, ora
     assert await cluster.tokens(again, 24, cache_salt=salt) == oracle.tokens(again, 24)
     assert await cluster.disaggregated() == before + 1
     await cluster.until_idle()
+
+
+async def received(cluster, outcome):
+    return await cluster.figure("tandem_worker_transfers_total", direction="received", kind="handoff", outcome=outcome)
+
+
+async def test_a_prefill_worker_told_to_stop_takes_nothing_new_and_ends_when_all_is_handed_over(
+    cluster, oracle, long_prompts
+):
+    prompts, expected = long_prompts
+    pid, num_lines = cluster.pid("prefill-0"), len(cluster.logs.lines)
+    outcomes = ("committed", "failed", "expired", "cancelled")
+    before = {outcome: await received(cluster, outcome) for outcome in outcomes}
+    streams = await stop_at_the_first_token(cluster, prompts, "drained", signal.SIGTERM)
+
+    async def is_draining():
+        return any("prefill-0 is draining" in line for line in cluster.logs.lines[num_lines:])
+
+    await cluster.until(is_draining)
+    placed, late = await cluster.disaggregated(), oracle.story(9100, 200)
+    assert await cluster.tokens(late, 24) == oracle.tokens(late, 24)
+    assert await cluster.disaggregated() == placed, "it takes nothing new"
+    told = await asyncio.gather(*streams)
+    assert [one.token_ids for one in told] == expected
+    await comes_back(cluster, "prefill-0", pid)
+    assert any("prefill-0: exited with code 0" in line for line in cluster.logs.lines[num_lines:])
+    await cluster.until_idle()
+    after = {outcome: await received(cluster, outcome) for outcome in outcomes}
+    assert after == before | {"committed": before["committed"] + STREAMS}, "all that was outstanding was served"
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
