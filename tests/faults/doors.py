@@ -27,6 +27,7 @@ class Door:
         self._inner, self._injector = inner, injector
         self._lock = threading.Lock()
         self._landings: dict[TransferKey, Landing] = {}
+        self._revoked: set[TransferKey] = set()
         self._quiet: set[TransferKey] = set()
         self._offer = inner.offer()
         self._relay = None if around is None else self._relayed(around)
@@ -51,6 +52,7 @@ class Door:
         """See KVReceiver."""
         with self._lock:
             self._landings.pop(key, None)
+            self._revoked.add(key)
         proven = self._inner.revoke(key)
         if proven:
             self._quiet.add(key)
@@ -60,7 +62,9 @@ class Door:
         """See KVReceiver."""
 
         def hear(key: TransferKey) -> None:
-            self._quiet.add(key)
+            # A writer that gives a claim up by itself may claim again, until the grant has ended.
+            if key in self._revoked:
+                self._quiet.add(key)
             listener(key)
 
         self._inner.listen_quiet(hear)

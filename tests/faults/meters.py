@@ -98,7 +98,7 @@ def meters_of(transport: str, injector: Injector) -> tuple[Meter, Meter]:
         case "tcp":
             return _tcp(injector)
         case "shm":
-            return _claims(injector), _claims(injector)
+            return _claims(injector, 0), _claims(injector, _REGION_EXTRA)
         case "torch_dist":
             return _torch_dist(injector)
         case _:
@@ -124,14 +124,12 @@ def _tcp(injector: Injector) -> tuple[Meter, Meter]:
     )
 
 
-def _claims(injector: Injector) -> Meter:
+def _claims(injector: Injector, first_extra: int) -> Meter:
     def message(index: int, head: bytes) -> tuple[TransferId | None, int]:
-        kind, token = claim_wire.unpack(head)
-        if kind is claim_wire.Kind.REGION and index == 0:
-            return None, _REGION_EXTRA
-        return injector.owner_of(token), 0
+        _kind, token = claim_wire.unpack(head[: claim_wire.MESSAGE_BYTES])
+        return (injector.owner_of(token) if index else None), 0
 
-    return UnitMeter(lambda _index: claim_wire.MESSAGE_BYTES, message)
+    return UnitMeter(lambda index: claim_wire.MESSAGE_BYTES + (0 if index else first_extra), message)
 
 
 def _torch_dist(injector: Injector) -> tuple[Meter, Meter]:

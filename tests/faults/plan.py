@@ -118,6 +118,8 @@ class Focus:
 
     kinds: Sequence[Kind] = tuple(Kind)
     places: Sequence[Place] = tuple(Place)
+    greetings: float = 0.0
+    """Share of connections that are hit while they are made."""
     heads: float | None = None
     """Share of socket faults that hit a header; None for the usual."""
 
@@ -133,7 +135,8 @@ def plan_batch(transport: str, seed: int, focus: Focus | None = None) -> BatchPl
     chunk_bytes = max(1, chunk_tokens * token_bytes // rng.choice((1, 1, source.num_layers)))
     drawer = _Drawer(rng, transport, focus or Focus(), token_bytes=token_bytes, chunk_bytes=chunk_bytes)
     transfers = tuple(_transfer(rng, index, destination, drawer) for index in range(rng.randint(3, 8)))
-    greetings = tuple(drawer.greeting() if rng.random() < 0.15 else None for _ in range(8))
+    often = 0.15 if focus is None else focus.greetings
+    greetings = tuple(drawer.greeting() if rng.random() < often else None for _ in range(8))
     return BatchPlan(
         transport=transport,
         seed=seed,
@@ -144,7 +147,7 @@ def plan_batch(transport: str, seed: int, focus: Focus | None = None) -> BatchPl
         write_window=rng.randint(1, 4),
         streams=rng.choice((1, 2, 2, 3)),
         one_at_a_time=transport == "tls",
-        greetings=() if focus else greetings,
+        greetings=greetings,
         transfers=transfers,
     )
 
@@ -222,7 +225,7 @@ class _Drawer:
     def greeting(self) -> Fault:
         """Of a connection that is being made."""
         place = self._rng.choice(SOCKETS)
-        return Fault(kind=self._rng.choice(list(Kind)), place=place, after=0, at_head=True, seed=self._rng.getrandbits(32))
+        return Fault(kind=self._rng.choice(self._focus.kinds), place=place, after=0, at_head=True, seed=self._rng.getrandbits(32))
 
     def _possible(self, kind: Kind, place: Place) -> bool:
         if kind is not Kind.FLIP:
