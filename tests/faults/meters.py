@@ -4,13 +4,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from kv_transfer.transports import claim_wire, tcp_wire, torch_dist_wire
+from kv_transfer.transports import claim_wire, shm_wire, tcp_wire, torch_dist_wire
 from tandem.errors import TransferError
 from tandem.ids import TransferId
 from tests.faults.injector import Injector
-
-_REGION_EXTRA = 8
-"""Bytes of the number of blocks that `shm` says after REGION (see shm_wire)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +95,7 @@ def meters_of(transport: str, injector: Injector) -> tuple[Meter, Meter]:
         case "tcp":
             return _tcp(injector)
         case "shm":
-            return _claims(injector, 0), _claims(injector, _REGION_EXTRA)
+            return _claims(injector, claim_wire.MESSAGE_BYTES), _claims(injector, shm_wire.REGION_BYTES)
         case "torch_dist":
             return _torch_dist(injector)
         case _:
@@ -124,17 +121,17 @@ def _tcp(injector: Injector) -> tuple[Meter, Meter]:
     )
 
 
-def _claims(injector: Injector, first_extra: int) -> Meter:
+def _claims(injector: Injector, first_bytes: int) -> Meter:
     def message(index: int, head: bytes) -> tuple[TransferId | None, int]:
         _kind, token = claim_wire.unpack(head[: claim_wire.MESSAGE_BYTES])
         return (injector.owner_of(token) if index else None), 0
 
-    return UnitMeter(lambda index: claim_wire.MESSAGE_BYTES + (0 if index else first_extra), message)
+    return UnitMeter(lambda index: claim_wire.MESSAGE_BYTES if index else first_bytes, message)
 
 
 def _torch_dist(injector: Injector) -> tuple[Meter, Meter]:
     owners: dict[int, TransferId | None] = {}
-    blob_head = claim_wire.MESSAGE_BYTES + 4
+    blob_head = claim_wire.MESSAGE_BYTES + 8
 
     def header(index: int, head: bytes) -> tuple[TransferId | None, int]:
         if index == 0:
@@ -147,7 +144,7 @@ def _torch_dist(injector: Injector) -> tuple[Meter, Meter]:
 
     def answer(index: int, head: bytes) -> tuple[TransferId | None, int]:
         if index == 0:
-            return None, int.from_bytes(head[-4:])
+            return None, int.from_bytes(head[-8:-4])
         return owners.get(torch_dist_wire.unpack_answer(head)[1]), 0
 
     return (
