@@ -1,4 +1,4 @@
-"""One batch: two workers with everything that is real between them but the network, and what became of each hand-off."""
+"""One batch: two real workers with a bad network between them, and what became of each of their hand-offs."""
 
 import asyncio
 from collections import Counter
@@ -18,7 +18,7 @@ from tandem.rpc import CLIENT_OPTIONS, SERVER_OPTIONS
 from tandem.sampling import SamplingParams
 from tests.faults.content import Content
 from tests.faults.ends import Ends
-from tests.faults.impatience import LONG_SILENCE_S, WAIT_S, settings
+from tests.faults.impatience import LONG_SILENCE_S, WAIT_S, ends_in, settings
 from tests.faults.injector import Injector
 from tests.faults.owners import DecodeOwner, PrefillOwner, Record
 from tests.faults.plan import BatchPlan, Kind, Place, TransferPlan
@@ -70,16 +70,17 @@ class Batch:
     async def run(self) -> BatchReport:
         """Every hand-off to its end, and the workers too. Errors of the hubs themselves are violations."""
         try:
-            async with asyncio.timeout(2 * WAIT_S):
-                await self._run()
-        except TimeoutError:
-            self._report.violations.append("the workers did not stop")
+            if not await ends_in(self._run(), 3 * WAIT_S):
+                self._report.violations.append("the workers did not stop")
         except ExceptionGroup as group:
             self._report.violations += [f"a hub broke: {error!r}" for error in group.exceptions]
         for pool, whose in ((self._here, "prefill"), (self._there, "decode")):
             pool.check_all(whose)
         self._report.violations += [
-            *self._here.violations, *self._there.violations, *self._decode.violations, *self._injector.violations
+            *self._here.violations,
+            *self._there.violations,
+            *self._decode.violations,
+            *self._injector.violations,
         ]
         self._prefill.hub = None
         self._here.close()
@@ -114,9 +115,7 @@ class Batch:
     def _dialer(self) -> Dialer:
         options = (*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
         return Dialer(
-            open_channel=lambda address: FaultyChannel(
-                grpc.aio.insecure_channel(address, options=options), self._talk
-            )
+            open_channel=lambda address: FaultyChannel(grpc.aio.insecure_channel(address, options=options), self._talk)
         )
 
     async def _transfer_all(self, hub: ReceiverHub) -> None:
@@ -134,17 +133,13 @@ class Batch:
         cancelling = None
         if plan.cancel_s is not None:
             cancelling = asyncio.get_running_loop().call_later(plan.cancel_s, self._cancel, hub, record, "cancelled")
-        try:
-            async with asyncio.timeout(WAIT_S):
-                await self._try_until_over(hub, record)
-                if self._plan.one_at_a_time:
-                    await hub.drain()
-        except TimeoutError:
+        if not await ends_in(self._try_until_over(hub, record), WAIT_S):
             self._report.violations.append(f"{plan.name}: did not end")
             self._cancel(hub, record, "did not end")
         if cancelling is not None:
             cancelling.cancel()
         if self._plan.one_at_a_time:
+            await ends_in(hub.drain(), WAIT_S)
             self._injector.end(transfer_id)
 
     async def _try_until_over(self, hub: ReceiverHub, record: Record) -> None:
@@ -169,11 +164,7 @@ class Batch:
 
     async def _come_to_rest(self, receiving: ReceiverHub, sending: SenderHub) -> None:
         """Every lease, pin, grant and quarantine ends by itself."""
-        try:
-            async with asyncio.timeout(WAIT_S / 2):
-                await receiving.drain()
-                await sending.drain()
-        except TimeoutError:
+        if not (await ends_in(receiving.drain(), WAIT_S / 2) and await ends_in(sending.drain(), WAIT_S / 2)):
             self._report.violations.append("leases, pins or quarantine did not end")
         for transfer_id in self._records:
             self._injector.end(transfer_id)

@@ -1,4 +1,6 @@
-"""What a prompt's KV is, value by value, at either worker; converted by the engine's own definition, not the mover's."""
+"""What a prompt's KV is at either worker, value by value: converted by the engine's definition, not by the mover."""
+
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -24,7 +26,7 @@ class Content:
             return
         self._draw(plan.source, rng)
         cells, scales = self.source.cells, self.source.scales
-        for here, there in zip(steps, steps[1:], strict=False):
+        for here, there in pairwise(steps):
             cells, scales = _converted(cells, scales, here, there)
         self.destination = Prompt(plan.destination, num_tokens, rng)
         self.destination.cells, self.destination.scales = cells, scales

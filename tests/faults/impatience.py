@@ -1,7 +1,9 @@
 """Time limits that are short enough for thousands of transfers, and long enough for a busy machine."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from kv_transfer.config import TransferSettings
 from kv_transfer.transports import claiming, claims, dial, shm_sender, tcp_sender
@@ -15,6 +17,7 @@ LONG_SILENCE_S = 0.6
 WAIT_S = 20.0
 """Nothing takes so long: what does has hung."""
 
+_SLICE_S = 0.5
 _LIMITS = (
     (claiming, "CLAIM_S", 0.4),
     (shm_sender, "CONNECT_S", 0.5),
@@ -39,6 +42,19 @@ def settings(*, chunk_bytes: int, wire_dtype: str, write_window: int) -> Transfe
         connect_s=0.6,
         max_backoff_s=0.04,
     )
+
+
+async def ends_in(coroutine: Coroutine[Any, Any, None], seconds: float) -> bool:
+    """Whether it ends in time; else it is cancelled. Time in which this process stands still counts for little."""
+    task = asyncio.ensure_future(coroutine)
+    for _ in range(max(1, round(seconds / _SLICE_S))):
+        done, _pending = await asyncio.wait({task}, timeout=_SLICE_S)
+        if done:
+            await task
+            return True
+    task.cancel()
+    await asyncio.wait({task})
+    return False
 
 
 @contextmanager

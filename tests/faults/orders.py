@@ -1,4 +1,4 @@
-"""Sending ends whose writes go wrong as a whole: late, in another order, twice, in part, cut off, or damaged as landed."""
+"""Sending ends whose writes go wrong as a whole: late, in another order, twice, in part, cut, damaged."""
 
 import asyncio
 import random
@@ -190,9 +190,7 @@ def _part(cells: CellRange, rng: random.Random) -> CellRange:
     return replace(cells, num_heads=max(1, cells.num_heads // 2))
 
 
-def _after(
-    inner: "Future[WriteResult]", change: Callable[[WriteResult], WriteResult]
-) -> "Future[WriteResult]":
+def _after(inner: "Future[WriteResult]", change: Callable[[WriteResult], WriteResult]) -> "Future[WriteResult]":
     outer: Future[WriteResult] = Future()
     _pass_on(inner, outer, change)
     return outer

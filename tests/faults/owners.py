@@ -1,4 +1,4 @@
-"""What the workers of a batch do for their hand-offs: an engine that only fills blocks, and one that only looks at them."""
+"""What the workers of a batch do for their hand-offs: one only fills blocks, the other only compares them."""
 
 import asyncio
 from collections.abc import Callable

@@ -197,9 +197,7 @@ def _transfer(rng: random.Random, index: int, destination: KVLayout, drawer: "_D
 class _Drawer:
     """Draws faults for the transfers of one batch."""
 
-    def __init__(
-        self, rng: random.Random, transport: str, focus: Focus, *, token_bytes: int, chunk_bytes: int
-    ) -> None:
+    def __init__(self, rng: random.Random, transport: str, focus: Focus, *, token_bytes: int, chunk_bytes: int) -> None:
         self._rng, self._transport, self._focus = rng, transport, focus
         self._token_bytes, self._chunk_bytes = token_bytes, chunk_bytes
         self._places = {place: w for place, w in WEIGHTS[transport].items() if place in focus.places}
@@ -225,7 +223,9 @@ class _Drawer:
     def greeting(self) -> Fault:
         """Of a connection that is being made."""
         place = self._rng.choice(SOCKETS)
-        return Fault(kind=self._rng.choice(self._focus.kinds), place=place, after=0, at_head=True, seed=self._rng.getrandbits(32))
+        return Fault(
+            kind=self._rng.choice(self._focus.kinds), place=place, after=0, at_head=True, seed=self._rng.getrandbits(32)
+        )
 
     def _possible(self, kind: Kind, place: Place) -> bool:
         if kind is not Kind.FLIP:
