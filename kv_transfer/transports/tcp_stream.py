@@ -37,9 +37,12 @@ class _Frame:
 class TcpStream(QueuedWriter):
     """One of a TcpWriter's streams; a queue of its own. `broken` is told on any thread that the stream has ended."""
 
-    def __init__(self, channel: Channel, payloads: Payloads, *, stall_s: float, broken: Callable[[str], None]) -> None:
+    def __init__(
+        self, channel: Channel, payloads: Payloads, *, seed: int, stall_s: float, broken: Callable[[str], None]
+    ) -> None:
         self._channel = channel
         self._payloads = payloads
+        self._seed = seed
         self._stall_s = stall_s
         self._broken = broken
         self._numbers = itertools.count(1)
@@ -78,7 +81,7 @@ class TcpStream(QueuedWriter):
         )
         self._unanswered.append(frame)
         try:
-            send_exactly(self._channel, tcp_wire.pack_header(header), stall_s=self._stall_s)
+            send_exactly(self._channel, tcp_wire.pack_header(header, self._seed), stall_s=self._stall_s)
             self._send_payload(frame, payload.parts)
             self._fill_up(frame)
             flush(self._channel, stall_s=self._stall_s)

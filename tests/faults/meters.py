@@ -104,10 +104,13 @@ def meters_of(transport: str, injector: Injector) -> tuple[Meter, Meter]:
 
 def _tcp(injector: Injector) -> tuple[Meter, Meter]:
     owners: dict[int, TransferId | None] = {}
+    seed = 0
 
-    def frame(_index: int, head: bytes) -> tuple[TransferId | None, int]:
-        header = tcp_wire.unpack_header(head)
-        if header.kind is tcp_wire.Kind.HELLO:
+    def frame(index: int, head: bytes) -> tuple[TransferId | None, int]:
+        nonlocal seed
+        header = tcp_wire.unpack_header(head, seed)
+        if index == 0:
+            seed = tcp_wire.seed_of(header.write_id, header.payload_bytes)
             return None, 0
         owners[header.write_id] = injector.owner_of(header.token)
         return owners[header.write_id], header.payload_bytes
