@@ -95,6 +95,16 @@ class Client:
             for sample in _samples(family.samples, name)
         }
 
+    async def samples(self, name: str, **labels: str) -> list[tuple[dict[str, str], float]]:
+        """Samples of one of the router's metrics that have these labels, with all that they have."""
+        text = (await self._http.get("/metrics")).text
+        return [
+            (sample.labels, sample.value)
+            for family in text_string_to_metric_families(text)
+            for sample in _samples(family.samples, name)
+            if labels.items() <= sample.labels.items()
+        ]
+
 
 def _samples(samples: Iterable[Any], name: str) -> Iterable[Any]:
     return (sample for sample in samples if sample.name == name and sample.labels)

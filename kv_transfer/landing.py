@@ -7,9 +7,10 @@ import numpy as np
 from kv_transfer import placing
 from kv_transfer.checksum import checksum_of
 from kv_transfer.messages import CellRange
-from kv_transfer.mover import PlacedBytes, load_mover
+from kv_transfer.mover import load_mover
 from kv_transfer.pairing import Pairing
 from kv_transfer.placed import PlacedCells
+from kv_transfer.placed_bytes import PlacedBytes
 from kv_transfer.region import Bytes, KVRegion
 from tandem.errors import TransferError
 
@@ -47,6 +48,13 @@ class Landing:
         staged = self._staged[cells] = self._allocate(num_bytes)
         return [staged.data]
 
+    def place(self, cells: CellRange) -> PlacedBytes | None:
+        """Where compiled code puts their payload itself; None when it has to go where `room` says."""
+        if self._converter is not None or self._device is not None:
+            return None
+        self._checksums.pop(cells, None)
+        return self._placed_bytes()
+
     def landed(self, cells: CellRange, checksum: int) -> None:
         """All of it is there; its checksum was computed on the way."""
         self._checksums[cells] = checksum
@@ -70,9 +78,12 @@ class Landing:
         mover = load_mover()
         if mover is None:
             return checksum_of(self._region.views(self.cells.writes(cells)))
+        return mover.checksum(self._placed_bytes(), cells)
+
+    def _placed_bytes(self) -> PlacedBytes:
         if self._bytes is None:
             self._bytes = PlacedBytes(self._region, self.cells, is_source=False)
-        return mover.checksum(self._bytes, cells)
+        return self._bytes
 
     def num_pieces(self, cells: CellRange) -> int:
         """Steps in which verified cells are put into place, none of them long; 0 where they landed in it."""

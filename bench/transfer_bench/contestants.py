@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers.environments import PeerEnvironment, ensure
+from bench.transfer_bench import certificates
 from bench.transfer_bench.options import PEER_NAMES
 
 COPY, COPY_RANGES = "copy", "copy of ranges"
 PLAIN = "plain tcp"
 SHM, SHM_BARE = "shm", "shm bare"
 TCP, TCP_BARE = "tcp", "tcp bare"
+TLS = "tls"
 """Tandem's; a bare one computes no checksums, which only this benchmark can ask for."""
 _ROOT = Path(__file__).parents[2]
 _HERE = Path(__file__).parent
@@ -48,19 +50,24 @@ def limits() -> list[Contestant]:
 
 
 def ours() -> list[Contestant]:
-    """Tandem's transports. A further mode (TLS over tcp) is one line here, and its options are `our_ends.py`'s."""
+    """Tandem's transports in the clear; their options are `our_ends.py`'s."""
     modes: Mapping[str, Mapping[str, Any]] = {
         SHM: {"transport": "shm", "checksums": True},
         SHM_BARE: {"transport": "shm", "checksums": False},
         TCP: {"transport": "tcp", "checksums": True},
         TCP_BARE: {"transport": "tcp", "checksums": False},
     }
+    return [_our(name, options) for name, options in modes.items()]
+
+
+def tls(folder: Path) -> Contestant:
+    """Tandem's `tcp` in TLS 1.3, with certificates made in `folder`. Raises CannotMeasure without trustme."""
+    return _our(TLS, {"transport": "tcp", "checksums": True, "tls": certificates.issue(folder)})
+
+
+def _our(name: str, options: Mapping[str, Any]) -> Contestant:
     # Its modules are found from wherever this one was, installed or not.
-    variables = {"PYTHONPATH": str(_ROOT)}
-    return [
-        Contestant(name=name, file=_HERE / "our_ends.py", options=options, environment=variables)
-        for name, options in modes.items()
-    ]
+    return Contestant(name=name, file=_HERE / "our_ends.py", options=options, environment={"PYTHONPATH": str(_ROOT)})
 
 
 PEER_ENVIRONMENTS: Mapping[str, PeerEnvironment] = {

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 
 from bench.report import Row, figure
-from bench.transfer_bench.contestants import COPY, COPY_RANGES, PLAIN, SHM, SHM_BARE, TCP, TCP_BARE
+from bench.transfer_bench.contestants import COPY, COPY_RANGES, PLAIN, SHM, SHM_BARE, TCP, TCP_BARE, TLS
 from bench.transfer_bench.rounds import Absence, Turn
 
 SHM_GOAL = 0.9
@@ -56,6 +56,7 @@ def ratio_rows(done: Sequence[Turn], peers: Iterable[str]) -> list[Row]:
             (SHM_BARE, COPY_RANGES, None),
             (SHM, COPY, None),
             (TCP, PLAIN, None),
+            (TLS, TCP, None),
             *((TCP, name, None) for name in peers),
         ]
         for mine, other, goal in (*judged, *told):
@@ -64,7 +65,7 @@ def ratio_rows(done: Sequence[Turn], peers: Iterable[str]) -> list[Row]:
                     figure(
                         f"ratio.{case}.{_slug(mine)}.{_slug(other)}",
                         median(ratios),
-                        f"x {other}{', with checksums' if mine in (SHM, TCP) else ''}; {_rounds(ratios)}",
+                        f"x {other}{', with checksums' if mine in (SHM, TCP, TLS) else ''}; {_rounds(ratios)}",
                         at_least=goal,
                     )
                 )

@@ -4,14 +4,18 @@ import argparse
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
 from bench.errors import CannotMeasure
 from bench.report import Row, figure
 from bench.report import show as show_rows
-from bench.transfer_bench import checksums, contestants, figures, options, overlap, plot, tables
+from bench.transfer_bench import checksums, contestants, figures, options, overlap, plot, pull, tables
 from bench.transfer_bench.cases import Case, make_cases, pool_bytes
+from bench.transfer_bench.contestants import Contestant
 from bench.transfer_bench.planning import seconds_per_block
 from bench.transfer_bench.pools import Pools
 from bench.transfer_bench.rounds import Absence, Contest, Field, Turn
@@ -59,7 +63,8 @@ async def _rates(
     async with AsyncExitStack() as stack:
         pools = stack.enter_context(Pools(pool_bytes(given.mib << 20)))
         field = Field(pools, stack, note)
-        await _admit(field, names, cases, note)
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="tandem-bench-")))
+        await _admit(field, names, cases, folder, note)
         limit_s = None if given.rounds else LIMIT_S
         contest = Contest(cases=cases, num_rounds=given.rounds or options.ROUNDS, limit_s=limit_s, note=note)
         done = await field.run(contest)
@@ -72,12 +77,16 @@ async def _rates(
         plot.draw(given.plot, done)
 
 
-async def _admit(field: Field, names: Sequence[str], cases: Sequence[Case], note: Callable[[str], None]) -> None:
+async def _admit(
+    field: Field, names: Sequence[str], cases: Sequence[Case], folder: Path, note: Callable[[str], None]
+) -> None:
     for contestant in (*contestants.limits(), *contestants.ours()):
         await field.admit(contestant, cases, may_fail=False)
-    for name in names:
+    makers: dict[str, Callable[[], Contestant]] = {contestants.TLS: partial(contestants.tls, folder)}
+    makers |= {name: partial(contestants.peer, name, note) for name in names}
+    for name, make in makers.items():
         try:
-            contestant = contestants.peer(name, note)
+            contestant = make()
         except CannotMeasure as error:
             field.miss(name, error)
         else:
@@ -131,6 +140,18 @@ async def _overlap(
     rows += found
 
 
+async def _pull(
+    _given: argparse.Namespace,
+    rows: list[Row],
+    _absent: list[Absence],
+    out: Console,
+    note: Callable[[str], None],
+) -> None:
+    found = await pull.rows(note)
+    show_rows(out, found)
+    rows += found
+
+
 def _cases(given: argparse.Namespace) -> tuple[Case, ...]:
     try:
         return make_cases(given.mib << 20)
@@ -142,4 +163,10 @@ _Part = Callable[
     [argparse.Namespace, list[Row], list[Absence], Console, Callable[[str], None]],
     Awaitable[None],
 ]
-_PARTS: Mapping[str, _Part] = {"rates": _rates, "planning": _planning, "checksums": _checksums, "overlap": _overlap}
+_PARTS: Mapping[str, _Part] = {
+    "rates": _rates,
+    "planning": _planning,
+    "checksums": _checksums,
+    "overlap": _overlap,
+    "pull": _pull,
+}

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-PARTS = ("rates", "planning", "checksums", "overlap")
+PARTS = ("rates", "planning", "checksums", "overlap", "pull")
 DEFAULT_PARTS = PARTS[:2]
 """What is measured when nothing is named: within about a minute once the peers' environments exist."""
 PEER_NAMES = ("nixl", "mooncake", "gloo")

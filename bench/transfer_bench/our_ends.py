@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from kv_transfer import checksum
+from kv_transfer.cell_stream import CellStream, CellStreams
 from kv_transfer.chunks import CellShape, ChunkPlanner
 from kv_transfer.config import TransferSettings
 from kv_transfer.landing import Landing
@@ -26,6 +27,7 @@ from kv_transfer.pairing import Pairing
 from kv_transfer.region import KVRegion
 from kv_transfer.transport import KVReceiver, PeerWriter, WriteOrder, WriteResult
 from kv_transfer.transports.catalogue import open_receivers, open_senders
+from kv_transfer.transports.tcp_settings import PLAIN, TcpSettings, open_identity
 from tandem.ids import BlockId, TransferId
 from tandem.kv_layout import KVLayout
 
@@ -41,6 +43,7 @@ class Sender:
     def __init__(self, options: Mapping[str, Any], pools: Mapping[str, Any]) -> None:
         self._transport: str = options["transport"]
         self._checksums: bool = options["checksums"]
+        self._tcp = _tcp(options)
         if not self._checksums:
             _compute_no_checksums()
         self._pool = pools["source"]
@@ -59,7 +62,7 @@ class Sender:
         writer = self._writers.get(offer.advert)
         if writer is None:
             region = region_of(case, self._pool.view, self._pool.fd)
-            [sender] = open_senders(region, choice=self._transport)
+            [sender] = open_senders(region, choice=self._transport, tcp=self._tcp)
             writer = self._writers[offer.advert] = sender.connect(offer, pairing_of(case))
         self._orders[case["name"]] = writer, orders_of(case, pairing_of(case), bytes.fromhex(ticket["grant"]))
 
@@ -91,6 +94,7 @@ class Receiver:
     def __init__(self, options: Mapping[str, Any], pools: Mapping[str, Any]) -> None:
         self._transport: str = options["transport"]
         self._checksums: bool = options["checksums"]
+        self._tcp = _tcp(options)
         if not self._checksums:
             _compute_no_checksums()
         self._pool = pools["target"]
@@ -112,7 +116,7 @@ class Receiver:
         """See end_host.End; the ticket holds the offer and the grant."""
         if case["num_layers"] not in self._ends:
             region = region_of(case, self._pool.view, self._pool.fd)
-            [end] = open_receivers(region, choice=self._transport)
+            [end] = open_receivers(region, choice=self._transport, tcp=self._tcp)
             self._ends[case["num_layers"]] = region, end
         region, end = self._ends[case["num_layers"]]
         key, pairing = _key(case), pairing_of(case)
@@ -179,6 +183,11 @@ def region_of(case: Mapping[str, Any], pool: memoryview, fd: int | None) -> KVRe
     return KVRegion.of(pool[:size], pairing_of(case).source, fd=fd)
 
 
+def _tcp(options: Mapping[str, Any]) -> TcpSettings:
+    files = options.get("tls")
+    return PLAIN if files is None else TcpSettings(tls=open_identity(**files))
+
+
 def _key(case: Mapping[str, Any]) -> TransferKey:
     return TransferKey(transfer_id=TransferId(case["name"]), attempt=1)
 
@@ -190,7 +199,13 @@ def _compute_no_checksums() -> None:
     def bare(*arguments: Any, **options: Any) -> tuple[int, int]:
         return with_checksums(*arguments, **{**options, "with_checksum": False})
 
+    opened = CellStreams.open
+
+    def bare_stream(*arguments: Any, **options: Any) -> CellStream:
+        return opened(*arguments, **{**options, "with_checksum": False})
+
     setattr(Mover, "move", bare)  # noqa: B010 - not an attribute that the type checker may rebind
+    setattr(CellStreams, "open", bare_stream)  # noqa: B010
     setattr(checksum, "crc32", _no_checksum)  # noqa: B010
 
 

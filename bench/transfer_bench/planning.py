@@ -1,6 +1,7 @@
 """What a hand-off costs in Python per block: planned, described and framed on both sides, with not one byte moved."""
 
 import ctypes
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,45 +10,55 @@ from bench.errors import CannotMeasure
 from bench.transfer_bench.cases import Case
 from bench.transfer_bench.our_ends import landing_of, orders_of, pairing_of, region_of
 from bench.transfer_bench.pools import Pools
-from kv_transfer.departure import Departure
 from kv_transfer.gate import Gate, PieceLock
-from kv_transfer.mover import RECIPE, Mover, PlacedBytes
+from kv_transfer.mover import RECIPE, Mover
+from kv_transfer.placed_bytes import PlacedBytes
 from kv_transfer.transport import WriteOrder
 from kv_transfer.transports import tcp_wire
 from kv_transfer.transports.copying import RegionCopier
 from kv_transfer.transports.grants import TOKEN_BYTES
-from kv_transfer.transports.tcp_pieces import pieces
 from tandem.native.build import NativeUnavailable, build
 from tandem.native.library import NativeLibrary
 
 _REPEATS = 25
-_PIECE_BYTES = 1 << 20
 
 
 def seconds_per_block(cases: Sequence[Case], pools: Pools) -> Mapping[tuple[str, str], float]:
     """By case and transport; the least of some repeats, since whatever else runs only adds."""
     source, target = pools.source.data, pools.target.data
     found: dict[tuple[str, str], float] = {}
-    for case in cases:
-        for transport, describing in _DESCRIBING.items():
-            describe = describing(case.message(), source, target)
-            found[case.name, transport] = min(_timed(describe) for _ in range(_REPEATS)) / len(case.sources)
+    silent, nobody = socket.socketpair()
+    with silent, nobody:
+        for case in cases:
+            message = case.message()
+            for transport, describe in (
+                ("shm", _over_shm(message, source, target)),
+                ("tcp", _over_tcp(message, source, target, silent.fileno())),
+            ):
+                found[case.name, transport] = min(_timed(describe) for _ in range(_REPEATS)) / len(case.sources)
     return found
 
 
-def _over_tcp(case: Mapping[str, Any], source: memoryview, target: memoryview) -> Callable[[], None]:
-    """Chunks and their orders, each chunk's header, and its views on both sides in pieces for system calls."""
+def _over_tcp(case: Mapping[str, Any], source: memoryview, target: memoryview, silent: int) -> Callable[[], None]:
+    """Chunks and their orders, each chunk's header, and on both sides one call that finds nothing in its socket."""
     pairing, grant = pairing_of(case), bytes(TOKEN_BYTES)
-    departure = Departure(region_of(case, source, None), pairing)
+    here = region_of(case, source, None)
     landing = landing_of(case, pairing, region_of(case, target, None))
+    streams, lock = _mover(NativeLibrary).streams, PieceLock()
 
     def describe() -> None:
         for order in orders_of(case, pairing, grant):
-            views = departure.views(order.source, order.cells)
-            header = tcp_wire.unpack_header(tcp_wire.pack_header(_header(order, sum(map(len, views)))))
-            for side in (views, landing.room(header.cells)):
-                for _ in pieces(side, _PIECE_BYTES):
-                    pass
+            place = PlacedBytes(here, order.source, is_source=True)
+            # It receives as well, or it would send.
+            outgoing = streams.open(place, order.cells, silent, lock, is_sending=False)
+            header = tcp_wire.unpack_header(tcp_wire.pack_header(_header(order, outgoing.num_bytes)))
+            there = landing.place(header.cells)
+            if there is None:
+                raise CannotMeasure("tcp without compiled code plans nothing ahead")
+            for side in (outgoing, streams.open(there, header.cells, silent, lock, is_sending=False)):
+                with lock:
+                    side.advance()
+            landing.landed(header.cells, 0)
 
     return describe
 
@@ -64,7 +75,7 @@ def _over_shm(case: Mapping[str, Any], source: memoryview, target: memoryview) -
     there = region_of(case, target, None)
     landing = landing_of(case, pairing, there)
     placed = PlacedBytes(there, landing.cells, is_source=False)
-    mover, lock = _idle_mover(), PieceLock()
+    mover, lock = _mover(_Idle), PieceLock()
     copier = RegionCopier(region_of(case, source, None), there, pairing, mover)
 
     def check() -> None:
@@ -78,11 +89,11 @@ def _over_shm(case: Mapping[str, Any], source: memoryview, target: memoryview) -
     return describe
 
 
-def _idle_mover() -> Mover:
+def _mover(kind: type[NativeLibrary]) -> Mover:
     try:
-        return Mover(_Idle(build(RECIPE)))
+        return Mover(kind(build(RECIPE)))
     except NativeUnavailable as unavailable:
-        raise CannotMeasure(f"shm without compiled code plans nothing ahead: {unavailable}") from None
+        raise CannotMeasure(f"without compiled code nothing is planned ahead: {unavailable}") from None
 
 
 class _Idle(NativeLibrary):
@@ -92,9 +103,6 @@ class _Idle(NativeLibrary):
         """See NativeLibrary."""
         real = super().bind(name, signature, returns)
         return type(real)(("labs", ctypes.CDLL(None))) if signature == "p" else real
-
-
-_DESCRIBING = {"shm": _over_shm, "tcp": _over_tcp}
 
 
 def _timed(call: Callable[[], None]) -> float:

@@ -13,7 +13,10 @@
 
 namespace tandem {
 
-enum class Store { kNone, kCached, kPast };
+// Where a run is stored as well: nowhere, in the caches, or past them. kHot: nowhere, and the source is in the caches.
+enum class Store { kNone, kHot, kCached, kPast };
+
+constexpr bool stores(Store store) { return store == Store::kCached || store == Store::kPast; }
 
 constexpr size_t kLine = 64;
 
@@ -36,7 +39,7 @@ inline uint32_t run_plain(const uint8_t* source, uint8_t* target, size_t count, 
   constexpr size_t kPiece = 16 << 10;  // both passes over a piece find it in the first-level cache
   for (size_t at = 0; at < count; at += kPiece) {
     const size_t size = count - at < kPiece ? count - at : kPiece;
-    if (kStore != Store::kNone) std::memcpy(target + at, source + at, size);
+    if (stores(kStore)) std::memcpy(target + at, source + at, size);
     if (kSum) state = after_few(state, source + at, size);
   }
   return state;
@@ -68,17 +71,17 @@ TANDEM_AVX2 inline __m128i load_16(const uint8_t* source) {
 // The rest of a run behind `sum`, which stands for everything before: sixteen bytes at a time, then byte by byte.
 template <Store kStore>
 TANDEM_AVX2 inline uint32_t finish(__m128i sum, const uint8_t* source, uint8_t* target, size_t count) {
-  constexpr Store kRest = kStore == Store::kNone ? Store::kNone : Store::kCached;
+  constexpr Store kRest = stores(kStore) ? Store::kCached : kStore;
   const __m128i next = load_fold(fold_by(128));
   for (; count >= 16; source += 16, count -= 16) {
     const __m128i data = load_16(source);
     store_16<kRest>(target, data);
-    if (kRest != Store::kNone) target += 16;
+    if (stores(kRest)) target += 16;
     sum = _mm_xor_si128(carried(sum, next), data);
   }
   alignas(16) uint8_t left[16];
   _mm_store_si128(reinterpret_cast<__m128i*>(left), sum);
-  if (kRest != Store::kNone) std::memcpy(target, source, count);
+  if (stores(kRest)) std::memcpy(target, source, count);
   return after_few(after_16(0, left), source, count);
 }
 
@@ -89,7 +92,7 @@ TANDEM_AVX2 inline uint32_t run_avx2(const uint8_t* source, uint8_t* target, siz
   if (!kSum) {
     for (; count >= kLine; source += kLine, target += kLine, count -= kLine)
       for (size_t i = 0; i < kLine; i += 16) store_16<kStore>(target + i, load_16(source + i));
-    if (kStore != Store::kNone) std::memcpy(target, source, count);
+    if (stores(kStore)) std::memcpy(target, source, count);
     return state;
   }
   if (count < kLine) return run_plain<kStore, kSum>(source, target, count, state);
@@ -161,8 +164,11 @@ TANDEM_AVX512 inline __m512i move_block(const uint8_t* source, uint8_t* target, 
 
 template <Store kStore, bool kSum>
 TANDEM_AVX512 inline uint32_t run_avx512(const uint8_t* source, uint8_t* target, size_t count, uint32_t state) {
-  // Two pages at once: a prefetcher follows each, and one alone fetches less than memory can give.
-  constexpr size_t kPages = 2, kPageLines = 64, kBlock = kPages * kPageLines * kLine, kFew = 4 * kLine;
+  // Two pages at once: a prefetcher follows each, and one alone fetches less than memory can give. What is in the
+  // caches waits for multiplications only, so more of them at once.
+  constexpr bool kIsHot = kStore == Store::kHot;
+  constexpr size_t kParts = kIsHot ? 4 : 2, kPartLines = kIsHot ? 16 : 64;
+  constexpr size_t kBlock = kParts * kPartLines * kLine, kFew = 4 * kLine;
   const size_t head = to_line<kStore, kSum>(source, target, count, state);
   source += head, target += head, count -= head;
   if (count < kFew) return run_avx2<kStore, kSum>(source, target, count, state);
@@ -170,7 +176,7 @@ TANDEM_AVX512 inline uint32_t run_avx512(const uint8_t* source, uint8_t* target,
   __m512i entry = _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(state))), sum = entry;
   if (kStore != Store::kCached)
     for (; count >= kBlock; source += kBlock, target += kBlock, count -= kBlock) {
-      sum = move_block<kStore, kSum, kPages, kPageLines>(source, target, entry, one);
+      sum = move_block<kStore, kSum, kParts, kPartLines>(source, target, entry, one);
       if (kSum) entry = carried(sum, one);
     }
   for (; count >= kFew; source += kFew, target += kFew, count -= kFew) {
@@ -182,7 +188,7 @@ TANDEM_AVX512 inline uint32_t run_avx512(const uint8_t* source, uint8_t* target,
     if (kSum) entry = carried(sum, one);
   }
   if (kSum) return finish<kStore>(joined(sum), source, target, count);
-  if (kStore != Store::kNone) std::memcpy(target, source, count);
+  if (stores(kStore)) std::memcpy(target, source, count);
   return state;
 }
 

@@ -1,25 +1,11 @@
 // Chunks of KV: moved from pool to pool and checksummed in one pass, or checksummed where they lie.
 #include "kernels.h"
-#include "walk.h"
-
-#define TANDEM_EXPORT extern "C" __attribute__((visibility("default")))
+#include "pass.h"
 
 namespace tandem {
 
-// What a call answers; numbers as in kv_transfer/mover.py.
-constexpr int64_t kDone = 1, kPaused = 0, kOutside = -1, kUnequal = -2;
-
 // Runs from here on are stored past the caches: shorter ones are mostly edges.
 constexpr int64_t kLongRun = 1024;
-
-// Set by whoever waits for the lock under which bytes are moved.
-struct Wanted {
-  const int32_t* one;
-  const int32_t* other;
-
-  bool any() const { return is_set(one) || is_set(other); }
-  static bool is_set(const int32_t* flag) { return flag && __atomic_load_n(flag, __ATOMIC_ACQUIRE); }
-};
 
 template <bool kSum>
 uint32_t move_run(Level level, const uint8_t* source, uint8_t* target, int64_t count, uint32_t state) {
@@ -27,24 +13,6 @@ uint32_t move_run(Level level, const uint8_t* source, uint8_t* target, int64_t c
   if (count >= kLongRun) return run<Store::kPast, kSum>(level, source, target, size, state);
   return run<Store::kCached, kSum>(level, source, target, size, state);
 }
-
-// What is left of a walk after its first bytes.
-class Rest {
- public:
-  Rest(const Walk& walk, int64_t skipped) : walk_(walk) {
-    while (skipped && more()) drop(skipped < left_ ? skipped : left_, skipped);
-  }
-
-  bool more() { return left_ || walk_.next(at_, left_); }
-  uint8_t* at() const { return at_; }
-  int64_t left() const { return left_; }
-  void drop(int64_t count, int64_t& total) { at_ += count, left_ -= count, total -= count; }
-
- private:
-  Walk walk_;
-  uint8_t* at_ = nullptr;
-  int64_t left_ = 0;
-};
 
 // A chunk to be moved, and how far it has been.
 struct Move {
@@ -80,9 +48,9 @@ int64_t move_on(Move& move) {
     if (count > piece) count = piece;
     state = move_run<kSum>(level, source.at(), target.at(), count, state);
     move.bytes += count;
-    int64_t ignored = 0;
-    source.drop(count, ignored);
-    target.drop(count, piece);
+    source.drop(count);
+    target.drop(count);
+    piece -= count;
   }
   move.checksum = kSum ? static_cast<uint32_t>(~state) : 0;
   return result == kDone && target.more() ? kUnequal : result;

@@ -8,9 +8,10 @@ import numpy as np
 from kv_transfer import checksum, placing
 from kv_transfer.departure import Departure
 from kv_transfer.gate import PIECE_BYTES, Gate
-from kv_transfer.mover import Mover, PlacedBytes
+from kv_transfer.mover import Mover
 from kv_transfer.pairing import Pairing
 from kv_transfer.placed import PlacedCells
+from kv_transfer.placed_bytes import PlacedBytes
 from kv_transfer.region import KVRegion
 from kv_transfer.runs import Copy
 from kv_transfer.transport import WriteOrder

@@ -17,6 +17,10 @@ from tandem.errors import TransferError
 class Channel(Protocol):
     """A stream of bytes both ways. Every method may raise OSError."""
 
+    @property
+    def descriptor(self) -> int | None:
+        """Of a socket through which payload can go as it is, by compiled code; None when it cannot."""
+
     def first_byte(self, timeout_s: float) -> int | None:
         """What the peer begins with, which stays to be read; None when it has ended. Raises TransferError if late."""
 
@@ -61,6 +65,11 @@ class PlainChannel:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._readable = waiter(sock, POLLIN)
         self._writable = waiter(sock, POLLOUT)
+
+    @property
+    def descriptor(self) -> int:
+        """See Channel."""
+        return self._sock.fileno()
 
     def first_byte(self, timeout_s: float) -> int | None:
         """See Channel."""

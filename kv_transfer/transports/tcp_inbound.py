@@ -1,19 +1,23 @@
 """`tcp`, receiving end of one stream: frames in order, each payload straight into its destinations.
 
-Bytes land under the stream's own lock, so that streams do not wait for each other, and one call that does not wait at a
-time. So a revocation is proven at once: once a grant is marked, each stream that was landing for it need only be met
-between two calls. What still comes for it is read into scratch memory, and the stream goes on serving other grants.
-Each piece is checksummed as soon as it has landed, while the cache has it.
+Bytes land under the stream's own lock, so that streams do not wait for each other, and in calls that do not wait and
+end early when somebody wants the lock. So a revocation is proven at once: once a grant is marked, each stream that was
+landing for it need only be met between two calls. What still comes for it is read into scratch memory, and the stream
+goes on serving other grants. Each piece is checksummed as soon as it has landed, while the cache has it.
 """
 
 import itertools
-import threading
 from dataclasses import dataclass, field
 
+from kv_transfer.cell_stream import Progress
+from kv_transfer.gate import PieceLock
+from kv_transfer.landing import Landing
+from kv_transfer.messages import CellRange
+from kv_transfer.mover import Mover
 from kv_transfer.transports import tcp_wire
 from kv_transfer.transports.grants import Grant, GrantTable
 from kv_transfer.transports.tcp_channel import Channel, receive_exactly
-from kv_transfer.transports.tcp_pieces import pieces, take
+from kv_transfer.transports.tcp_pieces import Parcel, ViewsParcel
 from kv_transfer.transports.tcp_wire import Header, Kind
 from tandem.errors import TransferError
 
@@ -34,14 +38,18 @@ class Peer:
 class Inbound:
     """A stream whose HELLO was accepted; `run` serves it on the caller's thread."""
 
-    def __init__(self, channel: Channel, peer: Peer, grants: GrantTable, *, seed: int, stall_s: float) -> None:
+    def __init__(
+        self, channel: Channel, peer: Peer, grants: GrantTable, *, seed: int, mover: Mover | None, stall_s: float
+    ) -> None:
+        """`seed`: of its frames' CRCs, see tcp_wire."""
         self._channel = channel
         self._peer = peer
         self._grants = grants
         self._seed = seed
+        self._mover = mover
         self._stall_s = stall_s
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
-        self._lock = threading.Lock()
+        self._lock = PieceLock()
         self._landing: Grant | None = None
 
     def run(self) -> None:
@@ -63,66 +71,69 @@ class Inbound:
     def _take(self, header: Header) -> Kind:
         """Receive a payload into its destinations, or past them when it has none."""
         grant = self._grants.find(header.token)
-        room = self._room(header, grant) if grant is not None else []
-        if grant is None or not room:
+        parcel = self._parcel(header, grant) if grant is not None else None
+        if grant is None or parcel is None:
             self._skip(header.payload_bytes)
             return Kind.REFUSED
         # Set before the grant is looked at: so either this sees the revocation, or whoever revokes sees this.
         self._landing = grant
-        landed, checksum = self._land(grant, room)
+        self._land(grant, parcel)
         self._landing = None
-        self._skip(header.payload_bytes - landed)
+        self._skip(header.payload_bytes - parcel.num_moved)
         with grant.lock:
             if grant.revoked:
                 return Kind.REFUSED
-            grant.landing.landed(header.cells, checksum)
+            grant.landing.landed(header.cells, parcel.checksum)
         return Kind.DONE
 
-    def _room(self, header: Header, grant: Grant) -> list[memoryview]:
-        """Where the payload goes; nowhere when the grant has ended or has not got these cells."""
+    def _parcel(self, header: Header, grant: Grant) -> Parcel | None:
+        """What takes the payload to its places; None when the grant has ended or has not got these cells."""
         with grant.lock:
             if grant.revoked:
-                return []
+                return None
             try:
-                room = grant.landing.room(header.cells)
+                parcel = self._towards(grant.landing, header.cells)
             except TransferError:
-                return []
-        if sum(map(len, room)) != header.payload_bytes:
+                return None
+        if parcel.num_bytes != header.payload_bytes:
             raise TransferError(f"{header.payload_bytes} payload bytes do not fit their cells")
-        return room
+        return parcel
 
-    def _land(self, grant: Grant, room: list[memoryview]) -> tuple[int, int]:
-        """(bytes, their CRC-32) that have come before all had or the grant was revoked."""
-        landed = checksum = 0
-        for piece in pieces(room, self._channel.piece_bytes):
-            while piece:
-                with self._lock:
-                    if grant.revoked:
-                        return landed, checksum
-                    if self._peer.ended:
-                        raise TransferError("another stream of this sender has ended")
-                    count = self._channel.receive(piece)
-                    if count:
-                        checksum = take(piece, count, checksum)
-                        landed += count
-                if piece:
-                    self._wait(count)
-        return landed, checksum
+    def _towards(self, landing: Landing, cells: CellRange) -> Parcel:
+        mover, descriptor = self._mover, self._channel.descriptor
+        if mover is not None and descriptor is not None and (place := landing.place(cells)) is not None:
+            return mover.streams.open(place, cells, descriptor, self._lock, is_sending=False)
+        channel = self._channel
+        return ViewsParcel(
+            landing.room(cells), channel.receive, piece_bytes=channel.piece_bytes, at_zero=Progress.ENDED
+        )
+
+    def _land(self, grant: Grant, parcel: Parcel) -> None:
+        """Until all has come or the grant is revoked."""
+        while True:
+            with self._lock:
+                if grant.revoked:
+                    return
+                if self._peer.ended:
+                    raise TransferError("another stream of this sender has ended")
+                progress = parcel.advance()
+            if progress is Progress.DONE:
+                return
+            if progress is Progress.ENDED:
+                raise TransferError("the sender ended in the middle of a frame")
+            if progress is Progress.BLOCKED:
+                self._channel.wait_readable(self._stall_s)
 
     def _skip(self, num_bytes: int) -> None:
         left = num_bytes
         while left:
             count = self._channel.receive([self._scratch[:left]])
             left -= count or 0
+            if count == 0:
+                raise TransferError("the sender ended in the middle of a frame")
             # What came may have more behind it that TLS has decrypted already: of that no poll would tell.
-            if left and not count:
-                self._wait(count)
-
-    def _wait(self, count: int | None) -> None:
-        """For more than the last call has had."""
-        if count == 0:
-            raise TransferError("the sender ended in the middle of a frame")
-        self._channel.wait_readable(self._stall_s)
+            if count is None:
+                self._channel.wait_readable(self._stall_s)
 
 
 def next_header(channel: Channel, *, seed: int = 0, within_s: float, patient: bool = False) -> Header | None:

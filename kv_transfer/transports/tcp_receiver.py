@@ -14,6 +14,7 @@ import time
 
 from kv_transfer.landing import Landing
 from kv_transfer.messages import CellRange, TransferKey, TransportOffer
+from kv_transfer.mover import load_mover
 from kv_transfer.transport import QuietListener
 from kv_transfer.transports import tcp_wire
 from kv_transfer.transports.accepting import accepted
@@ -41,6 +42,7 @@ class TcpReceiver:
 
     def __init__(self, *, host: str = "127.0.0.1", port: int = 0, settings: TcpSettings = PLAIN) -> None:
         self._settings = settings
+        self._mover = load_mover()
         self._grants = GrantTable()
         self._secret = secrets.token_bytes(TOKEN_BYTES)
         self._lock = threading.Lock()
@@ -131,7 +133,8 @@ class TcpReceiver:
             deadline_s = time.monotonic() + self._settings.stall_s
             self._secure(channel, deadline_s)
             name, peer, seed = self._greet(channel, deadline_s)
-            self._run(Inbound(channel, peer, self._grants, seed=seed, stall_s=self._settings.stall_s))
+            stall_s = self._settings.stall_s
+            self._run(Inbound(channel, peer, self._grants, seed=seed, mover=self._mover, stall_s=stall_s))
         except (OSError, TransferError) as error:
             log.info("tcp sender dropped: %s", error)
         finally:

@@ -11,13 +11,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kv_transfer.messages import TransferKey, TransportOffer
+from kv_transfer.mover import Mover, load_mover
 from kv_transfer.pairing import Pairing
 from kv_transfer.region import KVRegion
 from kv_transfer.transport import WriteOrder, WriteResult
 from kv_transfer.transports import tcp_wire
 from kv_transfer.transports.grants import TOKEN_BYTES
 from kv_transfer.transports.tcp_channel import Channel, PlainChannel, receive_exactly, send_exactly
-from kv_transfer.transports.tcp_payload import Payloads
 from kv_transfer.transports.tcp_settings import NAME, PLAIN, STALL_S, TcpSettings
 from kv_transfer.transports.tcp_stream import TcpStream
 from kv_transfer.transports.tcp_tls import tls_reason
@@ -38,14 +38,18 @@ class TcpWriter:
         pairing: Pairing,
         *,
         name: int = 0,
+        mover: Mover | None = None,
         stall_s: float = STALL_S,
     ) -> None:
+        """Payload goes by compiled code if there is a `mover`, else by Python."""
         self._lock = threading.Lock()
         self._streams = [
             TcpStream(
+                source,
                 channel,
-                Payloads(source, pairing),
+                pairing,
                 seed=tcp_wire.seed_of(name, index),
+                mover=mover,
                 stall_s=stall_s,
                 broken=self._break,
             )
@@ -107,6 +111,7 @@ class TcpSender:
     def __init__(self, region: KVRegion, *, settings: TcpSettings = PLAIN) -> None:
         self._region = region
         self._settings = settings
+        self._mover = load_mover()
 
     def reaches(self, offer: TransportOffer) -> bool:
         """See KVSender."""
@@ -131,7 +136,8 @@ class TcpSender:
                 channel.close()
             reason = tls_reason(error) if isinstance(error, ssl.SSLError) else error
             raise TransferError(f"tcp {advert.host}:{advert.port}: {reason}") from None
-        return TcpWriter(self._region, channels, pairing, name=name, stall_s=self._settings.stall_s)
+        stall_s = self._settings.stall_s
+        return TcpWriter(self._region, channels, pairing, name=name, mover=self._mover, stall_s=stall_s)
 
     def _dial(self, advert: _Advert, deadline_s: float) -> Channel:
         sock = socket.create_connection((advert.host, advert.port), max(0.001, deadline_s - time.monotonic()))

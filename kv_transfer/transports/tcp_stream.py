@@ -11,11 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from kv_transfer.cell_stream import Progress
+from kv_transfer.mover import Mover
+from kv_transfer.pairing import Pairing
+from kv_transfer.region import KVRegion
 from kv_transfer.transports import tcp_wire
 from kv_transfer.transports.grants import TOKEN_BYTES
 from kv_transfer.transports.tcp_channel import Channel, flush, receive_exactly, send_exactly
 from kv_transfer.transports.tcp_payload import Payloads
-from kv_transfer.transports.tcp_pieces import Piece, pieces, take
+from kv_transfer.transports.tcp_pieces import Parcel
 from kv_transfer.transports.tcp_wire import Header, Kind
 from kv_transfer.transports.write_queue import QueuedWriter, WriteJob
 from tandem.errors import TransferError
@@ -38,16 +42,24 @@ class TcpStream(QueuedWriter):
     """One of a TcpWriter's streams; a queue of its own. `broken` is told on any thread that the stream has ended."""
 
     def __init__(
-        self, channel: Channel, payloads: Payloads, *, seed: int, stall_s: float, broken: Callable[[str], None]
+        self,
+        source: KVRegion,
+        channel: Channel,
+        pairing: Pairing,
+        *,
+        seed: int,
+        mover: Mover | None,
+        stall_s: float,
+        broken: Callable[[str], None],
     ) -> None:
         self._channel = channel
-        self._payloads = payloads
         self._seed = seed
         self._stall_s = stall_s
         self._broken = broken
         self._numbers = itertools.count(1)
         self._unanswered: deque[_Frame] = deque()
         super().__init__("kv-tcp-write")
+        self._payloads = Payloads(source, pairing, channel, self._queue.lock, mover)
         self._reader = threading.Thread(target=self._read, name="kv-tcp-read", daemon=True)
 
     def start(self) -> None:
@@ -82,7 +94,7 @@ class TcpStream(QueuedWriter):
         self._unanswered.append(frame)
         try:
             send_exactly(self._channel, tcp_wire.pack_header(header, self._seed), stall_s=self._stall_s)
-            self._send_payload(frame, payload.parts)
+            self._send_payload(frame, payload.parcels)
             self._fill_up(frame)
             flush(self._channel, stall_s=self._stall_s)
         except (OSError, TransferError) as error:
@@ -98,26 +110,25 @@ class TcpStream(QueuedWriter):
                 raise _Stopped
             yield
 
-    def _send_payload(self, frame: _Frame, parts: Iterator[list[memoryview]]) -> None:
+    def _send_payload(self, frame: _Frame, parcels: Iterator[Parcel]) -> None:
         """All of it, or as much as was sent before the job was stopped."""
         try:
-            for part in parts:
-                for piece in pieces(part, self._channel.piece_bytes):
-                    self._send_piece(frame, piece)
+            for parcel in parcels:
+                self._send_parcel(frame, parcel)
         except _Stopped:
             return
 
-    def _send_piece(self, frame: _Frame, piece: Piece) -> None:
-        while piece:
+    def _send_parcel(self, frame: _Frame, parcel: Parcel) -> None:
+        left, progress = frame.left, Progress.PAUSED
+        while progress is not Progress.DONE:
+            if progress is Progress.BLOCKED:
+                self._channel.wait_writable(self._stall_s)
             with self._queue.lock:
                 if frame.job.stopped:
                     raise _Stopped
-                count = self._channel.send(piece)
-                if count:
-                    frame.checksum = take(piece, count, frame.checksum)
-                    frame.left -= count
-            if piece:
-                self._channel.wait_writable(self._stall_s)
+                progress = parcel.advance()
+                frame.checksum = parcel.checksum
+                frame.left = left - parcel.num_moved
 
     def _fill_up(self, frame: _Frame) -> None:
         while frame.left:

@@ -81,6 +81,7 @@ class TlsChannel:
     """
 
     piece_bytes = 256 << 10
+    descriptor = None
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._sock = sock

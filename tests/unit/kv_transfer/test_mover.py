@@ -17,8 +17,9 @@ from kv_transfer.__main__ import main
 from kv_transfer.gate import Gate, PieceLock
 from kv_transfer.lane_table import LaneTable, Place
 from kv_transfer.messages import CellRange
-from kv_transfer.mover import RECIPE, Level, Mover, PlacedBytes, load_mover
+from kv_transfer.mover import RECIPE, Level, Mover, load_mover
 from kv_transfer.pairing import Pairing
+from kv_transfer.placed_bytes import PlacedBytes
 from kv_transfer.region import KVRegion
 from tandem.errors import InvariantError, TransferError
 from tandem.ids import BlockId

@@ -4,17 +4,20 @@ import os
 import random
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from kv_transfer import landing as landing_module
+from kv_transfer.cell_stream import CellStream, Progress
 from kv_transfer.messages import TransferKey
+from kv_transfer.mover import load_mover
 from kv_transfer.region import KVRegion
-from kv_transfer.transports.tcp_channel import PlainChannel
+from kv_transfer.transports import tcp_receiver, tcp_sender
+from kv_transfer.transports.tcp_pieces import ViewsParcel
 from kv_transfer.transports.tcp_receiver import TcpReceiver
 from kv_transfer.transports.tcp_sender import TcpSender, TcpWriter
 from kv_transfer.transports.tcp_settings import MAX_STREAMS, TcpSettings
-from kv_transfer.transports.tcp_wire import HEADER_BYTES
 from tandem.errors import TransferError
 from tandem.ids import TransferId
 from tests.unit.kv_transfer.transport_peer import PAIRING, block_views, box, landing, make_region, order
@@ -56,8 +59,13 @@ class Ends:
         return order(KEY, self.token, box(block, 1), [block], pool_blocks=NUM_BLOCKS)
 
 
-@pytest.fixture
-def ends() -> Iterator[Ends]:
+@pytest.fixture(params=["compiled", "python"])
+def ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
+    if request.param == "python":
+        for module in (landing_module, tcp_receiver, tcp_sender):
+            monkeypatch.setattr(module, "load_mover", lambda: None)
+    elif load_mover() is None:
+        pytest.skip("without a C++ compiler sockets are served by Python")
     ends = Ends()
     yield ends
     ends.writer.close()
@@ -120,17 +128,25 @@ def test_nothing_lands_once_another_stream_has_ended(ends: Ends) -> None:
     assert not any(ends.target.buffer), "the kernel held bytes for every stream"
 
 
+def slow_down(monkeypatch: pytest.MonkeyPatch, landing_now: threading.Event, go_on: threading.Event) -> None:
+    """Whichever parcel lands waits in the middle of a call: that of compiled code, or of views."""
+
+    def slow(advance: Callable[[object], Progress]) -> Callable[[object], Progress]:
+        def waiting(parcel: object) -> Progress:
+            if threading.current_thread().name == "kv-tcp-peer":
+                landing_now.set()
+                assert go_on.wait(WAIT_S)
+            return advance(parcel)
+
+        return waiting
+
+    for kind in (CellStream, ViewsParcel):
+        monkeypatch.setattr(kind, "advance", slow(kind.advance))
+
+
 def test_a_revocation_waits_for_the_call_that_is_landing_bytes(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    receive = PlainChannel.receive
     landing_now, go_on, revoked = threading.Event(), threading.Event(), threading.Event()
-
-    def slow(self: PlainChannel, piece: list[memoryview]) -> int | None:
-        if sum(map(len, piece)) > HEADER_BYTES:
-            landing_now.set()
-            assert go_on.wait(WAIT_S)
-        return receive(self, piece)
-
-    monkeypatch.setattr(PlainChannel, "receive", slow)
+    slow_down(monkeypatch, landing_now, go_on)
     future = ends.writer.write(ends.whole)
     assert landing_now.wait(WAIT_S)
     revoking = threading.Thread(target=lambda: (ends.receiver.revoke(KEY), revoked.set()))

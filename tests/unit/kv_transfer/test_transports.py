@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from kv_transfer import landing as landing_module
 from kv_transfer.checksum import checksum_of
 from kv_transfer.messages import TransferKey, TransportOffer
 from kv_transfer.region import KVRegion
 from kv_transfer.transport import KVReceiver, KVSender, PeerWriter, WriteOrder
+from kv_transfer.transports import tcp_receiver, tcp_sender
 from kv_transfer.transports.catalogue import NAMES, candidates, open_receivers, open_senders
 from kv_transfer.transports.memory import MemoryFabric
 from kv_transfer.transports.tcp_settings import TcpSettings
@@ -39,7 +41,15 @@ from tests.unit.kv_transfer.transport_peer import (
 
 KEY = TransferKey(transfer_id=TransferId("t"), attempt=1)
 WAIT_S = 20.0
-MODES = (*NAMES, "tcp streams", "tls", "tls streams", "shm from a device", "tcp between devices")
+MODES = (
+    *NAMES,
+    "tcp streams",
+    "tcp without a compiler",
+    "tls",
+    "tls streams",
+    "shm from a device",
+    "tcp between devices",
+)
 """Each transport, `tcp` in its other ways, and pools that are not in host memory."""
 
 
@@ -88,6 +98,16 @@ def opened(mode: str, files: TlsFiles) -> Iterator[Pair]:
     source_at, target_at = AWAY.get(mode, ("host", "host"))
     name, tcp = way(mode, files)
     require(name)
+    with pytest.MonkeyPatch.context() as patch:
+        if "without a compiler" in mode:
+            for module in (landing_module, tcp_receiver, tcp_sender):
+                patch.setattr(module, "load_mover", lambda: None)
+        with opened_as(name, tcp, source_at, target_at) as pair:
+            yield pair
+
+
+@contextmanager
+def opened_as(name: str, tcp: TcpSettings, source_at: str, target_at: str) -> Iterator[Pair]:
     source, target = make_region(seed=1), make_region(seed=0)
     lands_in = on_device(target) if target_at == "device" else target
     leaves = on_device(source) if source_at == "device" else source

@@ -1,0 +1,104 @@
+// Chunks of KV between a pool and a connected socket, straight from or into their runs; checksummed piece by piece, while
+// the cache has what the kernel has just copied.
+#include <cerrno>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include "kernels.h"
+#include "pass.h"
+
+namespace tandem {
+
+// Most buffers of one call (IOV_MAX).
+constexpr int kMaxBuffers = 1024;
+
+// A chunk on its way, and how far it has been; as in kv_transfer/cell_stream.py.
+struct Stream {
+  int64_t level;
+  int64_t fd;
+  int64_t is_sending;
+  const Place* place;
+  int64_t first_unit;
+  Box box;
+  int64_t piece_bytes;
+  Wanted wanted;
+  int64_t with_sum;
+  int64_t total, bytes, checksum, error;
+};
+
+// The next piece of a chunk as buffers of one call.
+struct Piece {
+  iovec buffers[kMaxBuffers];
+  int count = 0;
+
+  Piece(Rest& rest, int64_t room) {
+    while (count < kMaxBuffers && room && rest.more()) {
+      const int64_t size = rest.left() < room ? rest.left() : room;
+      buffers[count++] = {rest.at(), static_cast<size_t>(size)};
+      rest.drop(size);
+      room -= size;
+    }
+  }
+};
+
+uint32_t sum_of(const Piece& piece, int64_t count, Level level, uint32_t state) {
+  for (const iovec* buffer = piece.buffers; count; ++buffer) {
+    const size_t size = buffer->iov_len < static_cast<size_t>(count) ? buffer->iov_len : static_cast<size_t>(count);
+    state = run<Store::kHot, true>(level, static_cast<const uint8_t*>(buffer->iov_base), nullptr, size, state);
+    count -= static_cast<int64_t>(size);
+  }
+  return state;
+}
+
+// One call that does not wait; bytes moved, or -1 with errno.
+int64_t move_some(const Stream& stream, Piece& piece) {
+  msghdr message{};
+  message.msg_iov = piece.buffers;
+  message.msg_iovlen = static_cast<size_t>(piece.count);
+  const int fd = static_cast<int>(stream.fd);
+  for (;;) {
+    const ssize_t count = stream.is_sending ? sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL)
+                                            : recvmsg(fd, &message, MSG_DONTWAIT);
+    if (count >= 0 || errno != EINTR) return count;
+  }
+}
+
+int64_t go_on(Stream& stream) {
+  while (stream.bytes < stream.total) {
+    Rest rest(Walk(*stream.place, stream.box, stream.first_unit), stream.bytes);
+    for (;;) {
+      Piece piece(rest, stream.piece_bytes);
+      if (!piece.count) break;
+      const int64_t asked = stream.total - stream.bytes < stream.piece_bytes ? stream.total - stream.bytes
+                                                                               : stream.piece_bytes;
+      const int64_t count = move_some(stream, piece);
+      if (count < 0) {
+        stream.error = errno;
+        return errno == EAGAIN || errno == EWOULDBLOCK ? kBlocked : kFailed;
+      }
+      if (!count) return kEnded;
+      stream.bytes += count;
+      if (stream.with_sum)
+        stream.checksum = static_cast<uint32_t>(
+            ~sum_of(piece, count, static_cast<Level>(stream.level), ~static_cast<uint32_t>(stream.checksum)));
+      if (stream.bytes < stream.total && stream.wanted.any()) return kPaused;
+      if (count < asked) break;
+    }
+  }
+  return kDone;
+}
+
+}  // namespace tandem
+
+// Bytes of the stream's box; negative when it is not there. Before the first call of the other.
+TANDEM_EXPORT int64_t tandem_stream_open(tandem::Stream* stream) {
+  if (!tandem::contains(*stream->place, stream->box, stream->first_unit)) return tandem::kOutside;
+  tandem::Walk walk(*stream->place, stream->box, stream->first_unit);
+  uint8_t* begin = nullptr;
+  for (int64_t length = 0; walk.next(begin, length);) stream->total += length;
+  return stream->total;
+}
+
+// Goes on: kDone, or why not. kPaused: somebody wants the lock. kBlocked: nothing has come, or there is no room.
+// kEnded: the peer has ended. kFailed: see `error`.
+TANDEM_EXPORT int64_t tandem_stream_advance(tandem::Stream* stream) { return tandem::go_on(*stream); }
