@@ -10,7 +10,7 @@ import sys
 
 from tests.faults.campaign import Tally, campaign, replay
 from tests.faults.plan import TRANSPORTS
-from tests.faults.shares import share
+from tests.faults.shares import COUNTED, share
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
         seed, _, index = arguments.replay.partition(":")
         tally.merge(replay(arguments.transport, int(seed), int(index) if index else None))
     else:
-        names = (arguments.transport,) if arguments.transport else TRANSPORTS
+        names = (arguments.transport,) if arguments.transport else COUNTED
         for name in names:
             count = arguments.count if arguments.transport else share(name, arguments.count)
             tally.merge(campaign(name, count=count, seed=arguments.seed))

@@ -1,7 +1,11 @@
-"""How many of all faulty transfers each transport gets."""
+"""How many of all faulty transfers each transport gets: most where most can go wrong.
 
-_PERCENT = {"tcp": 35, "shm": 27, "memory": 25, "tls": 10, "torch_dist": 3}
-"""Most where most can go wrong; gloo's communicators cost a tenth of a second each."""
+torch_dist gets none: a few times in a thousand faulty hand-offs gloo's own thread ends the whole process ("received data
+size doesn't match expected size") after a communicator broke, and no exception tells Python. It runs when it is named.
+"""
+
+_PERCENT = {"memory": 25, "shm": 28, "tcp": 37, "tls": 10}
+COUNTED = tuple(_PERCENT)
 
 
 def share(transport: str, count: int) -> int:

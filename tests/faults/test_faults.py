@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from tests.faults.campaign import Tally, campaign, replay
-from tests.faults.plan import TRANSPORTS, Kind, plan_batch
-from tests.faults.shares import share
+from tests.faults.plan import Kind, plan_batch
+from tests.faults.shares import COUNTED, share
 
 _CI, _NIGHTLY = 2_000, 100_000
 
@@ -25,14 +25,14 @@ def check(tally: Tally, count: int) -> None:
     assert sum(n for (_, outcome), n in tally.transfers.items() if outcome.startswith("committed")) > count / 2
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", COUNTED)
 def test_no_wrong_byte_is_committed_and_no_block_leaks(transport: str) -> None:
     count = share(transport, _CI)
     check(run(transport, count, seed=1), count)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", COUNTED)
 def test_nor_in_the_full_count(transport: str) -> None:
     count = share(transport, _NIGHTLY)
     check(run(transport, count, seed=1_000_000), count)
@@ -40,7 +40,7 @@ def test_nor_in_the_full_count(transport: str) -> None:
 
 def test_the_shares_make_up_the_whole() -> None:
     for count in (_CI, _NIGHTLY):
-        assert sum(share(transport, count) for transport in TRANSPORTS) >= count
+        assert sum(share(transport, count) for transport in COUNTED) >= count
 
 
 def test_a_seed_names_one_batch() -> None:
