@@ -1,7 +1,7 @@
 """How many of all faulty transfers each transport gets: most where most can go wrong.
 
-torch_dist gets none: a few times in a thousand faulty hand-offs gloo's own thread ends the whole process ("received data
-size doesn't match expected size") after a communicator broke, and no exception tells Python. It runs when it is named.
+torch_dist gets none: a few times in a thousand faulty hand-offs gloo's own thread ends the whole process ("received
+data size doesn't match expected size") after a communicator broke, and no exception tells Python. It runs when named.
 """
 
 _PERCENT = {"memory": 25, "shm": 28, "tcp": 37, "tls": 10}

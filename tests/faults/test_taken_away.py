@@ -85,7 +85,8 @@ REMOVALS = (
         transport="tcp",
         focus=Focus(kinds=(Kind.STALL, Kind.CUT), places=(Place.TO_RECEIVER, Place.ASKING, Place.TELLING)),
         finds="somebody wrote into free blocks",
-        seed=30,
+        seed=2030,
+        within=1500,
     ),
     Removal(
         take_away=commits_what_is_not_whole,
