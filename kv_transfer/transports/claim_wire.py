@@ -4,6 +4,9 @@
     receiver -> writer   what the memory is (see each transport)   CLAIMED(token)   REFUSED(token)   REVOKE(token)
 
 A writer claims a token before its first byte, so the receiver knows at any moment which process may write with it.
+
+Messages end in a CRC-32 of their own: one flipped bit makes a QUIET of a CLAIM, or a CLAIMED of a REFUSED, and then a
+writer writes into blocks that are others' by now, which no checksum of its payload tells.
 """
 
 import secrets
@@ -11,15 +14,18 @@ import socket
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
+from zlib import crc32
 
 from kv_transfer.transports.grants import TOKEN_BYTES
 from tandem.errors import TransferError
 
 _MESSAGE = struct.Struct("!4sB16s")
-_SIZE = struct.Struct("!I")
+_CRC = struct.Struct("!I")
+_BLOB = struct.Struct("!II")
+"""Size and CRC-32."""
 _GRANT = struct.Struct("!16sI")
-_MAGIC = b"TKC1"
-MESSAGE_BYTES = _MESSAGE.size
+_MAGIC = b"TKC2"
+MESSAGE_BYTES = _MESSAGE.size + _CRC.size
 MAX_BLOB_BYTES = 1 << 20
 
 
@@ -37,15 +43,28 @@ class Kind(IntEnum):
 
 def pack(kind: Kind, token: bytes = bytes(TOKEN_BYTES)) -> bytes:
     """One message as bytes."""
-    return _MESSAGE.pack(_MAGIC, kind, token)
+    return sealed(_MESSAGE.pack(_MAGIC, kind, token))
 
 
 def unpack(data: bytes) -> tuple[Kind, bytes]:
     """Kind and token from MESSAGE_BYTES bytes. Raises TransferError."""
-    magic, kind, token = _MESSAGE.unpack(data)
+    magic, kind, token = _MESSAGE.unpack(unsealed(data))
     if magic != _MAGIC or kind not in Kind._value2member_map_:
         raise TransferError("not a message of a KV transport")
     return Kind(kind), token
+
+
+def sealed(fields: bytes) -> bytes:
+    """These bytes and their CRC-32."""
+    return fields + _CRC.pack(crc32(fields))
+
+
+def unsealed(data: bytes) -> bytes:
+    """What was sealed. Raises TransferError when it has changed."""
+    fields, checksum = data[: -_CRC.size], data[-_CRC.size :]
+    if _CRC.pack(crc32(fields)) != checksum:
+        raise TransferError("a message of a KV transport is damaged")
+    return fields
 
 
 def send(sock: socket.socket, kind: Kind, token: bytes) -> bool:
@@ -64,7 +83,7 @@ def receive(sock: socket.socket) -> tuple[Kind, bytes] | None:
 
 def send_blob(sock: socket.socket, blob: bytes) -> None:
     """What the memory is, in the words of a transport. Raises OSError."""
-    sock.sendall(pack(Kind.REGION) + _SIZE.pack(len(blob)) + blob)
+    sock.sendall(pack(Kind.REGION) + _BLOB.pack(len(blob), crc32(blob)) + blob)
 
 
 def receive_blob(sock: socket.socket) -> bytes:
@@ -72,10 +91,13 @@ def receive_blob(sock: socket.socket) -> bytes:
     message = receive(sock)
     if message is None or message[0] is not Kind.REGION:
         raise TransferError("the receiver refused to share its memory")
-    size = _SIZE.unpack(_all_of(sock, _SIZE.size))[0]
+    size, checksum = _BLOB.unpack(_all_of(sock, _BLOB.size))
     if size > MAX_BLOB_BYTES:
         raise TransferError("the receiver says too much about its memory")
-    return _all_of(sock, size)
+    blob = _all_of(sock, size)
+    if crc32(blob) != checksum:
+        raise TransferError("what the receiver says about its memory is damaged")
+    return blob
 
 
 def pack_grant(token: bytes, slots: Sequence[int]) -> bytes:

@@ -39,11 +39,13 @@ class Inbound:
     """A stream whose HELLO was accepted; `run` serves it on the caller's thread."""
 
     def __init__(
-        self, channel: Channel, peer: Peer, grants: GrantTable, *, mover: Mover | None, stall_s: float
+        self, channel: Channel, peer: Peer, grants: GrantTable, *, seed: int, mover: Mover | None, stall_s: float
     ) -> None:
+        """`seed`: of its frames' CRCs, see tcp_wire."""
         self._channel = channel
         self._peer = peer
         self._grants = grants
+        self._seed = seed
         self._mover = mover
         self._stall_s = stall_s
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
@@ -53,7 +55,7 @@ class Inbound:
     def run(self) -> None:
         """Until the sender ends. Raises OSError, or TransferError for a sender that cannot be trusted any more."""
         for number in itertools.count(1):
-            header = next_header(self._channel, within_s=self._stall_s, patient=True)
+            header = next_header(self._channel, seed=self._seed, within_s=self._stall_s, patient=True)
             if header is None:
                 return
             if header.kind is not Kind.WRITE or header.write_id != number:
@@ -134,12 +136,12 @@ class Inbound:
                 self._channel.wait_readable(self._stall_s)
 
 
-def next_header(channel: Channel, *, within_s: float, patient: bool = False) -> Header | None:
+def next_header(channel: Channel, *, seed: int = 0, within_s: float, patient: bool = False) -> Header | None:
     """The next frame's, or None at the end. Raises OSError, and TransferError for what is none or comes too slowly."""
     data = receive_exactly(channel, tcp_wire.HEADER_BYTES, within_s=within_s, patient=patient)
     if data is None:
         return None
-    header = tcp_wire.unpack_header(data)
+    header = tcp_wire.unpack_header(data, seed)
     if header.payload_bytes > MAX_PAYLOAD_BYTES:
         raise TransferError(f"a payload of {header.payload_bytes} bytes: at most {MAX_PAYLOAD_BYTES} are taken")
     return header

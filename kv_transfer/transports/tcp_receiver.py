@@ -132,8 +132,9 @@ class TcpReceiver:
         try:
             deadline_s = time.monotonic() + self._settings.stall_s
             self._secure(channel, deadline_s)
-            name, peer = self._greet(channel, deadline_s)
-            self._run(Inbound(channel, peer, self._grants, mover=self._mover, stall_s=self._settings.stall_s))
+            name, peer, seed = self._greet(channel, deadline_s)
+            stall_s = self._settings.stall_s
+            self._run(Inbound(channel, peer, self._grants, seed=seed, mover=self._mover, stall_s=stall_s))
         except (OSError, TransferError) as error:
             log.info("tcp sender dropped: %s", error)
         finally:
@@ -167,7 +168,7 @@ class TcpReceiver:
         if isinstance(channel, TlsChannel):
             channel.shake_hands(deadline_s)
 
-    def _greet(self, channel: Channel, deadline_s: float) -> tuple[int, Peer]:
+    def _greet(self, channel: Channel, deadline_s: float) -> tuple[int, Peer, int]:
         header = next_header(channel, within_s=_left_s(deadline_s))
         if header is None or header.kind is not Kind.HELLO or not hmac.compare_digest(header.token, self._secret):
             raise TransferError("no HELLO, or a wrong secret")
@@ -183,7 +184,7 @@ class TcpReceiver:
             del self._greeting[channel]
             peer.channels.add(channel)
         answer(channel, Kind.DONE, name)
-        return name, peer
+        return name, peer, tcp_wire.seed_of(name, header.payload_bytes)
 
     def _end(self, name: int, peer: Peer) -> None:
         """With one stream all of its sender's end."""

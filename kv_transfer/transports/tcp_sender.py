@@ -37,14 +37,23 @@ class TcpWriter:
         channels: list[Channel],
         pairing: Pairing,
         *,
+        name: int = 0,
         mover: Mover | None = None,
         stall_s: float = STALL_S,
     ) -> None:
         """Payload goes by compiled code if there is a `mover`, else by Python."""
         self._lock = threading.Lock()
         self._streams = [
-            TcpStream(source, channel, pairing, mover=mover, stall_s=stall_s, broken=self._break)
-            for channel in channels
+            TcpStream(
+                source,
+                channel,
+                pairing,
+                seed=tcp_wire.seed_of(name, index),
+                mover=mover,
+                stall_s=stall_s,
+                broken=self._break,
+            )
+            for index, channel in enumerate(channels)
         ]
         self._under_way = [0] * len(channels)
         for stream in self._streams:
@@ -119,15 +128,16 @@ class TcpSender:
         name = secrets.randbits(64)
         channels: list[Channel] = []
         try:
-            for _ in range(self._settings.streams):
+            for index in range(self._settings.streams):
                 channels.append(self._dial(advert, deadline_s))
-                _greet(channels[-1], advert.secret, name, deadline_s)
+                _greet(channels[-1], tcp_wire.hello(advert.secret, name, index), deadline_s)
         except (OSError, TransferError) as error:
             for channel in channels:
                 channel.close()
             reason = tls_reason(error) if isinstance(error, ssl.SSLError) else error
             raise TransferError(f"tcp {advert.host}:{advert.port}: {reason}") from None
-        return TcpWriter(self._region, channels, pairing, mover=self._mover, stall_s=self._settings.stall_s)
+        stall_s = self._settings.stall_s
+        return TcpWriter(self._region, channels, pairing, name=name, mover=self._mover, stall_s=stall_s)
 
     def _dial(self, advert: _Advert, deadline_s: float) -> Channel:
         sock = socket.create_connection((advert.host, advert.port), max(0.001, deadline_s - time.monotonic()))
@@ -148,9 +158,8 @@ class TcpSender:
         return channel
 
 
-def _greet(channel: Channel, secret: bytes, name: int, deadline_s: float) -> None:
+def _greet(channel: Channel, hello: Header, deadline_s: float) -> None:
     left_s = max(0.0, deadline_s - time.monotonic())
-    hello = Header(kind=Kind.HELLO, write_id=name, token=secret, cells=tcp_wire.NO_CELLS, payload_bytes=0)
     try:
         send_exactly(channel, tcp_wire.pack_header(hello), stall_s=left_s)
     except OSError:
@@ -161,7 +170,7 @@ def _greet(channel: Channel, secret: bytes, name: int, deadline_s: float) -> Non
     answer = None if data is None else tcp_wire.unpack_answer(data)
     if answer == (Kind.NEEDS_TLS, 0):
         raise TransferError("the receiver takes TLS only, and transfer.tls is not set here")
-    if answer != (Kind.DONE, name):
+    if answer != (Kind.DONE, hello.write_id):
         raise TransferError("the receiver refused the connection")
 
 

@@ -47,11 +47,13 @@ class TcpStream(QueuedWriter):
         channel: Channel,
         pairing: Pairing,
         *,
+        seed: int,
         mover: Mover | None,
         stall_s: float,
         broken: Callable[[str], None],
     ) -> None:
         self._channel = channel
+        self._seed = seed
         self._stall_s = stall_s
         self._broken = broken
         self._numbers = itertools.count(1)
@@ -91,7 +93,7 @@ class TcpStream(QueuedWriter):
         )
         self._unanswered.append(frame)
         try:
-            send_exactly(self._channel, tcp_wire.pack_header(header), stall_s=self._stall_s)
+            send_exactly(self._channel, tcp_wire.pack_header(header, self._seed), stall_s=self._stall_s)
             self._send_payload(frame, payload.parcels)
             self._fill_up(frame)
             flush(self._channel, stall_s=self._stall_s)

@@ -7,8 +7,9 @@
 
 Frames and answers end in a CRC-32 of their own: a flipped bit there would put good bytes in a wrong place, which no
 checksum of the payload could tell. Frames of a stream are numbered from 1, so that none counts twice; HELLO has, in
-place of a number, the name of the connection that the stream is a part of. A frame names a grant by its random token
-and cells by index in that grant.
+place of a number, the name of the connection that the stream is a part of, and its index there in place of a size. The
+CRC of a frame goes on from both, so that it counts on its own stream only: on another it might have the next number. A
+frame names a grant by its random token and cells by index in that grant.
 """
 
 import struct
@@ -19,7 +20,7 @@ from zlib import crc32
 from kv_transfer.messages import CellRange
 from tandem.errors import TransferError
 
-VERSION = 3
+VERSION = 4
 _MAGIC = b"TKVT"
 _HEADER = struct.Struct("!4sBB2xQ16sIIIIIIQ")
 _CRC = struct.Struct("!I")
@@ -60,18 +61,28 @@ class Header:
 NO_CELLS = CellRange(first_layer=0, num_layers=0, first_unit=0, num_units=0, first_head=0, num_heads=0)
 
 
-def pack_header(header: Header) -> bytes:
+def hello(secret: bytes, name: int, index: int) -> Header:
+    """What a stream begins with: its connection, and which of its streams it is."""
+    return Header(kind=Kind.HELLO, write_id=name, token=secret, cells=NO_CELLS, payload_bytes=index)
+
+
+def seed_of(name: int, index: int) -> int:
+    """What the CRCs of a stream's frames go on from; differs between the streams of a connection."""
+    return (name ^ name >> 32 ^ index) & 0xFFFFFFFF
+
+
+def pack_header(header: Header, seed: int = 0) -> bytes:
     """A header as bytes."""
     c = header.cells
     box = (c.first_layer, c.num_layers, c.first_unit, c.num_units, c.first_head, c.num_heads)
     return _sealed(
-        _HEADER.pack(_MAGIC, VERSION, header.kind, header.write_id, header.token, *box, header.payload_bytes)
+        _HEADER.pack(_MAGIC, VERSION, header.kind, header.write_id, header.token, *box, header.payload_bytes), seed
     )
 
 
-def unpack_header(data: bytes) -> Header:
+def unpack_header(data: bytes, seed: int = 0) -> Header:
     """A header from HEADER_BYTES bytes. Raises TransferError."""
-    magic, version, kind, write_id, token, *box, payload_bytes = _HEADER.unpack(_unsealed(data))
+    magic, version, kind, write_id, token, *box, payload_bytes = _HEADER.unpack(_unsealed(data, seed))
     if magic != _MAGIC or version != VERSION or kind not in FRAMES:
         raise TransferError("not a frame of the tcp transport")
     cells = CellRange(
@@ -98,12 +109,12 @@ def unpack_answer(data: bytes) -> tuple[Kind, int]:
     return Kind(kind), write_id
 
 
-def _sealed(fields: bytes) -> bytes:
-    return fields + _CRC.pack(crc32(fields))
+def _sealed(fields: bytes, seed: int = 0) -> bytes:
+    return fields + _CRC.pack(crc32(fields, seed))
 
 
-def _unsealed(data: bytes) -> bytes:
+def _unsealed(data: bytes, seed: int = 0) -> bytes:
     fields, checksum = data[: -_CRC.size], data[-_CRC.size :]
-    if _CRC.pack(crc32(fields)) != checksum:
+    if _CRC.pack(crc32(fields, seed)) != checksum:
         raise TransferError("a header of the tcp transport is damaged")
     return fields

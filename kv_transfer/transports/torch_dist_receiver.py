@@ -6,6 +6,7 @@ posted. Pieces that nobody wants any more are received past the pool, so that bo
 """
 
 import hmac
+import itertools
 import logging
 import secrets
 import socket
@@ -101,11 +102,15 @@ class TorchDistReceiver:
 
     def _serve(self, sock: socket.socket) -> None:
         group: Communicator | None = None
+        numbers = {Kind.WRITE: itertools.count(1), Kind.RENEW: itertools.count()}
         try:
             keep_alive(sock)
             meeting = self._greet(sock)
             while (data := claim_wire.receive_exactly(sock, torch_dist_wire.HEADER_BYTES)) is not None:
                 header = torch_dist_wire.unpack_header(data)
+                if header.number != next(numbers[header.kind]):
+                    # Not before gloo: a receive of another size than what is sent to it ends the whole process.
+                    raise TransferError(f"{header.kind.name} {header.number} out of turn")
                 if header.kind is Kind.RENEW:
                     _close(group)
                     group = self._join(sock, meeting, header.number)

@@ -57,9 +57,9 @@ def one_layer(layer: int) -> CellRange:
 
 def dial(receiver: TcpReceiver) -> socket.socket:
     sock = socket.create_connection(receiver._address, WAIT_S)
-    hello = Header(kind=Kind.HELLO, write_id=5, token=receiver._secret, cells=tcp_wire.NO_CELLS, payload_bytes=0)
+    hello = Header(kind=Kind.HELLO, write_id=0, token=receiver._secret, cells=tcp_wire.NO_CELLS, payload_bytes=0)
     sock.sendall(tcp_wire.pack_header(hello))
-    assert answer(sock) == (Kind.DONE, 5)
+    assert answer(sock) == (Kind.DONE, 0)
     return sock
 
 
