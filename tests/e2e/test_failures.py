@@ -102,7 +102,9 @@ async def test_a_prefill_worker_told_to_stop_takes_nothing_new_and_ends_when_all
     assert any("prefill-0: exited with code 0" in line for line in cluster.logs.lines[num_lines:])
     await cluster.until_idle()
     after = {outcome: await received(cluster, outcome) for outcome in outcomes}
-    assert after == before | {"committed": before["committed"] + STREAMS}, "all that was outstanding was served"
+    # A commit of an earlier test may have been reported since.
+    assert after["committed"] >= before["committed"] + STREAMS, "all that was outstanding was served"
+    assert after | {"committed": 0} == before | {"committed": 0}
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
