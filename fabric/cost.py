@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-_PRIOR_BYTES_PER_S = 1e9
-"""Of a link over which nothing has come yet; the first fetch replaces it."""
+from kv_transfer.peer_rates import PRIOR_BYTES_PER_S
+
 _ROUND_TRIPS_S = 0.01
 """To ask, be offered, reserve and commit, besides what the bytes take."""
 _MARGIN = 0.8
@@ -25,7 +25,7 @@ def compute_s(num_tokens: int, rates: FetchRates) -> float:
 
 def fetch_s(num_bytes: int, rates: FetchRates) -> float:
     """Time to bring so many bytes from a peer."""
-    return _ROUND_TRIPS_S + num_bytes / (rates.bytes_per_s or _PRIOR_BYTES_PER_S)
+    return _ROUND_TRIPS_S + num_bytes / (rates.bytes_per_s or PRIOR_BYTES_PER_S)
 
 
 def worth_fetching(num_tokens: int, num_bytes: int, rates: FetchRates) -> bool:

@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from engine.request import Request
 from fabric.cost import FetchRates
@@ -54,22 +55,38 @@ class Wanted:
     trace: TraceContext | None = None
 
 
+def _future() -> "asyncio.Future[Any]":
+    return asyncio.get_running_loop().create_future()
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Fetch:
-    """One fetch under way; `ended` is set with the tokens gained."""
+    """One fetch, from the moment at which room is asked for; `ended` is set with the tokens gained."""
 
     wanted: Wanted
-    num_held_tokens: int
     stats: FetchStats
+    num_held_tokens: int = 0
+    """Known once room is reserved."""
+    declined: Declined | None = None
+    """Why it was not begun, when it has ended so."""
     num_waiting: int = 0
     """Who would have it; with the last of them it ends."""
     num_destinations: int = 0
-    ended: "asyncio.Future[int]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    reserved: "asyncio.Future[None]" = field(default_factory=_future)
+    """Done when room is reserved, or none will be."""
+    ended: "asyncio.Future[int]" = field(default_factory=_future)
 
     def end(self, num_tokens: int) -> None:
         """It is over, once."""
+        if not self.reserved.done():
+            self.reserved.set_result(None)
         if not self.ended.done():
             self.ended.set_result(num_tokens)
+
+    def decline(self, reason: Declined) -> None:
+        """It is over before it began."""
+        self.declined = reason
+        self.end(0)
 
 
 def probe_of(hash_root: BlockHash, names: Sequence[BlockHash], transfer_id: TransferId) -> Request:

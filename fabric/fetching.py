@@ -106,34 +106,39 @@ class Fetcher:
         """
         if self.hub is None or not names:
             return Declined.HELD
-        rates = FetchRates(prefill_tokens_per_s=prefill_tokens_per_s, bytes_per_s=self.hub.bytes_per_s(holder.address))
+        rates = FetchRates(prefill_tokens_per_s=prefill_tokens_per_s, bytes_per_s=self._bytes_per_s(holder))
         wanted = self._wanted(hash_root, names, holder, rates, spare_blocks=spare_blocks)
-        fetch = self._same(wanted.probe.block_hashes) or await self._begin(wanted, self.adopted)
-        if isinstance(fetch, Declined):
-            return fetch
-        return await self._wait(fetch) // self._host.parts.layout.block_size
+        fetch = self._same(wanted.probe.block_hashes) or self._begin(wanted, self.adopted)
+        num_tokens = await self._wait(fetch)
+        return fetch.declined or num_tokens // self._host.parts.layout.block_size
 
     async def _bring(
         self, request: Request, holder: PrefixHolder, trace: TraceContext | None, gone: "asyncio.Future[None]"
     ) -> int:
-        hub = self.hub
         num_tokens = min(holder.num_tokens, request.num_tokens - 1)
-        if hub is None or num_tokens <= 0:
+        if self.hub is None or num_tokens <= 0:
             return 0
         rates = FetchRates(
-            prefill_tokens_per_s=self._host.rates.prefill_tokens_per_s, bytes_per_s=hub.bytes_per_s(holder.address)
+            prefill_tokens_per_s=self._host.rates.prefill_tokens_per_s, bytes_per_s=self._bytes_per_s(holder)
         )
         self._host.parts.hasher.extend(request.hash_root, request.block_hashes, request.token_ids)
         names = request.block_hashes[: num_tokens // HASH_BLOCK_TOKENS]
         if (same := self._same(names)) is not None:
-            await self._wait(same, gone, self._patience_s(same, rates))  # it is found here all the same
-            return 0
-        fetch = await self._begin(self._wanted(request.hash_root, names, holder, rates, trace=trace), self.stats)
-        if isinstance(fetch, Declined):
+            await self._wait(same, rates, gone)  # it is found here all the same
+            if same.declined is None or gone.done():
+                return 0
+            same = self._same(names)  # declined for another's reasons: this one's own count once
+        wanted = self._wanted(request.hash_root, names, holder, rates, trace=trace)
+        fetch = same or self._begin(wanted, self.stats)
+        gained = await self._wait(fetch, rates, gone)
+        if fetch.declined is not None:
             self.stats.declined += 1
-            _log.debug("%s: what %s holds is not fetched: %s", request.request_id, holder.worker_id, fetch.value)
-            return 0
-        return await self._wait(fetch, gone, self._patience_s(fetch, rates))
+            reason = fetch.declined.value
+            _log.debug("%s: what %s holds is not fetched: %s", request.request_id, holder.worker_id, reason)
+        return 0 if fetch is same else gained
+
+    def _bytes_per_s(self, holder: PrefixHolder) -> float:
+        return 0.0 if self.hub is None else self.hub.bytes_per_s(holder.address, holder.incarnation)
 
     def _wanted(
         self,
@@ -156,34 +161,45 @@ class Fetcher:
         )
 
     def _same(self, names: Sequence[BlockHash]) -> Fetch | None:
-        """A fetch under way of the same prefix."""
+        """A fetch under way of the same prefix, or one that waits for room."""
         tail = list(names[-1:])
         return next((fetch for fetch in self._fetches.values() if fetch.wanted.probe.block_hashes[-1:] == tail), None)
 
-    async def _begin(self, wanted: Wanted, stats: FetchStats) -> Fetch | Declined:
-        """Reserve room and ask the holder. Whoever called must `_wait`, or it never ends."""
-        transfer_id = wanted.transfer_id
-        if len(self._fetches) >= _MAX_FETCHES or self.hub is None:
-            return Declined.NO_ROOM
-        try:
-            held = await self._host.call(lambda scheduler: self._reserve(scheduler, wanted))
-        except asyncio.CancelledError:
-            self._host.post(lambda scheduler: scheduler.reservations.cancel(transfer_id))
-            raise
-        except ServingError as error:
-            _log.info("%s: no room for what a peer holds: %s", transfer_id, error.message)
-            return Declined.NO_ROOM
+    def _begin(self, wanted: Wanted, stats: FetchStats) -> Fetch:
+        """Ask for room, and then the holder. Whoever called must `_wait` in the same turn, or it never ends."""
+        fetch = Fetch(wanted=wanted, stats=stats)
+        if (hub := self.hub) is None or len(self._fetches) >= _MAX_FETCHES:
+            fetch.decline(Declined.NO_ROOM)
+            return fetch
+        # Counted and found from now on: the answer may take a whole step.
+        self._fetches[wanted.transfer_id] = fetch
+        answer = asyncio.ensure_future(self._host.call(lambda scheduler: self._reserve(scheduler, wanted)))
+        answer.add_done_callback(partial(self._answered, fetch, hub))
+        return fetch
+
+    def _answered(self, fetch: Fetch, hub: ReceiverHub, answer: "asyncio.Future[int | Declined]") -> None:
+        """The engine has reserved room, or has not."""
+        wanted, transfer_id = fetch.wanted, fetch.wanted.transfer_id
+        error = None if answer.cancelled() else answer.exception()
+        if self._fetches.get(transfer_id) is not fetch:
+            return
+        held = Declined.NO_ROOM if answer.cancelled() or error is not None else answer.result()
         if isinstance(held, Declined):
-            return held
-        fetch = self._fetches[transfer_id] = Fetch(wanted=wanted, num_held_tokens=held, stats=stats)
-        stats.started += 1
+            del self._fetches[transfer_id]
+            if isinstance(error, ServingError):
+                _log.info("%s: no room for what a peer holds: %s", transfer_id, error.message)
+            elif error is not None:
+                fetch.reserved.set_exception(error)  # whoever waits raises it
+            fetch.decline(held)
+            return
+        fetch.num_held_tokens = held
+        fetch.reserved.set_result(None)
+        fetch.stats.started += 1
         fetch.ended.add_done_callback(partial(self._tell_end, fetch, time.monotonic()))
         try:
-            self.hub.start(job_of(fetch), route_to(wanted.holder))
-        except ServingError as error:
-            self._not_begun(fetch, error)
-            return fetch
-        return fetch
+            hub.start(job_of(fetch), route_to(wanted.holder))
+        except ServingError as refusal:
+            self._not_begun(fetch, refusal)
 
     def _tell_end(self, fetch: Fetch, started_s: float, ended: "asyncio.Future[int]") -> None:
         wanted, gained = fetch.wanted, ended.result()
@@ -195,16 +211,20 @@ class Fetcher:
         )  # fmt: skip
 
     async def _wait(
-        self, fetch: Fetch, gone: "asyncio.Future[None] | None" = None, patience_s: float | None = None
+        self, fetch: Fetch, rates: FetchRates | None = None, gone: "asyncio.Future[None] | None" = None
     ) -> int:
-        """Until it has ended, or whoever waits here has gone or waited so long; the tokens gained.
+        """Until it has ended, or whoever waits here has gone or, by these rates, waited so long; the tokens gained.
 
         With the last who waits it ends.
         """
         fetch.num_waiting += 1
+        ends = () if gone is None else (gone,)
         try:
-            ends = (fetch.ended,) if gone is None else (fetch.ended, gone)
-            await asyncio.wait(ends, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((fetch.reserved, *ends), return_when=asyncio.FIRST_COMPLETED)
+            if fetch.reserved.done():
+                fetch.reserved.result()
+            patience_s = None if rates is None else self._patience_s(fetch, rates)
+            await asyncio.wait((fetch.ended, *ends), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             fetch.num_waiting -= 1
             if not fetch.num_waiting:
@@ -223,6 +243,11 @@ class Fetcher:
         """If it is under way still: what has landed is kept."""
         transfer_id = fetch.wanted.transfer_id
         if self._fetches.get(transfer_id) is not fetch or self.hub is None:
+            return
+        if not fetch.reserved.done():
+            del self._fetches[transfer_id]
+            self._host.post(lambda scheduler: scheduler.reservations.cancel(transfer_id))
+            fetch.end(0)
             return
         self.hub.give_up(transfer_id, reason)
         if transfer_id in self._fetches:  # else the hub has said what landed, or that it is complete

@@ -204,7 +204,14 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
         if intact:
             num_bytes, now = landing.num_bytes(chunk.cells), self._now()
             self._tally.chunk(num_bytes, chunk.write_s)
-            self._context.rates.observe(self.link.address, self._transport, num_bytes, chunk.write_s)
+            self._context.rates.observe(
+                self.link.address,
+                self.machine.plan.peer,
+                self._transport,
+                num_bytes=num_bytes,
+                seconds=chunk.write_s,
+                now=now,
+            )
             if self._trace is not None:
                 self._trace.chunk(chunk.seq, num_bytes, now, write_s=chunk.write_s, verify_s=now - started_s)
         elif self.machine.state in LIVE:  # else its grant has ended: nothing was damaged

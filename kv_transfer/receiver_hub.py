@@ -42,7 +42,7 @@ from kv_transfer.states import LIVE
 from kv_transfer.stats import TransferStats
 from kv_transfer.transport import KVReceiver
 from tandem.errors import InvariantError, Overloaded, TransferError
-from tandem.ids import BlockId, TransferId
+from tandem.ids import BlockId, Incarnation, TransferId
 from tandem.prefix_holder import PrefixHolder
 from tandem.tracing import NoTracer, Tracer
 
@@ -181,13 +181,15 @@ class ReceiverHub:
         """Destinations that peers may write, quarantined ones included."""
         return sum(attempt.machine.num_leased_blocks for attempt in self._attempts.values())
 
-    def bytes_per_s(self, address: str) -> float:
-        """What was measured of the peer there, else of the transport that its link has; 0: nothing yet."""
+    def bytes_per_s(self, address: str, incarnation: Incarnation) -> float:
+        """What is expected of that peer by what was measured of it, or of the transport its link has; 0: nothing."""
         link = self._links.get(address)
-        return self._rates.bytes_per_s(address, "" if link is None else link.transport)
+        transport = "" if link is None else link.transport
+        return self._rates.bytes_per_s(address, incarnation, transport, now=self._reaper.now())
 
     def _begin(self, ladder: Ladder, route: Route) -> None:
         now = self._reaper.now()
+        self._rates.asked(route.address, route.incarnation, now)
         machine = ladder.begin(route.attempt, route.incarnation, now)
         trace = begin_trace(self._tracer, "tandem.handoff", machine.plan.key, machine.plan.job, now)
         attempt = ReceiverAttempt(machine, self._link(route.address), self._context, self, trace)

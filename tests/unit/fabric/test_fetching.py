@@ -9,6 +9,7 @@ import pytest
 
 from engine.host import EngineHost
 from engine.request import Request
+from fabric.fetch import Declined
 from fabric.fetching import Fetcher
 from kv_transfer.actions import CommitInfo
 from kv_transfer.messages import PrefillJob
@@ -43,7 +44,7 @@ class FakeHub:
             raise self.refusal
         self.jobs.put_nowait((job, route))
 
-    def bytes_per_s(self, _address: str) -> float:
+    def bytes_per_s(self, _address: str, _incarnation: Incarnation) -> float:
         return self.rate
 
     def cancel(self, transfer_id: TransferId, _reason: str = "") -> None:
@@ -67,6 +68,14 @@ class Bench:
 
     def bring(self, holder: PrefixHolder = HOLDER, request: Request | None = None) -> "asyncio.Task[int]":
         return asyncio.create_task(self.fetcher.bring(request or self.request(), holder))
+
+    async def adopt(self, spare_blocks: int = 0) -> int | Declined:
+        request = self.request()
+        self.host.parts.hasher.extend(request.hash_root, request.block_hashes, request.token_ids)
+        names = request.block_hashes[:4]
+        return await self.fetcher.adopt(
+            request.hash_root, names, HOLDER, prefill_tokens_per_s=1.0, spare_blocks=spare_blocks
+        )
 
     async def asked(self) -> PrefillJob:
         async with asyncio.timeout(WAIT_S):
@@ -181,6 +190,63 @@ async def test_one_prefix_is_brought_once_however_many_want_it(bench: Bench) -> 
     await bench.fetcher.commit(job.transfer_id, commit(blocks))
     assert [await first, await second, await third] == [64, 0, 0]
     assert bench.hub.jobs.empty()
+    assert await bench.held() == 64
+    await bench.assert_empty()
+
+
+async def test_one_prefix_is_brought_once_though_all_ask_at_once(bench: Bench) -> None:
+    bringing = [bench.bring() for _ in range(3)]
+    adopting = asyncio.create_task(bench.adopt())
+    job = await bench.asked()
+    await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 4)))
+    assert [await each for each in bringing] == [64, 0, 0]
+    assert await adopting == 4
+    assert bench.hub.jobs.empty()
+    assert bench.fetcher.stats.started == 1
+    await bench.assert_empty()
+
+
+async def test_no_more_than_eight_are_under_way_though_all_begin_at_once(bench: Bench) -> None:
+    prompts = [tuple((7 * i + k) % 90 for i in range(17)) for k in range(1, 13)]
+    bringing = [bench.bring(request=bench.request(prompt)) for prompt in prompts]
+    jobs = [await bench.asked() for _ in range(8)]
+    for job in jobs:
+        await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 1)))
+    assert sorted([await each for each in bringing]) == [0] * 4 + [16] * 8
+    assert (bench.fetcher.stats.started, bench.fetcher.stats.declined) == (8, 4)
+    assert bench.hub.jobs.empty()
+    another = bench.bring()
+    job = await bench.asked()
+    await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 4)))
+    assert await another == 64, "whoever is done makes room for others"
+    await bench.assert_empty()
+
+
+async def test_whoever_joins_one_that_is_declined_for_anothers_reasons_is_judged_by_its_own(bench: Bench) -> None:
+    adopting = asyncio.create_task(bench.adopt(spare_blocks=10_000))
+    await asyncio.sleep(0)
+    bringing = [bench.bring() for _ in range(2)]
+    job = await bench.asked()
+    assert await adopting is Declined.NO_ROOM
+    await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 4)))
+    assert sorted([await each for each in bringing]) == [0, 64]
+    assert bench.hub.jobs.empty()
+    bench.host.rates.prefill_tokens_per_s = 1e9
+    other = tuple(reversed(PROMPT))
+    assert await asyncio.gather(*(bench.bring(request=bench.request(other)) for _ in range(3))) == [0, 0, 0]
+    assert bench.fetcher.stats.declined == 3
+    await bench.assert_empty()
+
+
+async def test_who_joined_before_the_reservation_has_it_though_the_first_goes(bench: Bench) -> None:
+    first = bench.request()
+    going, staying = bench.bring(request=first), bench.bring()
+    await asyncio.sleep(0)
+    bench.fetcher.abandon(first.request_id)
+    assert await going == 0
+    job = await bench.asked()
+    await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 4)))
+    assert await staying == 0
     assert await bench.held() == 64
     await bench.assert_empty()
 
