@@ -279,8 +279,11 @@ class CacheTiers:
         return count if count and self.costs.prefers_load() else 0
 
     def enter(self, request: Request, num_found_blocks: int, count: int) -> list[int]:
-        """The request is admitted, and `count` blocks of `reach` are loaded for it: their places, pinned until then."""
-        first, num_full = num_found_blocks, self._num_full(request)
+        """The request is admitted, and `count` blocks of `reach` are loaded for it: their places, pinned until then.
+
+        `missed` follows, when no more will be.
+        """
+        first = num_found_blocks
         places: list[Place] = []
         for i in range(first, first + count):
             place = self._host.get(self._blocks.name(request, i))
@@ -291,9 +294,16 @@ class CacheTiers:
             self._host.touch(place)
             self._host.pin(place)
         self._moves.loads.extend(places)
-        self._count(num_full - first, places)
+        self._count_hits(places)
         self.drop(request.request_id)
         return [place.slot for place in places]
+
+    def missed(self, request: Request, num_found_blocks: int) -> None:
+        """Nothing more is loaded for the request: what it has not found is counted. Once for each request."""
+        num_missed = self._num_full(request) - num_found_blocks
+        self._tally.misses += num_missed
+        if self._disk is not None:
+            self._disk.tally.misses += num_missed
 
     def load_now(self, loads: Sequence[BlockLoad]) -> None:
         """Carry out what `enter` was called for, where no batch does."""
@@ -308,13 +318,12 @@ class CacheTiers:
     def _num_full(self, request: Request) -> int:
         return (request.num_tokens - 1) // self._blocks.block_size
 
-    def _count(self, num_wanted: int, places: Sequence[Place]) -> None:
+    def _count_hits(self, places: Sequence[Place]) -> None:
         from_disk = sum(place.came_from_disk for place in places)
         self._tally.hits += len(places) - from_disk
-        self._tally.misses += num_wanted - len(places) + from_disk
+        self._tally.misses += from_disk
         if self._disk is not None:
             self._disk.tally.hits += from_disk
-            self._disk.tally.misses += num_wanted - len(places)
         for place in places:
             place.came_from_disk = False
 

@@ -20,7 +20,15 @@ class Lift(Enum):
 
 
 def raise_promised(blocks: BlockManager, tiers: CacheTiers, request: Request, count: int) -> None:
-    """Lengthen the request's table by `count` blocks of `CacheTiers.reach` that were promised; they are cache then."""
+    """Lengthen the request's table by `count` blocks of `CacheTiers.reach` that were promised; they are cache then.
+
+    Nothing more comes up for it.
+    """
+    _raise_slice(blocks, tiers, request, count)
+    tiers.missed(request, len(request.block_table))
+
+
+def _raise_slice(blocks: BlockManager, tiers: CacheTiers, request: Request, count: int) -> None:
     found = len(request.block_table)
     places = tiers.enter(request, found, count)
     if not count:
@@ -37,7 +45,8 @@ def lift(
 ) -> Lift:
     """Bring up at most `max_blocks` that follow the request's table, and leave `spare_blocks` available.
 
-    What is on disk is read first, where that takes less time than computing.
+    What is on disk is read first, where that takes less time than computing. What is not there counts as missed once,
+    when all is done.
     """
     tiers.collect()
     found = len(request.block_table)
@@ -48,7 +57,8 @@ def lift(
     )
     if not count:
         tiers.drop(request.request_id)
+        tiers.missed(request, found)
         return Lift.DONE
     blocks.promise(count)
-    raise_promised(blocks, tiers, request, count)
+    _raise_slice(blocks, tiers, request, count)
     return Lift.MORE

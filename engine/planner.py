@@ -260,7 +260,10 @@ class Planner:
         if not plan.has_room(request.num_tokens - num_here):
             return False
         # Before anything is evicted: its content may go where these are now.
-        places = [] if num_saved or tiers is None else tiers.enter(request, found, num_below)
+        places: list[int] = []
+        if tiers is not None and not num_saved:
+            places = tiers.enter(request, found, num_below)
+            tiers.missed(request, found + num_below)
         self._blocks.take_prefix(request, match)
         if twin is not None:
             plan.move(request, loads=[], copies=[self._blocks.fork(request, twin.block)])

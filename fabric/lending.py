@@ -32,7 +32,8 @@ class Lender:
         """Of all fetches that were answered, held prefixes of the askers included."""
         self._host = host
         self._loans: dict[TransferId, Request] = {}
-        self._lifting: dict[TransferId, asyncio.Event] = {}
+        self._submitting: dict[TransferId, asyncio.Event] = {}
+        """Set when nobody wants it any longer."""
 
     @property
     def num_loans(self) -> int:
@@ -44,7 +45,10 @@ class Lender:
         return transfer_id in self._loans
 
     async def submit(self, job: PrefillJob) -> None:
-        """Find the prefix and hold it. Raises Unavailable when no more of it is here than the asker has."""
+        """Find the prefix and hold it.
+
+        Raises Unavailable when no more of it is here than the asker has, or nobody asks for it any longer.
+        """
         loan = Request(
             request_id=RequestId(f"loan/{job.transfer_id}"),
             # Found by names alone; one token more than they name, since a match leaves one to compute.
@@ -56,29 +60,33 @@ class Lender:
             prefill_only=True,
         )
         self._loans[job.transfer_id] = loan
+        gone = self._submitting[job.transfer_id] = asyncio.Event()
         try:
             await self._host.call(partial(_take, loan))
-            await self._lift(job.transfer_id, loan)
+            await self._lift(loan, gone)
+            if gone.is_set():
+                raise Unavailable("nobody asks for it any longer")
             if loan.num_computed_tokens <= job.held_tokens:
                 raise Unavailable("no more of the prefix is held here")
         except BaseException:
             del self._loans[job.transfer_id]
             self._host.post(partial(_give_back, loan))
             raise
+        finally:
+            del self._submitting[job.transfer_id]
         self.num_lent_tokens += loan.num_computed_tokens
         # A turn later: the hub learns first that the job was taken.
         asyncio.get_running_loop().call_soon(self._tell, job.transfer_id, loan)
 
     def unwanted(self, transfer_id: TransferId) -> None:
         """Whoever asked has given up: bring nothing more up for it."""
-        if (gone := self._lifting.get(transfer_id)) is not None:
+        if (gone := self._submitting.get(transfer_id)) is not None:
             gone.set()
 
-    async def _lift(self, transfer_id: TransferId, loan: Request) -> None:
-        """Bring up what is below, and hold it like the rest; ends after a while."""
+    async def _lift(self, loan: Request, gone: asyncio.Event) -> None:
+        """Bring up what is below, and hold it like the rest; ends after a while, or with who asked."""
         if self._host.parts.scheduler.tiers is None:
             return
-        gone = self._lifting[transfer_id] = asyncio.Event()
         max_blocks = max(1, _LIFT_BYTES // self._host.parts.layout.worker_block_bytes)
         try:
             async with asyncio.timeout(_LIFT_S):
@@ -92,8 +100,6 @@ class Lender:
         except TimeoutError:
             # In its place among the calls: one that lifts may be under way.
             await self._host.call(partial(_stop_waiting, loan))
-        finally:
-            del self._lifting[transfer_id]
 
     def _tell(self, transfer_id: TransferId, loan: Request) -> None:
         if self.hub is not None and self.owns(transfer_id):

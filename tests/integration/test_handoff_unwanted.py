@@ -1,8 +1,12 @@
 """What nobody wants any more hurries; and a worker that leaves lends, though it takes no prompts."""
 
 import asyncio
+from dataclasses import replace
 
-from kv_transfer.messages import PrefillJob
+import pytest
+
+from kv_transfer.messages import Abort, Envelope, Prefill, PrefillJob
+from kv_transfer.sender_link import SenderLink
 from kv_transfer.transports.memory import MemoryFabric
 from tandem.errors import Unavailable
 from tandem.ids import BlockHash, TransferId
@@ -49,6 +53,25 @@ async def test_a_job_that_is_given_up_before_it_was_taken_is_told_so() -> None:
         await owner.until(transfer, lambda r: r.committed)
         await hub.drain()
         assert unwanted == ["a"], "only who is given up in between"
+
+
+async def test_a_job_that_is_given_up_before_its_task_began_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    fabric = MemoryFabric()
+    async with decoding("memory", fabric=fabric) as (hub, owner), prefilling("memory", fabric=fabric) as worker:
+        deliver = worker.hub._deliver
+
+        def both(link: SenderLink, envelope: Envelope) -> None:
+            deliver(link, envelope)
+            if isinstance(envelope.body, Prefill):  # in the same turn
+                deliver(link, replace(envelope, body=Abort(reason="gone")))
+
+        monkeypatch.setattr(worker.hub, "_deliver", both)
+        transfer = begin(hub, owner, make_job("a", 30), worker.route(1))
+        await wait_for(lambda: worker.hub.stats.started)
+        await wait_for(lambda: not worker.hub.num_transfers)
+        assert not worker.owner.jobs
+        assert all_free(worker.owner.pool)
+        hub.cancel(transfer)
 
 
 async def test_a_worker_that_has_finished_its_prompts_still_lends() -> None:

@@ -14,6 +14,7 @@ from engine.assembly import EngineSpec, assemble
 from engine.host import EngineHost
 from engine.request import Request
 from engine.scheduler import Scheduler
+from engine.tier_counts import TierCounts
 from fabric import lending
 from fabric.lending import Lender
 from kv_transfer.messages import PrefillJob
@@ -85,6 +86,9 @@ class Bench:
             fetch=True,
             resume=True,
         )
+
+    async def counts(self) -> TierCounts:
+        return (await self.host.call(lambda scheduler: scheduler.tiers.counts()))[0]
 
     async def check(self) -> None:
         await self.host.call(lambda scheduler: scheduler.check_invariants())
@@ -180,25 +184,50 @@ async def test_what_is_on_disk_is_read_and_lent(sizes, tmp_path: Path):
         await bench.check()
 
 
-@pytest.mark.parametrize("ends", ["by itself", "with who asked"])
+@pytest.mark.parametrize("ends", ["by itself", "with who asked", "with who asked at once"])
 async def test_a_disk_that_does_not_answer_holds_nobody_for_ever(sizes, tmp_path: Path, monkeypatch, ends):
     spec = tiny(sizes, host=12, disk=60, path=tmp_path, num_blocks=9)
     async with lending_from(spec) as bench:
         await bench.compute(1)
-    monkeypatch.setattr(lending, "_LIFT_S", 0.05 if ends == "by itself" else WAIT_S)
+    monkeypatch.setattr(lending, "_LIFT_S", 0.05 if ends == "by itself" else 10 * WAIT_S)
     async with lending_from(spec) as bench:
         free = threading.Event()
         assert bench.host.parts.disk is not None
         for _ in range(2):
             bench.host.parts.disk._readers.submit(free.wait, WAIT_S)
+        lifting, next_read = asyncio.Event(), bench.host.next_read
+        monkeypatch.setattr(bench.host, "next_read", lambda: lifting.set() or next_read())
         asking = asyncio.create_task(bench.lender.submit(bench.job(1)))
         if ends == "with who asked":
-            while not bench.lender._lifting:  # noqa: ASYNC110
-                await asyncio.sleep(0)
-            bench.lender.unwanted(TRANSFER)
-        with pytest.raises(Unavailable):
             async with asyncio.timeout(WAIT_S):
-                await asking
-        free.set()
+                await lifting.wait()
+        if ends != "by itself":
+            await asyncio.sleep(0)
+            bench.lender.unwanted(TRANSFER)
+        try:
+            with pytest.raises(Unavailable):
+                async with asyncio.timeout(WAIT_S / 4):
+                    await asking
+        finally:
+            free.set()
+        assert lifting.is_set() == (ends != "with who asked at once"), "nothing is begun for nobody"
         assert bench.lender.num_loans == 0
+        await bench.check()
+
+
+async def test_hits_and_misses_are_counted_once_however_many_slices_come_up(sizes, monkeypatch):
+    monkeypatch.setattr(lending, "_LIFT_BYTES", sizes[0])
+    async with lending_from(tiny(sizes, host=24, num_blocks=9)) as bench:
+        for k in range(1, 5):
+            await bench.compute(k)
+        assert await bench.in_pool(1) == 0
+        before = await bench.counts()
+        await bench.lend(1)
+        bench.lender.release(TRANSFER)
+        after = await bench.counts()
+        assert (after.hits - before.hits, after.misses - before.misses) == (6, 0)
+        with pytest.raises(Unavailable):
+            await bench.lender.submit(bench.job(9))
+        missed = await bench.counts()
+        assert (missed.hits - after.hits, missed.misses - after.misses) == (0, 6), "found nowhere"
         await bench.check()
