@@ -4,6 +4,7 @@ Whether the prefix is brought from there, or computed again, is that worker's de
 """
 
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 
 from router.placement import Demand
 from router.worker_view import WorkerSnapshot
@@ -15,6 +16,7 @@ MIN_GAIN_TOKENS = 64
 
 Confirmed = Callable[[WorkerId, int], int]
 """Of so many leading tokens that a worker is thought to hold, those that it has said it holds."""
+_Order = tuple[int, bool, int, WorkerId]
 
 
 def best_holder(
@@ -35,13 +37,17 @@ def best_holder(
         and worker.info.handoff_address
         and worker.info.cannot_send_to(computing.info) is None
     ]
-    held = [(_confirmed_tokens(demand, worker, confirmed), worker) for worker in able]
-    held = [(num_tokens, worker) for num_tokens, worker in held if num_tokens - own >= MIN_GAIN_TOKENS]
-    if not held:
+    # By what each may hold at most: most are never asked what of it is confirmed.
+    best: tuple[_Order, WorkerSnapshot] | None = None
+    for bound, worker in sorted(((_order(_thought(demand, each), each), each) for each in able), key=itemgetter(0)):
+        if best is not None and best[0] <= bound:
+            break
+        order = _order(confirmed(worker.info.key.worker_id, _thought(demand, worker)), worker)
+        if best is None or order < best[0]:
+            best = order, worker
+    if best is None or (num_tokens := -best[0][0]) - own < MIN_GAIN_TOKENS:
         return None
-    num_tokens, holder = min(
-        held, key=lambda each: (-each[0], each[1].draining, each[1].num_active, each[1].info.key.worker_id)
-    )
+    holder = best[1]
     return PrefixHolder(
         worker_id=holder.info.key.worker_id,
         incarnation=holder.info.key.incarnation,
@@ -50,6 +56,10 @@ def best_holder(
     )
 
 
-def _confirmed_tokens(demand: Demand, worker: WorkerSnapshot, confirmed: Confirmed) -> int:
-    worker_id = worker.info.key.worker_id
-    return confirmed(worker_id, demand.matched_tokens[worker_id])
+def _thought(demand: Demand, worker: WorkerSnapshot) -> int:
+    return demand.matched_tokens[worker.info.key.worker_id]
+
+
+def _order(num_tokens: int, worker: WorkerSnapshot) -> _Order:
+    """The best is the least."""
+    return -num_tokens, worker.draining, worker.num_active, worker.info.key.worker_id

@@ -11,9 +11,18 @@ worker counts as *approximate* until its next snapshot.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from router.worker_view import PrefixChange
 from tandem.ids import BlockHash, WorkerId
+
+
+class _Expected(NamedTuple):
+    """A block that is about to be computed."""
+
+    lapses_s: float
+    position: int
+    """Of its last hash block in its prompt. Names are chained: in every prompt that has it, it is there."""
 
 
 class _Holdings:
@@ -26,7 +35,7 @@ class _Holdings:
         self.capacity = capacity
         self.names_per_block = names_per_block
         self.known: OrderedDict[BlockHash, None] = OrderedDict()
-        self.expected: OrderedDict[BlockHash, float] = OrderedDict()
+        self.expected: OrderedDict[BlockHash, _Expected] = OrderedDict()
         self.next_sequence: int | None = None
         self.synchronised = False
 
@@ -96,11 +105,13 @@ class PrefixMap:
         held = self._workers.get(worker)
         if held is None:
             return
-        for name in names[held.names_per_block - 1 :: held.names_per_block]:
+        lapses_s = now_s + self._expectation_s
+        for index in range(held.names_per_block - 1, len(names), held.names_per_block):
+            name = names[index]
             if name in held.known:
                 held.known.move_to_end(name)
                 continue
-            held.expected[name] = now_s + self._expectation_s
+            held.expected[name] = _Expected(lapses_s, index)
             held.expected.move_to_end(name)
             self._holders[name] = self._holders.get(name, 0) | held.bit
             # The newest expectation gives way, not the oldest: a prefix is useful from its beginning.
@@ -121,8 +132,8 @@ class PrefixMap:
         """End expectations that were never confirmed."""
         for held in self._workers.values():
             while held.expected:
-                name, lapses_s = next(iter(held.expected.items()))
-                if lapses_s > now_s:
+                name, expected = next(iter(held.expected.items()))
+                if expected.lapses_s > now_s:
                     break
                 self._forget(held, name)
 
@@ -135,15 +146,18 @@ class PrefixMap:
         return matched
 
     def num_confirmed(self, worker: WorkerId, names: Sequence[BlockHash]) -> int:
-        """Of leading hash blocks that the worker is thought to hold, those before the first that is only expected."""
+        """Of leading hash blocks that the worker is thought to hold, those before the first that is only expected.
+
+        In time of the shorter of the two: of `names`, and of what is expected.
+        """
         held = self._workers[worker]
-        if not held.expected:
-            return len(names)
-        per_block = held.names_per_block
-        for depth, name in enumerate(names[per_block - 1 :: per_block]):
-            if name in held.expected:
-                return depth * per_block
-        return len(names)
+        per_block, length = held.names_per_block, len(names)
+        if len(held.expected) * per_block < length:
+            items = held.expected.items()
+            first = min((i for name, (_, i) in items if i < length and names[i] == name), default=None)
+        else:
+            first = next((i for i in range(per_block - 1, length, per_block) if names[i] in held.expected), None)
+        return length if first is None else first - (per_block - 1)
 
     def _match(self, names: Sequence[BlockHash], members: int, per_block: int, matched: dict[WorkerId, int]) -> None:
         """The same for workers with blocks of one size, by the names of such blocks."""
