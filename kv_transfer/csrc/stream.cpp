@@ -30,6 +30,7 @@ struct Stream {
 struct Piece {
   iovec buffers[kMaxBuffers];
   int count = 0;
+  int64_t num_bytes = 0;
 
   Piece(Rest& rest, int64_t room) {
     while (count < kMaxBuffers && room && rest.more()) {
@@ -37,6 +38,7 @@ struct Piece {
       buffers[count++] = {rest.at(), static_cast<size_t>(size)};
       rest.drop(size);
       room -= size;
+      num_bytes += size;
     }
   }
 };
@@ -69,8 +71,6 @@ int64_t go_on(Stream& stream) {
     for (;;) {
       Piece piece(rest, stream.piece_bytes);
       if (!piece.count) break;
-      const int64_t asked = stream.total - stream.bytes < stream.piece_bytes ? stream.total - stream.bytes
-                                                                               : stream.piece_bytes;
       const int64_t count = move_some(stream, piece);
       if (count < 0) {
         stream.error = errno;
@@ -82,7 +82,7 @@ int64_t go_on(Stream& stream) {
         stream.checksum = static_cast<uint32_t>(
             ~sum_of(piece, count, static_cast<Level>(stream.level), ~static_cast<uint32_t>(stream.checksum)));
       if (stream.bytes < stream.total && stream.wanted.any()) return kPaused;
-      if (count < asked) break;
+      if (count < piece.num_bytes) break;
     }
   }
   return kDone;

@@ -48,7 +48,7 @@ def send(channel: TlsChannel, num_bytes: int) -> None:
 def test_the_rest_of_a_record_is_not_waited_for(channels: tuple[TlsChannel, TlsChannel], first: int) -> None:
     """The scratch memory is full in the middle of the last record: no poll would tell of the rest."""
     sending, receiving = channels
-    inbound = Inbound(receiving, Peer(), GrantTable(), mover=None, stall_s=STALL_S)
+    inbound = Inbound(receiving, Peer(), GrantTable(), seed=0, mover=None, stall_s=STALL_S)
     sender = threading.Thread(target=lambda: (send(sending, first), send(sending, _SCRATCH_BYTES)))
     sender.start()
     inbound._skip(first + _SCRATCH_BYTES)
@@ -81,7 +81,7 @@ class Records:
 def test_only_what_has_not_come_is_waited_for() -> None:
     channel = Records(_SCRATCH_BYTES + 10, 90)
     pretended: Any = channel
-    Inbound(pretended, Peer(), GrantTable(), mover=None, stall_s=STALL_S)._skip(_SCRATCH_BYTES + 100)
+    Inbound(pretended, Peer(), GrantTable(), seed=0, mover=None, stall_s=STALL_S)._skip(_SCRATCH_BYTES + 100)
     assert channel.num_waits == 2
     with pytest.raises(TransferError, match="in time"):
-        Inbound(pretended, Peer(), GrantTable(), mover=None, stall_s=STALL_S)._skip(1)
+        Inbound(pretended, Peer(), GrantTable(), seed=0, mover=None, stall_s=STALL_S)._skip(1)
