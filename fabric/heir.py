@@ -9,18 +9,14 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.host import EngineHost
 from engine.scheduler import Scheduler
+from fabric.estate import Estate, estate_of
 from fabric.fetch import Declined
 from fabric.fetching import Fetcher
-from tandem.block_hash import HASH_BLOCK_TOKENS
-from tandem.cached_chain import CachedChain, chains_from_pb
 from tandem.errors import InvalidRequest
-from tandem.ids import BlockHash
-from tandem.prefix_holder import PrefixHolder, holder_from_pb
 from tandem.session_port import SessionPort
 from tandem.v1 import session_pb2 as pb
 
@@ -32,17 +28,10 @@ _MAX_FAILURES = 2
 """In a row: then the worker that leaves has left."""
 
 MOVED, FAILED, NO_TIME = "moved", "failed", "no_time"
+HELD, NO_ROOM = Declined.HELD.value, Declined.NO_ROOM.value
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estate:
-    """What one worker leaves."""
-
-    holder: PrefixHolder
-    chains: tuple[CachedChain, ...]
-    block_size: int
-    """Tokens of the blocks that the chains name."""
-    prefill_tokens_per_s: float
+Leaver = tuple[str, int]
+"""Its worker_id and incarnation."""
 
 
 class Heir:
@@ -58,16 +47,30 @@ class Heir:
         self._spawn = spawn
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._askers: dict[Leaver, set[SessionPort]] = {}
         self._closed = False
 
     def inherit(self, port: SessionPort, order: pb.Inherit) -> None:
-        """A router names this worker successor of another; it is told when nothing more is fetched."""
-        if self._closed:
-            _answer(port, order)
+        """A router names this worker successor of another; it is told when nothing more is fetched.
+
+        One order about a worker is carried out at a time. Whoever sends another, as a router does that the leaving
+        worker asked because the first is gone, hears of the end of that one.
+        """
+        leaver = order.holder.worker_id, order.holder.incarnation
+        if (askers := self._askers.get(leaver)) is not None:
+            askers.add(port)
             return
-        task = self._spawn(self._inherit(port, order))
+        self._askers[leaver] = {port}
+        estate = None if self._closed else self._estate_of(order)
+        if estate is None:
+            self._answer(leaver)
+            return
+        now_s = asyncio.get_running_loop().time()
+        taking = _Taking(self._host, self._fetcher, estate)
+        task = self._spawn(self._take(taking, ends_s=now_s + order.within_s))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        # Not within the task, which may be cancelled before it has begun.
+        task.add_done_callback(lambda task: self._over(task, leaver, taking, now_s))
 
     def report(self) -> list[pb.InheritedBlocks]:
         """What became of what was offered so far."""
@@ -83,93 +86,95 @@ class Heir:
         for task in self._tasks:
             task.cancel()
 
-    async def _inherit(self, port: SessionPort, order: pb.Inherit) -> None:
-        ends_s = asyncio.get_running_loop().time() + order.within_s
+    def _estate_of(self, order: pb.Inherit) -> Estate | None:
         try:
-            estate = _estate_of(order, own_block_size=self._host.parts.layout.block_size)
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(ends_s), self._turn:
-                    await self._take(estate)
+            return estate_of(
+                order,
+                own_block_size=self._host.parts.layout.block_size,
+                own_max_tokens=self._host.parts.config.max_model_len - 1,
+                own_prefill_tokens_per_s=self._host.rates.prefill_tokens_per_s,
+            )
         except InvalidRequest as error:
             _log.warning("an inheritance is declined: %s", error.message)
-        finally:
-            _answer(port, order)
+            return None
 
-    async def _take(self, estate: Estate) -> None:
-        room = await self._host.call(_room)
-        prefill_tokens_per_s = self._host.rates.prefill_tokens_per_s or estate.prefill_tokens_per_s
-        taking = _Taking(self._host, self._fetcher, replace(estate, prefill_tokens_per_s=prefill_tokens_per_s), room)
-        before = asyncio.get_running_loop().time()
-        try:
-            await taking.run()
-        finally:
-            counts = taking.counts()
-            self.num_blocks.update(counts)
-            _log.info(
-                "inherited from %s in %.3f s: %s blocks",
-                estate.holder.worker_id,
-                asyncio.get_running_loop().time() - before,
-                ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())) or "no",
-            )
+    async def _take(self, taking: "_Taking", *, ends_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(ends_s), self._turn:
+                await taking.run(await self._host.call(_room))
+
+    def _over(self, task: "asyncio.Task[None]", leaver: Leaver, taking: "_Taking", began_s: float) -> None:
+        self._tasks.discard(task)
+        counts = taking.counts()
+        self.num_blocks.update(counts)
+        _log.info(
+            "inherited from %s in %.3f s: %s blocks",
+            leaver[0],
+            asyncio.get_running_loop().time() - began_s,
+            ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()) if count) or "no",
+        )
+        self._answer(leaver)
+
+    def _answer(self, leaver: Leaver) -> None:
+        worker_id, incarnation = leaver
+        for port in self._askers.pop(leaver):
+            port.send(pb.WorkerMessage(inherited=pb.Inherited(worker_id=worker_id, incarnation=incarnation)))
 
 
 class _Taking:
     """One estate being fetched."""
 
-    def __init__(self, host: EngineHost, fetcher: Fetcher, estate: Estate, room: int) -> None:
-        parts = host.parts
+    def __init__(self, host: EngineHost, fetcher: Fetcher, estate: Estate) -> None:
         self._fetcher = fetcher
         self._estate = estate
-        self._room = room
+        self._spare_blocks = host.parts.config.num_blocks // 4
+        self._room = 0
         """Blocks that may still be taken."""
-        self._spare_blocks = parts.config.num_blocks // 4
-        self._max_names = (parts.config.max_model_len - 1) // HASH_BLOCK_TOKENS
-        self._block_size = parts.layout.block_size
-        self._at = {name: (i, j) for i, chain in enumerate(estate.chains) for j, name in enumerate(chain.names)}
         self._runs: list[asyncio.Task[str]] = []
+        self._num_names: list[int] = []
+        """Of each run so far, those that are fetched, or left for other reasons than room."""
         self._num_failures = 0
         self._counts: Counter[str] = Counter()
-        self._num_settled = 0
 
     def counts(self) -> Counter[str]:
         """Blocks by outcome; of what was not come to, too."""
-        rest = sum(self._num_own_blocks(len(chain.names)) for chain in self._estate.chains[self._num_settled :])
-        return self._counts + Counter({FAILED if self._has_failed else NO_TIME: rest})
+        rest = range(len(self._num_names), len(self._estate.runs))
+        num_left = sum(self._estate.num_blocks(index) for index in rest)
+        return self._counts + Counter({FAILED if self._has_failed else NO_TIME: num_left})
 
     @property
     def _has_failed(self) -> bool:
         return self._num_failures >= _MAX_FAILURES
 
-    def _num_own_blocks(self, num_names: int) -> int:
-        return num_names * self._estate.block_size // self._block_size
-
-    async def run(self) -> None:
-        """Fetch in order; when cancelled, what has landed stays."""
+    async def run(self, room: int) -> None:
+        """Fetch in order, at most so many blocks; when cancelled, what has landed stays."""
+        self._room = room
         gate = asyncio.Semaphore(_MAX_FETCHES)
         async with asyncio.TaskGroup() as group:
-            for chain in self._estate.chains:
+            for index in range(len(self._estate.runs)):
                 await gate.acquire()
                 if self._has_failed:
                     return
-                self._runs.append(group.create_task(self._fetch(chain)))
+                self._runs.append(group.create_task(self._fetch(index)))
                 self._runs[-1].add_done_callback(lambda _: gate.release())
 
-    async def _fetch(self, chain: CachedChain) -> str:
+    async def _fetch(self, index: int) -> str:
         """What became of a run of blocks, or of most of it."""
-        self._num_settled += 1
-        num_offered = self._num_own_blocks(len(chain.names))
-        num_names = min(len(chain.names), self._room * self._block_size // self._estate.block_size)
-        num_wanted = self._num_own_blocks(num_names)
+        num_offered = self._estate.num_blocks(index)
+        num_wanted = min(self._estate.num_usable(index), self._room)
         self._room -= num_wanted
-        self._counts[Declined.NO_ROOM.value] += num_offered - num_wanted
+        self._num_names.append(self._estate.num_names(index, num_wanted))
+        self._counts[NO_ROOM] += num_offered - num_wanted
         outcome, num_moved = NO_TIME, 0
         try:
-            # The blocks before these first; they were begun before, so this cannot go in circles.
-            before = "" if chain.from_root else await self._runs[self._at[chain.after][0]]
-            if not num_wanted or before in (FAILED, Declined.NO_ROOM.value):
-                outcome = before or Declined.NO_ROOM.value
+            before = await self._before(index)
+            if before in (FAILED, NO_ROOM):
+                outcome = before
+            elif num_wanted:
+                outcome, num_moved = await self._adopt(index, num_wanted)
             else:
-                outcome, num_moved = await self._adopt(chain, num_names)
+                # Too short for a block: then what follows may yet be fetched together with it.
+                outcome = NO_ROOM if num_offered else before
         finally:
             num_moved = min(num_moved, num_wanted)  # what another run was to bring may have come with it
             self._counts[MOVED] += num_moved
@@ -178,12 +183,20 @@ class _Taking:
                 self._room += num_wanted
         return outcome
 
-    async def _adopt(self, chain: CachedChain, num_names: int) -> tuple[str, int]:
+    async def _before(self, index: int) -> str:
+        """What became of the blocks that a run follows, which were begun earlier: this cannot go in circles."""
+        run = self._estate.runs[index]
+        if run.parent is None:
+            return HELD
+        outcome = await self._runs[run.parent]
+        return NO_ROOM if run.position > self._num_names[run.parent] else outcome
+
+    async def _adopt(self, index: int, num_blocks: int) -> tuple[str, int]:
         """What became of the first blocks of a run, and how many came."""
-        root, names = self._path(chain, num_names)
+        root, names = self._estate.path(index, num_blocks)
         result = await self._fetcher.adopt(
             root,
-            names[: self._max_names],
+            names,
             self._estate.holder,
             prefill_tokens_per_s=self._estate.prefill_tokens_per_s,
             spare_blocks=self._spare_blocks,
@@ -193,42 +206,8 @@ class _Taking:
         self._num_failures = 0 if result else self._num_failures + 1
         return (MOVED if result else FAILED), result
 
-    def _path(self, chain: CachedChain, num_names: int) -> tuple[BlockHash, list[BlockHash]]:
-        """The root, and names of all hash blocks from there to the run's end.
-
-        Of the hash blocks inside one block only the last has a name here; nobody asks for the others.
-        """
-        runs = [chain.names[:num_names]]
-        while not chain.from_root:
-            index, position = self._at[chain.after]
-            chain = self._estate.chains[index]
-            runs.append(chain.names[: position + 1])
-        each = self._estate.block_size // HASH_BLOCK_TOKENS
-        return chain.after, [name for run in reversed(runs) for name in run for _ in range(each)]
-
-
-def _estate_of(order: pb.Inherit, *, own_block_size: int) -> Estate:
-    """Raises InvalidRequest."""
-    if not order.HasField("holder") or not order.holder.address:
-        raise InvalidRequest("holder needs worker_id and address", param="holder")
-    if order.block_size % HASH_BLOCK_TOKENS or not order.block_size or own_block_size % order.block_size:
-        raise InvalidRequest(
-            f"blocks of {order.block_size} tokens do not make up blocks of {own_block_size}", param="block_size"
-        )
-    return Estate(
-        holder=holder_from_pb(order.holder),
-        chains=chains_from_pb(order.chains),
-        block_size=order.block_size,
-        prefill_tokens_per_s=order.prefill_tokens_per_s,
-    )
-
 
 def _room(scheduler: Scheduler) -> int:
     """Blocks to spend: what is free, and the colder half of what is cached."""
     blocks = scheduler.blocks
     return max(0, blocks.pool.num_free - blocks.num_promised) + blocks.index.num_parked // 2
-
-
-def _answer(port: SessionPort, order: pb.Inherit) -> None:
-    told = pb.Inherited(worker_id=order.holder.worker_id, incarnation=order.holder.incarnation)
-    port.send(pb.WorkerMessage(inherited=told))

@@ -100,7 +100,8 @@ class WorkerSession:
         self._call = call
         self._settings = settings
         self._attempts: dict[RequestId, _Attempt] = {}
-        # Bounded: submits by `max_queued_submits`, the others by the attempts that they concern.
+        # Bounded: submits by `max_queued_submits`, reroutes and cancels by the attempts that they concern. Inherits
+        # and settles by the workers that drain: each is heard once, and names this worker once.
         self._outgoing: deque[pb.RouterMessage] = deque()
         self._has_outgoing = asyncio.Event()
         self._ended = False

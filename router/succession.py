@@ -1,8 +1,9 @@
 """Who inherits the cache of a worker that leaves. Synchronous and without I/O.
 
 A draining worker tells one router what it has, hottest first, and lends it for a while. The router names a successor,
-which fetches what it can use; when that has ended, or nobody is there to succeed, the draining worker is let go. What
-was fetched is known by the successor's own cache events, like anything else that it stores.
+which fetches what it can use; when that has ended, or nobody is there to succeed, the draining worker is let go. For
+a successor that goes, or is told to go, another is named as long as there is time. What was fetched is known by the
+successor's own cache events, like anything else that it stores.
 """
 
 from collections.abc import Callable, Iterable
@@ -93,26 +94,39 @@ class Successions:
         self._port = port
         self._clock = clock
         self._under_way: dict[WorkerKey, _Succession] = {}
+        self._heard: set[WorkerKey] = set()
+        """Workers still here that have bequeathed."""
 
     def __len__(self) -> int:
         return len(self._under_way)
 
     def bequeathed(self, leaving: WorkerKey, bequest: Bequest) -> None:
-        """A draining worker says what it has."""
+        """A draining worker says what it has. It does so once; nothing else is heard: others work for it."""
+        if leaving in self._heard or not self._is_draining(leaving):
+            return
+        self._heard.add(leaving)
         self._under_way[leaving] = _Succession(chains=bequest.chains, ends_s=self._clock() + bequest.lends_s)
         self._name_successor(leaving)
 
     def inherited(self, successor: WorkerKey, leaving: WorkerKey) -> None:
-        """A successor says that it fetches nothing more."""
+        """A successor says that it fetches nothing more. If it leaves itself, another is to have what it would have."""
         succession = self._under_way.get(leaving)
-        if succession is not None and succession.successor == successor:
+        if succession is None or succession.successor != successor:
+            return
+        if self._is_draining(successor):
+            self._name_successor(leaving)
+        else:
             self._settle(leaving)
 
     def left(self, key: WorkerKey) -> None:
         """A worker is gone: what it left is lost, and whom it was to succeed gets another successor."""
+        self._heard.discard(key)
         self._under_way.pop(key, None)
         for leaving in [name for name, each in self._under_way.items() if each.successor == key]:
             self._name_successor(leaving)
+
+    def _is_draining(self, key: WorkerKey) -> bool:
+        return any(worker.info.key == key and worker.draining for worker in self._snapshots())
 
     def _name_successor(self, leaving: WorkerKey) -> None:
         succession = self._under_way[leaving]

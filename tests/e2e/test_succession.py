@@ -1,12 +1,17 @@
 """A worker that leaves does not take its cache along: another one has it before the process ends."""
 
 import asyncio
+import os
 import re
 import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.running_cluster import running
+from tests.kills.campaign import PATIENT, WITHIN, Workers
+from tests.kills.nursery import nursery
 
 MAX_TOKENS = 24
 ANSWER = 160
@@ -62,23 +67,77 @@ async def test_the_last_worker_of_all_leaves_at_once(oracle):
         )
 
 
+@pytest.fixture(scope="module")
+def hatchery(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("w")
+    with nursery(folder) as command:
+        yield folder, command
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped that process."""
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] == "T"
+
+
+async def first_frozen(cluster, pids: dict[str, int]) -> str:
+    """Which of these processes stops first."""
+
+    async def found() -> str | None:
+        return next((name for name, pid in pids.items() if is_stopped(pid)), None)
+
+    await cluster.until(found)
+    return await found()
+
+
+def fetches_with(attempts, incarnation: int) -> list[dict[str, Any]]:
+    """Of these attempts the fetches between here and that process that were under way."""
+    return [each for each in attempts if each["fetch"] and each["peer"] == incarnation and each["state"] in WITHIN]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["decode-0", "decode-1"])
-@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.05])
-async def test_whoever_dies_in_the_middle_leaves_nothing_behind(oracle, victim, after_s):
-    """The worker that leaves, or its successor."""
-    sizes = {"prefill__replicas": 0, "decode__replicas": 2, "transfer__succession_s": 25.0}
-    async with running(**sizes, transfer__transport="tcp", **SLOW) as cluster:
-        prompts = [oracle.story(seed, 200) for seed in range(60, 68)]
+@pytest.mark.parametrize("victim", ["leaver", "successor"])
+async def test_whoever_dies_in_the_middle_leaves_nothing_behind(oracle, hatchery, victim):
+    """Killed while blocks move between the two; then what the successor was to have another one has."""
+    folder, command = hatchery
+    sizes = {
+        "prefill__replicas": 0,
+        "decode__replicas": 3,
+        "transfer__succession_s": 25.0,
+        "transfer__transport": "tcp",
+    }
+    async with running(command=command, policy=PATIENT, **sizes, **SLOW) as cluster:
+        workers = Workers(cluster, folder)
+        prompts = [oracle.story(seed, 200) for seed in range(60, 69)]
         said = await asyncio.gather(*(cluster.tokens(prompt, ANSWER) for prompt in prompts))
-        pids = {name: cluster.pid(name) for name in ("decode-0", victim)}
+        able = ["decode-0"] if victim == "leaver" else ["decode-1", "decode-2"]
+        seen = {name: await workers.look(name, freeze=name in able) for name in workers.names}
         cluster.local.kill("decode-0", signal.SIGTERM)
-        await asyncio.sleep(after_s)
-        cluster.local.kill(victim)
+        frozen = await first_frozen(cluster, {name: seen[name]["pid"] for name in able})
+        others = [name for name in workers.names if name != frozen]
+        await asyncio.sleep(0.1)  # what it has said is digested
+        told = {name: await workers.look(name) for name in others}
+        [peer] = [name for name in others if fetches_with(told[name]["attempts"], seen[frozen]["incarnation"])]
+        assert victim == "leaver" or peer == "decode-0"
+        pids = {name: cluster.pid(name) for name in {frozen, "decode-0"}}
+        os.kill(seen[frozen]["pid"], signal.SIGKILL)
+        if victim == "leaver":
+
+            async def noticed() -> bool:
+                ends = (await workers.look(peer))["ends"]
+                return bool(fetches_with(ends, seen[frozen]["incarnation"])) and bool(inherited(cluster))
+
+            await cluster.until(noticed)
+            [(who, whom, what)] = inherited(cluster)
+            assert (who, whom) == (peer, frozen)
+            assert "failed" in what
         for name, pid in pids.items():
-            await cluster.local.wait_ready(name, after_pid=pid)
-        await cluster.until_workers(len(cluster.local.workers))
+            await workers.come_back(name, pid)
+        if victim == "successor":
+            [(who, whom, what)] = inherited(cluster)
+            assert (who, whom) == (({"decode-1", "decode-2"} - {frozen}).pop(), "decode-0")
+            assert "moved" in what
         second = [[*prompt, *answer, 7, 8, 9] for prompt, answer in zip(prompts, said, strict=True)]
-        told = await asyncio.gather(*(cluster.tokens(prompt, MAX_TOKENS) for prompt in second))
-        assert told == [oracle.tokens(prompt, MAX_TOKENS) for prompt in second]
+        answers = await asyncio.gather(*(cluster.tokens(prompt, MAX_TOKENS) for prompt in second))
+        assert answers == [oracle.tokens(prompt, MAX_TOKENS) for prompt in second]
         await cluster.until_idle()
+        assert await workers.leftovers() == []

@@ -82,11 +82,14 @@ class Workers:
         self.names = [view.name for view in cluster.local.workers]
         self._folder = folder
 
-    async def look(self, name: str, *, since: int = 0, audit: bool = False) -> dict[str, Any]:
-        """One worker now. Raises OSError or EOFError when it has died."""
+    async def look(self, name: str, *, since: int = 0, audit: bool = False, freeze: bool = False) -> dict[str, Any]:
+        """One worker now; `freeze`: from now on, until asked otherwise, it stops as soon as blocks of a fetch move.
+
+        Raises OSError or EOFError when it has died.
+        """
         reader, writer = await asyncio.open_unix_connection(self._folder / f"{name}.sock", limit=1 << 24)
         try:
-            writer.write(json.dumps({"since": since, "audit": audit}).encode() + b"\n")
+            writer.write(json.dumps({"since": since, "audit": audit, "freeze": freeze}).encode() + b"\n")
             line = await reader.readline()
         finally:
             writer.close()

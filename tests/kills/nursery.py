@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import decode_worker.__main__
@@ -57,7 +57,9 @@ def nursery(folder: Path) -> Iterator[Callable[[ProcessPlan, Path, int], Sequenc
         process.communicate()
 
 
-class _Nursery:
+class Nursery:
+    """One process's workers."""
+
     def __init__(self, path: str) -> None:
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._server.bind(path)
@@ -66,9 +68,21 @@ class _Nursery:
         self._selector.register(self._server, selectors.EVENT_READ, self._admit)
 
     def run(self) -> None:
+        """Until killed."""
         while True:
-            for key, _ in self._selector.select():
+            self.look()
+
+    def look(self) -> None:
+        """Wait until somebody has something to say, and hear everybody who has."""
+        for key, _ in self._selector.select():
+            # One worker's end takes its connection away, too; and its number may by now be that of another.
+            if self._selector.get_map().get(key.fd) is key:
                 key.data()
+
+    def close(self) -> None:
+        """Admit nobody any more."""
+        self._selector.close()
+        self._server.close()
 
     def _admit(self) -> None:
         link, _ = self._server.accept()
@@ -85,9 +99,10 @@ class _Nursery:
                 os._exit(code)
         for descriptor in descriptors:
             os.close(descriptor)
-        self._look_after(link, pid)
+        self.look_after(link, pid)
 
-    def _look_after(self, link: socket.socket, pid: int) -> None:
+    def look_after(self, link: socket.socket, pid: int) -> None:
+        """Pass on what a connection says to the process that is its worker, and to the connection how that ended."""
         pid_fd = os.pidfd_open(pid)
 
         def ended() -> None:
@@ -95,6 +110,10 @@ class _Nursery:
             self._selector.unregister(pid_fd)
             os.close(pid_fd)
             self._selector.unregister(link)
+            link.setblocking(False)
+            with suppress(OSError):  # what is left unread would take the answer along
+                while link.recv(16):
+                    pass
             with suppress(OSError):  # the stand-in was killed first
                 link.send(str(os.waitstatus_to_exitcode(status)).encode())
             link.close()
@@ -130,9 +149,9 @@ def main(path: str) -> None:
         raise SystemExit("something that was imported has started threads: nothing can be forked from here")
     gc.collect()
     gc.freeze()
-    served = _Nursery(path)
-    print("ready", flush=True)
-    served.run()
+    with closing(Nursery(path)) as served:
+        print("ready", flush=True)
+        served.run()
 
 
 if __name__ == "__main__":

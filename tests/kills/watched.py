@@ -6,6 +6,7 @@ Nothing of what the worker does is changed. It answers on a Unix socket, one JSO
 import asyncio
 import json
 import os
+import signal
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -21,6 +22,7 @@ from kv_transfer.states import LIVE, HandoffState
 from tandem.errors import InvariantError
 from tandem.ids import BlockId, RequestId
 
+_MOVING = (HandoffState.STREAMING, HandoffState.SEALED)
 _NOTED = ("on_message", "on_event", "on_timer")
 
 
@@ -31,6 +33,8 @@ class Ledger:
         self.ends: list[dict[str, Any]] = []
         self.num_quarantined = 0
         """Attempts, since start."""
+        self.freezes = False
+        """Stop this process (SIGSTOP) as soon as blocks of a fetch move."""
 
     def observe(self) -> None:
         """From now on every attempt of this process is noted."""
@@ -47,6 +51,9 @@ class Ledger:
                 self.ends.append(told_of(attempt) | end)
             if after is HandoffState.QUARANTINED and before is not after:
                 self.num_quarantined += 1
+            if self.freezes and after in _MOVING and before is not after and attempt.machine.plan.job.fetch:
+                self.freezes = False
+                os.kill(os.getpid(), signal.SIGSTOP)
 
         return noting
 
@@ -91,6 +98,7 @@ class Watch:
         """Until who asks hangs up."""
         while line := await reader.readline():
             asked = json.loads(line)
+            self._ledger.freezes = asked["freeze"]
             told = await self._look(asked["since"], audit=asked["audit"])
             writer.write(json.dumps(told).encode() + b"\n")
         writer.close()

@@ -20,7 +20,7 @@ def parts(**changes: int) -> EngineParts:
         "runner": LedgerRunner(),
         "config": ledger.config(**changes),
         "model": SimpleNamespace(vocab_size=ledger.VOCAB),
-        "layout": SimpleNamespace(block_size=ledger.BLOCK, worker_block_bytes=1 << 10),
+        "layout": SimpleNamespace(block_size=changes.get("block_size", ledger.BLOCK), worker_block_bytes=1 << 10),
         "budget": None,
         "hasher": BlockHasher(ledger.SECRET),
     }

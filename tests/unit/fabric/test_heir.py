@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from engine.host import EngineHost
 from engine.scheduler import Scheduler
+from fabric.fetch import Declined
 from fabric.fetching import Fetcher
 from fabric.heir import Heir
 from kv_transfer.actions import CommitInfo
@@ -46,14 +48,21 @@ class Bench:
         self.heir = Heir(host, self.fetcher, spawn=group.create_task)
         self.port = SessionPort(Incarnation(2))
 
-    def inherit(self, chains: Sequence[pb.CachedChain] = CHAINS, **changes: Any) -> None:
+    def inherit(
+        self,
+        chains: Sequence[pb.CachedChain] = CHAINS,
+        *,
+        leaver: str = "d9",
+        port: SessionPort | None = None,
+        **changes: Any,
+    ) -> None:
         fields = {
-            "holder": common.PrefixHolder(worker_id="d9", incarnation=5, address="127.0.0.1:9"),
+            "holder": common.PrefixHolder(worker_id=leaver, incarnation=5, address="127.0.0.1:9"),
             "block_size": 16,
             "within_s": 60.0,
             **changes,
         }
-        self.heir.inherit(self.port, pb.Inherit(chains=chains, **fields))
+        self.heir.inherit(port or self.port, pb.Inherit(chains=chains, **fields))
 
     async def asked(self) -> PrefillJob:
         async with asyncio.timeout(WAIT_S):
@@ -70,9 +79,9 @@ class Bench:
         info = CommitInfo(blocks=blocks, first_token=None, cached_tokens=0, times=PhaseTimes())
         await self.fetcher.commit(job.transfer_id, info)
 
-    async def answered(self) -> pb.Inherited:
+    async def answered(self, port: SessionPort | None = None) -> pb.Inherited:
         async with asyncio.timeout(WAIT_S):
-            message = await self.port.next()
+            message = await (port or self.port).next()
         assert message is not None
         return message.inherited
 
@@ -88,9 +97,9 @@ class Bench:
 
 
 @pytest.fixture
-async def bench() -> AsyncIterator[Bench]:
+async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     faults: list[BaseException] = []
-    host = EngineHost(parts(), on_fatal=faults.append)
+    host = EngineHost(parts(**getattr(request, "param", {})), on_fatal=faults.append)
     host.start(on_output=lambda _output: None, ports=tuple)
     async with asyncio.TaskGroup() as group:
         yield Bench(host, group)
@@ -153,18 +162,22 @@ async def test_only_room_that_nobody_needs_is_taken(bench: Bench, num_taken: int
     await bench.assert_empty()
 
 
-async def test_a_run_is_cut_to_what_is_free_and_half_of_what_is_cached(bench: Bench) -> None:
-    def crowd(scheduler: Scheduler) -> list[BlockId]:
-        blocks, parent = scheduler.blocks, ledger.ROOT
-        in_use, cached = blocks.allocate(10), blocks.allocate(13)
-        for i, block in enumerate(cached):
-            name = BlockHash(bytes([7, i]) + bytes(14))
-            blocks.index.insert(name, block, parent=parent, is_first=i == 0)
-            parent = name
-        blocks.release(cached)
-        return in_use
+def crowd(scheduler: Scheduler, num_cached: int) -> list[BlockId]:
+    """Leaves one block free, and so many that are cached; those in use."""
+    blocks, parent = scheduler.blocks, ledger.ROOT
+    in_use, cached = blocks.allocate(23 - num_cached), blocks.allocate(num_cached)
+    for i, block in enumerate(cached):
+        name = BlockHash(bytes([7, i]) + bytes(14))
+        blocks.index.insert(name, block, parent=parent, is_first=i == 0)
+        parent = name
+    blocks.release(cached)
+    return in_use
 
-    in_use = await bench.host.call(crowd)  # one is free, six of those that are cached may go
+
+async def test_a_run_is_cut_to_what_is_free_and_half_of_what_is_cached(bench: Bench) -> None:
+    in_use = await bench.host.call(
+        lambda scheduler: crowd(scheduler, 13)
+    )  # one is free, six of those that are cached may go
     long = [BlockHash(bytes([8, i]) + bytes(14)) for i in range(8)]
     bench.inherit([chain(long), chain(OTHER)])
     job = await bench.asked()
@@ -243,4 +256,114 @@ async def test_larger_blocks_here_are_asked_for_by_the_names_that_the_leaver_has
     assert job.names == (TRUNK[0], TRUNK[0], TRUNK[1], TRUNK[1])
     bench.fetcher.failed(job.transfer_id, (), TransferError("enough"))
     await bench.answered()
+    await bench.assert_empty()
+
+
+def line(number: int, count: int) -> list[BlockHash]:
+    return [BlockHash(bytes([number]) + i.to_bytes(15, "big")) for i in range(count)]
+
+
+LARGE = pytest.mark.parametrize("bench", [{"block_size": 64, "max_model_len": 4096}], indirect=True)
+"""Four of the leaver's blocks are one here."""
+
+
+@LARGE
+async def test_what_follows_a_run_too_short_for_a_block_is_fetched_with_it(bench: Bench) -> None:
+    short, long = line(10, 3), line(11, 38)
+    bench.inherit([chain(short), chain(long, after=short[1])])
+    job = await bench.asked()
+    assert job.names == (*short[:2], *long), "40 names make up ten blocks"
+    await bench.give(job)
+    await bench.answered()
+    assert bench.counts == {"moved": 10}
+    assert await bench.held() == {job.names[i] for i in range(3, 40, 4)}
+    await bench.assert_empty()
+
+
+@LARGE
+async def test_blocks_are_counted_along_the_path_and_rests_of_runs_are_not_lost(bench: Bench) -> None:
+    first, second, third = line(10, 6), line(11, 3), line(12, 8)
+    bench.inherit([chain(first), chain(second, after=first[-1]), chain(third, after=second[-1])])
+    for length, held in ((4, 0), (8, 4), (16, 8)):
+        job = await bench.asked()
+        assert job.names == (*first, *second, *third)[:length], "whole blocks and nothing more"
+        assert job.held_tokens == 16 * held
+        await bench.give(job)
+    await bench.answered()
+    assert bench.counts == {"moved": 4}
+    await bench.assert_empty()
+
+
+@LARGE
+async def test_what_hangs_on_the_part_of_a_run_for_which_there_is_no_room_is_left(bench: Bench) -> None:
+    in_use = await bench.host.call(lambda scheduler: crowd(scheduler, 17))  # room for nine
+    one, long = line(10, 4), line(11, 42)
+    bench.inherit([chain(one), chain(long), chain(line(12, 9), after=long[-1])])
+    jobs = sorted([await bench.asked(), await bench.asked()], key=lambda job: len(job.names))
+    assert jobs[1].names == tuple(long[:32]), "eight blocks are left for ten"
+    bench.fetcher.failed(jobs[0].transfer_id, (), TransferError("gives its room back"))
+    await bench.give(jobs[1])
+    await bench.answered()
+    assert bench.hub.jobs.empty()
+    assert bench.counts == {"failed": 1, "moved": 8, "no_room": 4}
+    await bench.host.call(lambda scheduler: scheduler.blocks.release(in_use))
+    await bench.assert_empty()
+
+
+async def test_nobody_follows_runs_that_are_longer_than_any_prompt(bench: Bench) -> None:
+    """199 tokens have twelve blocks before them."""
+    names = line(10, 400)
+    chains = [chain(names[:1]), *(chain([name], after=before) for before, name in pairwise(names))]
+    judged: list[int] = []
+    adopt = bench.fetcher.adopt
+
+    async def counting(root: BlockHash, names: Sequence[BlockHash], *args: Any, **kwargs: Any) -> int | Declined:
+        judged.append(len(names))
+        return await adopt(root, names, *args, **kwargs)
+
+    bench.fetcher.adopt = counting  # type: ignore[method-assign]
+    bench.inherit(chains)
+    for _ in range(12):
+        await bench.give(await bench.asked())
+    await bench.answered()
+    assert judged == list(range(1, 13))
+    assert bench.counts == {"moved": 12, "no_room": 388}
+    await bench.assert_empty()
+
+
+async def test_what_waits_for_its_turn_until_its_time_is_over_is_counted(bench: Bench) -> None:
+    bench.inherit([chain(TRUNK)])
+    job = await bench.asked()
+    bench.inherit([chain(OTHER)], leaver="d8", within_s=0.05)
+    assert (await bench.answered()).worker_id == "d8"
+    assert bench.counts == {"no_time": 3}
+    await bench.give(job)
+    assert (await bench.answered()).worker_id == "d9"
+    assert bench.counts == {"no_time": 3, "moved": 4}
+    await bench.assert_empty()
+
+
+async def test_who_orders_the_same_again_hears_of_the_end_of_what_is_under_way(bench: Bench) -> None:
+    """As a second router does when the first, which the leaving worker had asked, is gone."""
+    second = SessionPort(Incarnation(3))
+    bench.inherit([chain(TRUNK)])
+    job = await bench.asked()
+    for _ in range(1000):
+        bench.inherit([chain(OTHER)])
+        bench.inherit([chain(OTHER)], port=second)
+    assert await bench.asked_or_none() is None
+    await bench.give(job)
+    assert (await bench.answered()).worker_id == (await bench.answered(second)).worker_id == "d9"
+    assert bench.counts == {"moved": 4}
+    for port in (bench.port, second):
+        port.finish()
+        assert await port.next() is None, "once is enough"
+    await bench.assert_empty()
+
+
+async def test_an_heir_that_is_told_to_leave_at_once_answers_all_the_same(bench: Bench) -> None:
+    bench.inherit()
+    bench.heir.close()
+    assert (await bench.answered()).worker_id == "d9"
+    assert bench.counts == {"no_time": 9}
     await bench.assert_empty()

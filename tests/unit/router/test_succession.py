@@ -106,6 +106,9 @@ class World:
         del self.ports[key(name)]
         self.successions.left(key(name))
 
+    def whom(self, successor: str) -> list[str]:
+        return [share.holder.worker_id for share, _, _ in self.ports[key(successor)].inherited]
+
     def asked(self) -> list[str]:
         return [name.worker_id for name, port in self.ports.items() if port.inherited]
 
@@ -164,3 +167,48 @@ def test_two_that_leave_do_not_inherit_from_each_other() -> None:
     world.bequeath("d1")
     assert world.asked() == ["d1"], "who leaves later is asked before that is known"
     assert world.ports[key("d1")].num_settled == 1
+    world.successions.inherited(key("d1"), key("d0"))
+    assert world.ports[key("d0")].num_settled == 1, "nobody else is there"
+    assert not len(world.successions)
+
+
+def test_a_successor_that_is_told_to_go_has_a_successor_while_there_is_time() -> None:
+    world = World(made("d0"), made("d1"), made("d2", free=50), made("d3", free=5))
+    world.bequeath("d0")
+    world.now_s += 1.0
+    world.bequeath("d1")
+    assert world.asked() == ["d1", "d2"]
+    world.successions.inherited(key("d1"), key("d0"))
+    assert world.whom("d2") == ["d1", "d0"]
+    assert not world.ports[key("d0")].num_settled
+    assert world.ports[key("d2")].inherited[1][1] == pytest.approx(4.0)
+    world.successions.inherited(key("d1"), key("d0"))  # it is that no more
+    assert not world.ports[key("d0")].num_settled
+    world.successions.inherited(key("d2"), key("d0"))
+    world.successions.inherited(key("d2"), key("d1"))
+    assert [world.ports[key(name)].num_settled for name in ("d0", "d1")] == [1, 1]
+    assert world.asked() == ["d1", "d2"]
+    assert not len(world.successions)
+
+
+def test_who_does_not_drain_bequeaths_nothing() -> None:
+    world = World(made("d0"), made("d1"))
+    for _ in range(3):
+        world.successions.bequeathed(key("d0"), Bequest(chains=CHAINS, lends_s=5.0))
+    assert not world.asked()
+    assert not len(world.successions)
+
+
+def test_a_worker_that_bequeaths_again_makes_no_more_work() -> None:
+    """Neither while somebody inherits nor afterwards, until it has gone and come back."""
+    world = World(made("d0"), made("d1"))
+    for _ in range(3):
+        world.bequeath("d0")
+    assert world.whom("d1") == ["d0"]
+    world.successions.inherited(key("d1"), key("d0"))
+    world.bequeath("d0")
+    assert world.whom("d1") == ["d0"]
+    assert world.ports[key("d0")].num_settled == 1
+    world.successions.left(key("d0"))
+    world.bequeath("d0")
+    assert world.whom("d1") == ["d0", "d0"]
