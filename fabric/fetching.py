@@ -52,9 +52,7 @@ class Fetcher:
         """`name`: unlike any other process's, for the names of its fetches."""
         self.hub: ReceiverHub | None = None
         self.stats = FetchStats()
-        """Of prompts' prefixes."""
-        self.adopted = FetchStats()
-        """Of what no prompt waited for."""
+        """Of prompts' prefixes; what no prompt waits for is counted by whoever wants it."""
         self._host = host
         self._name = name
         self._spawn = spawn
@@ -108,7 +106,7 @@ class Fetcher:
             return Declined.HELD
         rates = FetchRates(prefill_tokens_per_s=prefill_tokens_per_s, bytes_per_s=self._bytes_per_s(holder))
         wanted = self._wanted(hash_root, names, holder, rates, spare_blocks=spare_blocks)
-        fetch = self._same(wanted.probe.block_hashes) or self._begin(wanted, self.adopted)
+        fetch = self._same(wanted.probe.block_hashes) or self._begin(wanted, FetchStats())
         num_tokens = await self._wait(fetch)
         return fetch.declined or num_tokens // self._host.parts.layout.block_size
 
