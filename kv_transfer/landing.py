@@ -29,6 +29,7 @@ class Landing:
         self._max_staged_bytes = num_units * pairing.destination.num_layers * pairing.unit_layer_bytes
         self._staged: dict[CellRange, Bytes] = {}
         self._checksums: dict[CellRange, int] = {}
+        self._written: set[CellRange] = set()
         self._bytes: PlacedBytes | None = None
 
     def num_bytes(self, cells: CellRange) -> int:
@@ -36,24 +37,38 @@ class Landing:
         return self.cells.payload(cells).num_bytes(self.pairing.wire_dtype)
 
     def room(self, cells: CellRange) -> list[memoryview]:
-        """Where their payload goes, in the order of the wire. Raises TransferError for cells not reserved."""
+        """Where their payload goes, in the order of the wire.
+
+        Raises TransferError for cells not reserved, and for those that were written before and not found damaged.
+        """
         runs = self.cells.writes(cells)
-        self._checksums.pop(cells, None)
         if self._converter is None and self._device is None:
+            self._begin(cells)
             return self._region.views(runs)
         others = sum(staged.nbytes for of, staged in list(self._staged.items()) if of != cells)
         num_bytes = self.num_bytes(cells)
         if others + num_bytes > self._max_staged_bytes:
             raise TransferError("more is on the way than was reserved")
+        self._begin(cells)
         staged = self._staged[cells] = self._allocate(num_bytes)
         return [staged.data]
 
     def place(self, cells: CellRange) -> PlacedBytes | None:
-        """Where compiled code puts their payload itself; None when it has to go where `room` says."""
+        """Where compiled code puts their payload itself; None when it has to go where `room` says.
+
+        Raises TransferError as `room` does.
+        """
         if self._converter is not None or self._device is not None:
             return None
-        self._checksums.pop(cells, None)
+        self._begin(cells)
         return self._placed_bytes()
+
+    def _begin(self, cells: CellRange) -> None:
+        """A second write would not be looked at: its damage would stand where verified cells stood."""
+        if cells in self._written:
+            raise TransferError("these cells have been written")
+        self._written.add(cells)
+        self._checksums.pop(cells, None)
 
     def landed(self, cells: CellRange, checksum: int) -> None:
         """All of it is there; its checksum was computed on the way."""
@@ -118,6 +133,8 @@ class Landing:
     def _allocate(self, num_bytes: int) -> Bytes:
         return np.empty(num_bytes, np.uint8) if self._device is None else self._device.allocate(num_bytes)
 
-    def discard(self, cells: CellRange) -> None:
-        """Forget a payload that is damaged, or in place."""
+    def judged(self, cells: CellRange, *, intact: bool) -> None:
+        """Forget a payload that is in place, or damaged: then it may be written again."""
         self._staged.pop(cells, None)
+        if not intact:
+            self._written.discard(cells)

@@ -58,7 +58,7 @@ def _over_tcp(case: Mapping[str, Any], source: memoryview, target: memoryview, s
             for side in (outgoing, streams.open(there, header.cells, silent, lock, is_sending=False)):
                 with lock:
                     side.advance()
-            landing.landed(header.cells, 0)
+            landing.judged(header.cells, intact=False)
 
     return describe
 

@@ -58,7 +58,7 @@ class GrantTable:
         try:
             intact = grant.landing.checksum(cells) == checksum and self._settle(grant, cells)
             with grant.lock:  # other chunks are finding room meanwhile
-                grant.landing.discard(cells)
+                grant.landing.judged(cells, intact=intact)
         except TransferError:
             return False  # cells that the reservation does not have
         return intact

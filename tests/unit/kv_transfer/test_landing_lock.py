@@ -41,8 +41,8 @@ class Watched:
         self._note(f"settle {piece}")
         self.settling(piece)
 
-    def discard(self, _cells: CellRange) -> None:
-        self._note("discard")
+    def judged(self, _cells: CellRange, *, intact: bool) -> None:
+        self._note("intact" if intact else "damaged")
 
 
 @pytest.fixture
@@ -56,13 +56,13 @@ def watched() -> tuple[GrantTable, Watched, Grant]:
 def test_what_is_put_into_place_and_what_is_forgotten_is_under_the_lock(watched) -> None:
     table, landing, _ = watched
     assert table.verify(KEY, cells(), 7)
-    assert landing.told == [("settle 0", True), ("settle 1", True), ("settle 2", True), ("discard", True)]
+    assert landing.told == [("settle 0", True), ("settle 1", True), ("settle 2", True), ("intact", True)]
 
 
 def test_a_damaged_chunk_is_forgotten_under_the_lock_too(watched) -> None:
     table, landing, _ = watched
     assert not table.verify(KEY, cells(), 8)
-    assert landing.told == [("discard", True)]
+    assert landing.told == [("damaged", True)]
 
 
 def test_a_revocation_waits_for_one_piece_and_no_more(watched) -> None:
@@ -78,7 +78,7 @@ def test_a_revocation_waits_for_one_piece_and_no_more(watched) -> None:
     landing.settling = settling
     assert not table.verify(KEY, cells(), 7)
     revoking.join(WAIT_S)
-    assert [what for what, _ in landing.told] == ["settle 0", "discard"]
+    assert [what for what, _ in landing.told] == ["settle 0", "damaged"]
     assert not table.verify(KEY, cells(), 7), "and nothing of it is ever in place"
 
 
@@ -98,7 +98,8 @@ def test_chunks_land_from_several_threads_while_others_are_put_into_place() -> N
             checksum = crc32(room, 0)
             with grant.lock:
                 grant.landing.landed(own, checksum)
-            assert table.verify(KEY, own, checksum + (round_ % 3 == 0)) == (round_ % 3 != 0)
+            intact = round_ == ROUNDS - 1
+            assert table.verify(KEY, own, checksum + (not intact)) == intact
 
     with ThreadPoolExecutor(len(TARGETS)) as streams:
         list(streams.map(stream, range(len(TARGETS))))

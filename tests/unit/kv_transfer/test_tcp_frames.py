@@ -237,9 +237,36 @@ def test_what_landed_is_not_read_again_to_verify_it(
 
     monkeypatch.setattr("kv_transfer.landing.checksum_of", read_again)
     assert receiver.verify(KEY, box(0, 2), result.checksum)
-    result = writer.write(order(KEY, token, box(0, 2), [2, 3])).result(WAIT_S)
-    assert not receiver.verify(KEY, box(0, 2), result.checksum ^ 1)
+    other = TransferKey(transfer_id=TransferId("other"), attempt=1)
+    token = receiver.open_grant(other, landing(target, 4, 9))
+    result = writer.write(order(other, token, box(0, 2), [2, 3])).result(WAIT_S)
+    assert not receiver.verify(other, box(0, 2), result.checksum ^ 1)
     writer.close()
     os.close(source.fd)
     assert isinstance(landing(target, 4), Landing)
     assert checksum.checksum_of(block_views(target, [4, 9])) == result.checksum
+
+
+def test_cells_are_written_once_unless_they_are_found_damaged(receiver: TcpReceiver, target: KVRegion) -> None:
+    """Nobody would look at what a second write leaves where verified cells stood."""
+    source = make_region(seed=3)
+    writer = TcpSender(source).connect(receiver.offer(), PAIRING)
+    token = receiver.open_grant(KEY, landing(target, 4, 9))
+
+    def write(*blocks: int) -> int:
+        return writer.write(order(KEY, token, box(0, 2), list(blocks))).result(WAIT_S).checksum
+
+    def assert_refused() -> None:
+        with pytest.raises(TransferError, match="refused"):
+            write(6, 7)
+
+    first = write(2, 3)
+    assert_refused()
+    assert not receiver.verify(KEY, box(0, 2), first ^ 1)
+    assert write(2, 3) == first
+    assert_refused()
+    assert receiver.verify(KEY, box(0, 2), first)
+    assert_refused()
+    writer.close()
+    assert b"".join(block_views(target, [4, 9])) == b"".join(block_views(source, [2, 3]))
+    os.close(source.fd)

@@ -1,7 +1,7 @@
 """KV that changes its dtype on its way over `tcp`: what lands is to the bit what kv_transfer/convert.py makes of it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -162,6 +162,7 @@ def test_no_more_is_staged_than_was_reserved(ends: Ends) -> None:
         return
     with pytest.raises(TransferError, match="refused"):
         ends.writer.write(ends.order(token, other)).result(WAIT_S)
+    assert not ends.receiver.verify(KEY, cells(), -1)
     ends.writer.write(ends.order(token, cells())).result(WAIT_S)
     assert sum(staged.nbytes for staged in landing._staged.values()) == landing.num_bytes(cells())
 
@@ -172,8 +173,11 @@ def test_a_cancelled_conversion_leaves_the_connection_in_step(ends: Ends) -> Non
         future = ends.writer.write(ends.order(token, cells()))
         ends.writer.cancel(KEY)
         future.exception(WAIT_S)
-    checksum = ends.writer.write(ends.order(token, cells())).result(WAIT_S).checksum
-    assert ends.receiver.verify(KEY, cells(), checksum)
+    assert ends.receiver.revoke(KEY)
+    other = replace(KEY, attempt=2)
+    order = ends.order(ends.receiver.open_grant(other, ends.landing()), cells())
+    checksum = ends.writer.write(replace(order, key=other)).result(WAIT_S).checksum
+    assert ends.receiver.verify(other, cells(), checksum)
     assert np.array_equal(ends.target.array(), ends.expected(cells()))
 
 

@@ -170,10 +170,10 @@ def test_cancel_is_final_on_every_stream(ends: Ends) -> None:
         for future in futures:
             with pytest.raises(TransferError):
                 future.result(WAIT_S)
-    other = TransferKey(transfer_id=TransferId("other"), attempt=1)
     region = make_region(seed=0)
-    token = ends.receiver.open_grant(other, landing(region, 7))
-    for _ in range(STREAMS):  # behind the filled-up frames of each stream
+    for attempt in range(STREAMS):  # behind the filled-up frames of each stream
+        other = TransferKey(transfer_id=TransferId("other"), attempt=attempt)
+        token = ends.receiver.open_grant(other, landing(region, 7))
         ends.writer.write(order(other, token, box(0, 1), [9], pool_blocks=NUM_BLOCKS)).result(WAIT_S)
     assert all_bytes(region, [7]) == all_bytes(ends.source, [9])
     assert AFTER not in bytes(ends.target.buffer), "sources were read after the proof"
