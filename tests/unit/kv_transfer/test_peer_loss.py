@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import pytest
 
@@ -101,15 +102,18 @@ def test_a_broken_communicator_is_replaced() -> None:
     receiver = TorchDistReceiver(target, stall_s=STALL_S)
     sender = TorchDistSender(source, stall_s=STALL_S)
     writer = sender.connect(receiver.offer(), PAIRING)
-    grant = receiver.open_grant(KEY, landing(target, *range(MANY)))
-    chunk = order(KEY, grant, box(0, MANY), list(range(MANY)), pool_blocks=MANY)
-    writer.write(chunk).result(WAIT_S)
+    chunks = []
+    for attempt in (1, 2, 3):
+        key = replace(KEY, attempt=attempt)
+        grant = receiver.open_grant(key, landing(target, *range(MANY)))
+        chunks.append(order(key, grant, box(0, MANY), list(range(MANY)), pool_blocks=MANY))
+    writer.write(chunks[0]).result(WAIT_S)
     writer._group.close()
     with pytest.raises(TransferError):
-        writer.write(chunk).result(WAIT_S)
+        writer.write(chunks[1]).result(WAIT_S)
     assert not writer.closed
     target.buffer[:] = bytes(target.buffer.nbytes)
-    writer.write(chunk).result(WAIT_S)
+    writer.write(chunks[2]).result(WAIT_S)
     assert all(a == b for a, b in zip(block_views(target, range(8)), block_views(source, range(8)), strict=True))
     writer.close()
     receiver.close()
