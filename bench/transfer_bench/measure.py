@@ -116,40 +116,21 @@ async def _planning(
     rows += found
 
 
-async def _checksums(
-    _given: argparse.Namespace,
-    rows: list[Row],
-    _absent: list[Absence],
-    out: Console,
-    note: Callable[[str], None],
-) -> None:
-    found = await checksums.rows(note)
-    show_rows(out, found)
-    rows += found
+def _alone(measured: Callable[[Callable[[str], None]], Awaitable[list[Row]]]) -> "_Part":
+    """A part that no option concerns."""
 
+    async def part(
+        _given: argparse.Namespace,
+        rows: list[Row],
+        _absent: list[Absence],
+        out: Console,
+        note: Callable[[str], None],
+    ) -> None:
+        found = await measured(note)
+        show_rows(out, found)
+        rows += found
 
-async def _overlap(
-    _given: argparse.Namespace,
-    rows: list[Row],
-    _absent: list[Absence],
-    out: Console,
-    note: Callable[[str], None],
-) -> None:
-    found = await overlap.rows(note)
-    show_rows(out, found)
-    rows += found
-
-
-async def _pull(
-    _given: argparse.Namespace,
-    rows: list[Row],
-    _absent: list[Absence],
-    out: Console,
-    note: Callable[[str], None],
-) -> None:
-    found = await pull.rows(note)
-    show_rows(out, found)
-    rows += found
+    return part
 
 
 def _cases(given: argparse.Namespace) -> tuple[Case, ...]:
@@ -166,7 +147,7 @@ _Part = Callable[
 _PARTS: Mapping[str, _Part] = {
     "rates": _rates,
     "planning": _planning,
-    "checksums": _checksums,
-    "overlap": _overlap,
-    "pull": _pull,
+    "checksums": _alone(checksums.rows),
+    "overlap": _alone(overlap.rows),
+    "pull": _alone(pull.rows),
 }

@@ -1,5 +1,9 @@
 """Who else holds a prompt's prefix is told anew with every route."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
 from decode_worker.orders import holder_of, route_from_pb
 from kv_transfer.transports.memory import MemoryFabric
 from router.session_events import PrefillRoute
@@ -16,7 +20,9 @@ FIRST, SECOND = (
 )
 
 
-async def test_the_second_prefill_worker_hears_of_the_second_holder() -> None:
+@asynccontextmanager
+async def once_failed() -> AsyncIterator[tuple[Any, Any, Any, TransferId]]:
+    """A hand-off whose first attempt, with the first holder, has lost its link; nothing is left of it at the end."""
     fabric = MemoryFabric()
     async with decoding("memory", fabric=fabric) as (hub, owner), prefilling("memory", fabric=fabric) as worker:
         worker.owner.gate.clear()
@@ -26,6 +32,13 @@ async def test_the_second_prefill_worker_hears_of_the_second_holder() -> None:
             link.close()
         await owner.until(transfer, lambda r: r.errors)
         worker.owner.gate.set()
+        yield hub, owner, worker, transfer
+        await hub.drain()
+        await wait_for(lambda: all_free(worker.owner.pool))
+
+
+async def test_the_second_prefill_worker_hears_of_the_second_holder() -> None:
+    async with once_failed() as (hub, owner, worker, transfer):
         # As the router says it, and as the decode worker reads it.
         route = PrefillRoute(
             worker=WorkerKey(WorkerId("p"), worker.incarnation),
@@ -39,25 +52,13 @@ async def test_the_second_prefill_worker_hears_of_the_second_holder() -> None:
         hub.reroute(transfer, route_from_pb(said.prefill)[1], holder_of(said))
         await owner.until(transfer, lambda r: r.committed)
         assert [job.holder for job in worker.owner.jobs] == [FIRST, SECOND]
-        await hub.drain()
-        await wait_for(lambda: all_free(worker.owner.pool))
 
 
 async def test_a_route_without_a_holder_forgets_the_one_before() -> None:
-    fabric = MemoryFabric()
-    async with decoding("memory", fabric=fabric) as (hub, owner), prefilling("memory", fabric=fabric) as worker:
-        worker.owner.gate.clear()
-        transfer = begin(hub, owner, make_job("a", 30, holder=FIRST), worker.route(1))
-        await wait_for(lambda: worker.owner.jobs)
-        for link in list(worker.hub._links):
-            link.close()
-        await owner.until(transfer, lambda r: r.errors)
-        worker.owner.gate.set()
+    async with once_failed() as (hub, owner, worker, transfer):
         said = reroute_to_pb(RequestId("r"), 1, None).reroute
         assert holder_of(said) is None
         hub.reroute(transfer, worker.route(2), holder_of(said))
         await owner.until(transfer, lambda r: r.committed)
         assert [job.holder for job in worker.owner.jobs] == [FIRST, None]
-        await hub.drain()
-        await wait_for(lambda: all_free(worker.owner.pool))
         assert TransferId("a") == transfer
