@@ -173,6 +173,8 @@ class ChoiceRun:
             assignment.port.cancel(self._request_id, self._progress.attempt)
             return self._retry(assignment, RetryReason.WORKER_FAULT, InternalError("tokens were lost"))
         self._placer.prompt_computed(assignment)
+        if arrived.started is not None:
+            self._placer.found_cached(assignment, arrived.started.cached_tokens)
         if tokens:
             self._placer.registry.answered(assignment.decode)
             self._first_token_s = self._first_token_s or self._around.clock()
@@ -259,6 +261,7 @@ class ChoiceRun:
                 names=self._names(),
                 excluded=frozenset(excluded),
                 pool_tokens_above=progress.pool_tokens_above,
+                request_id=self._request_id if self._request.only_worker is None else None,
             )
         except RequestTooLarge as computed:
             # The worker that refused it for its size has said more precisely why.
