@@ -128,6 +128,8 @@ class ChoiceRun:
                 self._around.observer.retried(RetryReason.REFUSED.value)
                 continue
             self._assignment, self.waiting = assignment, None
+            if self._request.only_worker is None:
+                self._placer.record(assignment, self._request_id)
             self._around.observer.placed(assignment.placement.reason.value)
 
     def take(self, attempt: int, event: AttemptEvent) -> list[ChoiceDelta]:
@@ -261,7 +263,6 @@ class ChoiceRun:
                 names=self._names(),
                 excluded=frozenset(excluded),
                 pool_tokens_above=progress.pool_tokens_above,
-                request_id=self._request_id if self._request.only_worker is None else None,
             )
         except RequestTooLarge as computed:
             # The worker that refused it for its size has said more precisely why.

@@ -1,8 +1,9 @@
 """What placement predicts with: bounds and priors, rates by column, and the terms of every cost. Pure."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import overload
 
 import numpy as np
 
@@ -54,6 +55,8 @@ class CandidateCost:
     """After a refusal or failure: for how long it is better left alone."""
     copy_ms: float = 0.0
     """Below zero: what is not charged because a copy is wanted here."""
+    local_threshold_tokens: float | None = None
+    """Of a decode worker: uncached tokens up to which it would have computed the prompt itself."""
 
     @property
     def total_ms(self) -> float:
@@ -84,23 +87,45 @@ class PoolCosts:
             key=info.key,
             role=info.role,
             matched_tokens=int(self.held[row]),
+            local_threshold_tokens=self.local_threshold(row),
             **{name: float(column[row]) for name, column in self.terms_of(row).items()},
         )
 
-    def cheapest(self, most: int) -> Iterator[CandidateCost]:
-        """Those that could have been chosen, cheapest first, at most so many."""
-        for row in np.argsort(self.total, kind="stable")[:most]:
-            if self.total[row] < np.inf:
-                yield self.candidate(int(row))
+    def local_threshold(self, row: int) -> float | None:
+        """See CandidateCost."""
+        return None
 
     def terms_of(self, row: int) -> Mapping[str, Floats]:
         """The terms that count for one worker."""
         return self.terms
 
-    @property
-    def num_considered(self) -> int:
-        """How many could have been chosen."""
-        return int((self.total < np.inf).sum())
+
+class Candidates(Sequence[CandidateCost]):
+    """Those of a pool that could have been chosen: the chosen one first, then cheapest first. Made when looked at."""
+
+    __slots__ = ("_chosen", "_costs")
+
+    def __init__(self, costs: PoolCosts, chosen: int | None) -> None:
+        self._costs = costs
+        self._chosen = chosen
+
+    def __len__(self) -> int:
+        return int((self._costs.total < inf).sum())
+
+    @overload
+    def __getitem__(self, index: int) -> CandidateCost: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[CandidateCost]: ...
+    def __getitem__(self, index: int | slice) -> CandidateCost | list[CandidateCost]:
+        order: list[int] = np.argsort(self._costs.total, kind="stable")[: len(self)].tolist()
+        if self._chosen is not None:
+            order.remove(self._chosen)
+            order.insert(0, self._chosen)
+        found = order[index]
+        return self._costs.candidate(found) if isinstance(found, int) else [self._costs.candidate(row) for row in found]
+
+    def __iter__(self) -> Iterator[CandidateCost]:
+        return iter(self[:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +140,7 @@ class DecodeCosts(PoolCosts):
     """Of the others alone."""
     load: Floats
     """What of the cost is the worker's load alone."""
-    uncached: Ints
-    """Tokens whose KV the worker has not."""
+    num_tokens: int
     floor_tokens: int
     """`CostModel.local_prefill_tokens`."""
 
@@ -124,9 +148,9 @@ class DecodeCosts(PoolCosts):
         """The terms that count for one worker."""
         return {**self.terms, **(self.local_terms if self.local[row] else self.remote_terms)}
 
-    def local_threshold(self, row: int) -> float:
-        """Uncached tokens up to which this worker would have computed the prompt itself."""
-        compute_ms, uncached = float(self.local_terms["compute_ms"][row]), float(self.uncached[row])
+    def local_threshold(self, row: int) -> float | None:
+        """See CandidateCost."""
+        compute_ms, uncached = float(self.local_terms["compute_ms"][row]), float(self.num_tokens - self.held[row])
         return local_threshold(
             queue_ms=float(self.local_terms["queue_ms"][row]),
             token_ms=(compute_ms + float(self.local_terms["stall_ms"][row])) / uncached,

@@ -40,7 +40,6 @@ class Decision:
     """On the registry's clock."""
     num_tokens: int
     placement: Placement
-    replicate_tokens: int
     holder: str | None
     """Who was named to fetch a prefix from."""
     seconds: float
@@ -87,12 +86,9 @@ def _is_of(choice: str, request_id: str) -> bool:
 
 def described(decision: Decision, now_s: float) -> dict[str, Any]:
     """As JSON shows it. Milliseconds are predictions, but for `decided_in_us`."""
-    placement = decision.placement
-    prefill = placement.prefill
-    threshold = placement.decode_costs.local_threshold(placement.decode_row)
-    chosen = [placement.decode_costs.candidate(placement.decode_row)]
-    if placement.prefill_row is not None:
-        chosen.append(placement.prefill_costs.candidate(placement.prefill_row))
+    placement, prefill = decision.placement, decision.placement.prefill
+    chosen = {placement.decode.info.key, placement.computing.info.key}
+    shown = (*placement.decode_candidates[:CANDIDATES_SHOWN], *placement.prefill_candidates[:CANDIDATES_SHOWN])
     return {
         "request_id": decision.request_id,
         "age_s": round(now_s - decision.at_s, 3),
@@ -103,27 +99,26 @@ def described(decision: Decision, now_s: float) -> dict[str, Any]:
         "decode_worker": placement.decode.info.key.worker_id,
         "prefill_worker": None if prefill is None else prefill.info.key.worker_id,
         "prefix_holder": decision.holder,
+        "rerouted_to": list(decision.rerouted),
         "predicted_cached_tokens": placement.cached_tokens,
         "actual_cached_tokens": decision.actual_cached_tokens,
-        "replicate_tokens": decision.replicate_tokens,
-        "local_threshold_tokens": round(threshold, 1) if isfinite(threshold) else None,
-        "rerouted_to": decision.rerouted,
+        "replicate_tokens": placement.replicate_tokens,
         "predicted_ms": round(placement.predicted_ms, 3),
-        "chosen": [_shown(one) for one in chosen],
-        "candidates": [
-            {**_shown(one), "pool": pool}
-            for pool, costs in (("decode", placement.decode_costs), ("prefill", placement.prefill_costs))
-            for one in costs.cheapest(CANDIDATES_SHOWN)
-        ],
-        "num_candidates": placement.decode_costs.num_considered + placement.prefill_costs.num_considered,
+        "num_candidates": len(placement.decode_candidates) + len(placement.prefill_candidates),
+        "candidates": [{**_shown(cost), "chosen": cost.key in chosen} for cost in shown],
     }
 
 
 def _shown(cost: CandidateCost) -> dict[str, Any]:
-    terms = {name: round(value, 3) for name, value in asdict(cost).items() if name.endswith("_ms")}
+    """Terms of nothing are left out: most are."""
+    terms = {name: round(value, 3) for name, value in asdict(cost).items() if name.endswith("_ms") and value}
+    threshold = cost.local_threshold_tokens
     return {
         "worker": cost.key.worker_id,
+        "role": cost.role.value,
         "matched_tokens": cost.matched_tokens,
         "total_ms": round(cost.total_ms, 3),
         **terms,
+        # Where a hand-off never pays there is no threshold: JSON has no infinity.
+        "local_threshold_tokens": round(threshold, 1) if threshold is not None and isfinite(threshold) else None,
     }

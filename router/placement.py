@@ -11,14 +11,15 @@ A worker that holds a prefix wins by the tokens it need not compute, until its q
 elsewhere; nobody else's load changes that.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from random import Random
 
 import numpy as np
 
+from router.costs import CandidateCost, Candidates, DecodeCosts, PoolCosts, link_ms, prefill_ms, step_ms
 from router.costs import CostModel as CostModel
-from router.costs import DecodeCosts, PoolCosts, link_ms, prefill_ms, step_ms
 from router.pools import Bools, ClusterView, Floats, Ints, PoolView
 from router.worker_view import WorkerKey, WorkerSnapshot
 from tandem.errors import RequestTooLarge
@@ -79,21 +80,23 @@ class Placement:
     prefill: WorkerSnapshot | None
     """None: the decode worker computes the prompt itself."""
     reason: PlacementReason
-    affinity: Affinity
     cached_tokens: int
     """Predicted: tokens that whoever computes the prompt need not compute."""
     uncached_tokens: int
-    work_tokens: int
-    """The same with what their context adds, in tokens without context; equal where nobody reports that."""
-    compute_ms: float
-    """Of that, on the worker that does it."""
-    decode_uncached_tokens: int
-    """Whose KV the decode worker has not."""
     predicted_ms: float
-    decode_costs: DecodeCosts
-    prefill_costs: PoolCosts
-    decode_row: int
-    prefill_row: int | None
+    affinity: Affinity = Affinity.COLD
+    work_tokens: int = 0
+    """Uncached tokens with what their context adds, in tokens without context; the same where nobody reports that."""
+    compute_ms: float = 0.0
+    """That it takes to compute them, without the queue."""
+    held_by_decode: int = 0
+    """Tokens whose KV the decode worker has already."""
+    replicate_tokens: int = 0
+    """Leading tokens of which another worker was allowed a copy."""
+    decode_candidates: Sequence[CandidateCost] = ()
+    """Every decode worker that could be chosen, the chosen one first, then cheapest first; made when looked at."""
+    prefill_candidates: Sequence[CandidateCost] = ()
+    """The same of prefill workers."""
 
     @property
     def computing(self) -> WorkerSnapshot:
@@ -124,21 +127,21 @@ def place(demand: Demand, view: ClusterView, model: CostModel, rng: Random) -> P
     partner = partners[view.decode.roster.kinds[row]]
     costs, at = (decode, row) if partner is None or decode.local[row] else (prefill, partner.row)
     held = int(costs.held[at])
+    computing = decode.local_terms if costs is decode else prefill.terms
     return Placement(
         decode=view.decode.snapshot(row, demand.now_s),
         prefill=None if costs is decode else view.prefill.snapshot(at, demand.now_s),
         reason=_reason(demand, decode, row, partner, model),
-        affinity=_affinity(demand, costs, at),
         cached_tokens=held,
         uncached_tokens=demand.num_tokens - held,
-        work_tokens=round(float(costs.work[at])),
-        compute_ms=float((decode.local_terms if costs is decode else prefill.terms)["compute_ms"][at]),
-        decode_uncached_tokens=int(decode.uncached[row]),
         predicted_ms=float(decode.total[row]),
-        decode_costs=decode,
-        prefill_costs=prefill,
-        decode_row=row,
-        prefill_row=None if costs is decode else at,
+        affinity=_affinity(demand, costs, at),
+        work_tokens=round(float(costs.work[at])),
+        compute_ms=float(computing["compute_ms"][at]),
+        held_by_decode=int(decode.held[row]),
+        replicate_tokens=demand.replicate_tokens,
+        decode_candidates=Candidates(decode, row),
+        prefill_candidates=Candidates(prefill, None if costs is decode else at),
     )
 
 
@@ -205,7 +208,7 @@ def _price_decode(demand: Demand, view: ClusterView, partners: list[_Partner | N
         local_terms=local_terms,
         remote_terms={"transfer_ms": transfer, "handoff_ms": remote - transfer},
         load=load,
-        uncached=uncached,
+        num_tokens=demand.num_tokens,
         floor_tokens=model.local_prefill_tokens,
     )
 

@@ -33,8 +33,10 @@ class Assignment:
     """Not known to be computed yet."""
     holder: PrefixHolder | None = None
     """Who is thought to hold more of the prefix than `computing`."""
+    seconds: float = 0.0
+    """That the choice took."""
     decision: Decision | None = None
-    """What is shown of it; None of what nobody asked to see, and once it was compared."""
+    """What is shown of it; None until it is recorded."""
 
     @property
     def decode(self) -> WorkerKey:
@@ -71,11 +73,9 @@ class Placer:
         names: Sequence[BlockHash],
         excluded: frozenset[WorkerKey] = frozenset(),
         pool_tokens_above: int = 0,
-        request_id: RequestId | None = None,
     ) -> Assignment:
         """Choose workers for prompt and earlier output, whose blocks are `names`.
 
-        `request_id`: of the choice, under which the decision is kept, shown and counted; nothing of it is when absent.
         Raises NoDecodeWorker or RequestTooLarge.
         """
         registry, begun_s = self.registry, self._clock()
@@ -102,11 +102,27 @@ class Placer:
         # Only where it is computed: the decode worker's copy exists when the hand-off has committed, not before.
         registry.prefix_map.expect(computing.worker_id, names, now_s=begun_s)
         if placement.prefill:
-            held = demand.num_tokens - placement.decode_uncached_tokens
-            registry.prefix_map.use(decode.worker_id, names[: held // HASH_BLOCK_TOKENS])
-        if request_id is not None:
-            self._decide(assignment, request_id, demand, begun_s)
+            registry.prefix_map.use(decode.worker_id, names[: placement.held_by_decode // HASH_BLOCK_TOKENS])
+        assignment.seconds = self._clock() - begun_s
         return assignment
+
+    def record(self, assignment: Assignment, request_id: RequestId) -> None:
+        """Keep, show and count the decision, under the choice's id; nobody hears of one that is not recorded."""
+        placement, holder = assignment.placement, assignment.holder
+        assignment.decision = Decision(
+            request_id=request_id,
+            at_s=self._clock(),
+            num_tokens=assignment.num_tokens,
+            placement=placement,
+            holder=None if holder is None else holder.worker_id,
+            seconds=assignment.seconds,
+        )
+        if self._decisions is not None:
+            self._decisions.add(assignment.decision)
+        if self._observer is not None:
+            self._observer.decided(
+                reason=placement.reason.value, affinity=placement.affinity.value, seconds=assignment.seconds
+            )
 
     def reassign_prefill(self, assignment: Assignment, excluded: frozenset[WorkerKey]) -> WorkerSnapshot | None:
         """Another prefill worker after a failed hand-off; None: the decode worker computes the prompt itself."""
@@ -167,28 +183,9 @@ class Placer:
             self.registry.release(key)
         self.registry.prefix_map.expect(key.worker_id, assignment.names, now_s=self._clock())
 
-    def _decide(self, assignment: Assignment, request_id: RequestId, demand: Demand, begun_s: float) -> None:
-        placement, holder = assignment.placement, assignment.holder
-        decision = Decision(
-            request_id=request_id,
-            at_s=begun_s,
-            num_tokens=demand.num_tokens,
-            placement=placement,
-            replicate_tokens=demand.replicate_tokens,
-            holder=None if holder is None else holder.worker_id,
-            seconds=self._clock() - begun_s,
-        )
-        assignment.decision = decision
-        if self._decisions is not None:
-            self._decisions.add(decision)
-        if self._observer is not None:
-            self._observer.decided(
-                reason=placement.reason.value, affinity=placement.affinity.value, seconds=decision.seconds
-            )
-
     def _count_heat(self, demand: Demand, placement: Placement, names: Sequence[BlockHash]) -> None:
-        work_ms = placement.compute_ms
-        self._hot.asked(names, work_ms=work_ms, tokens=placement.uncached_tokens, now_s=demand.now_s)
+        compute_ms, uncached = placement.compute_ms, placement.uncached_tokens
+        self._hot.asked(names, work_ms=compute_ms, tokens=uncached, now_s=demand.now_s)
         if placement.affinity is Affinity.REPLICA:
             self._hot.copied(names, demand.replicate_tokens, placement.cached_tokens, now_s=demand.now_s)
 

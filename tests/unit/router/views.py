@@ -14,7 +14,20 @@ from tandem.kv_layout import KVLayout
 from tandem.roles import WorkerRole
 
 LAYOUT = KVLayout(model_fingerprint="m", dtype="float32", num_layers=2, num_kv_heads=2, head_dim=8, block_size=16)
-NOBODY = cast(WorkerPort, None)
+
+
+class Port:
+    """The way to a worker that is not there: remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.num_resyncs = 0
+
+    def resync(self) -> None:
+        self.num_resyncs += 1
+
+
+def port() -> WorkerPort:
+    return cast(WorkerPort, Port())
 
 
 def worker(
@@ -46,7 +59,7 @@ def worker(
 
 def record_of(snapshot: WorkerSnapshot, slot: int) -> WorkerRecord:
     """A live worker that looks like this at second 0."""
-    record = WorkerRecord(snapshot.info, NOBODY, slot=slot, now_s=snapshot.answered_s)
+    record = WorkerRecord(snapshot.info, port(), slot=slot, now_s=snapshot.answered_s)
     record.reported(snapshot.load)
     record.loaded_elsewhere(backlog_tokens=snapshot.backlog_tokens, num_requests=snapshot.num_active)
     record.penalised(snapshot.penalty_ms / 1e3)
