@@ -17,7 +17,6 @@ others follow upon.
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,12 +29,9 @@ _FEW_BITS = 8
 """So many are faster taken one by one than through an array."""
 
 
-class _Expected(NamedTuple):
-    """A block that is about to be computed."""
-
-    lapses_s: float
-    position: int
-    """Of its last hash block in its prompt. Names are chained: in every prompt that has it, it is there."""
+_Expected = tuple[float, int]
+"""Of a block that is about to be computed: when that lapses, and the position of its last hash block in its prompt.
+Names are chained: in every prompt that has the block, it is there."""
 
 
 class _Holdings:
@@ -159,18 +155,18 @@ class PrefixMap:
         if held.silent:
             self._store(held, own)
             return
-        known, expected = held.known, held.expected
-        for name in reversed(own):
-            if name in known:
-                known.move_to_end(name)
+        known, expected, bit = held.known, held.expected, held.bit
+        self._touch(held, own)
         lapses_s = now_s + self._expectation_s
         self._lapses.append((lapses_s, held))
-        for index, name in enumerate(own):
+        for index, name in enumerate(own, 1):
             if name in known:
                 continue
-            expected[name] = _Expected(lapses_s, (index + 1) * held.names_per_block - 1)
-            expected.move_to_end(name)
-            self._list(name, held.bit)
+            if name in expected:
+                expected.move_to_end(name)
+            else:
+                self._list(name, bit)
+            expected[name] = lapses_s, index * held.names_per_block - 1
             # The newest expectation gives way, not the oldest: a prefix is useful from its beginning.
             if len(known) + len(expected) > held.capacity:
                 self._forget(held, name)
@@ -179,10 +175,7 @@ class PrefixMap:
     def use(self, worker: WorkerId, names: Sequence[BlockHash]) -> None:
         """The worker reads these blocks, by the names of their hash blocks: its LRU keeps them longer."""
         if (held := self._workers.get(worker)) is not None:
-            known = held.known
-            for name in reversed(names[held.names_per_block - 1 :: held.names_per_block]):
-                if name in known:
-                    known.move_to_end(name)
+            self._touch(held, names[held.names_per_block - 1 :: held.names_per_block])
 
     def computed(self, worker: WorkerId, names: Sequence[BlockHash], *, now_s: float) -> None:
         """The worker has computed a prompt: if its last block is news, events must follow."""
@@ -225,8 +218,8 @@ class PrefixMap:
         while self._lapses and self._lapses[0][0] <= now_s:
             held = self._lapses.popleft()[1]
             while held.expected:
-                name, expected = next(iter(held.expected.items()))
-                if expected.lapses_s > now_s:
+                name, (lapses_s, _) = next(iter(held.expected.items()))
+                if lapses_s > now_s:
                     break
                 self._forget(held, name)
 
@@ -294,6 +287,12 @@ class PrefixMap:
                 before = held
             depth += 1
         yield alive, depth * per_block
+
+    def _touch(self, held: _Holdings, names: Sequence[BlockHash]) -> None:
+        known = held.known
+        for name in reversed(names):
+            if name in known:
+                known.move_to_end(name)
 
     def _take(self, held: _Holdings, changes: Iterable[tuple[BlockHash, bool]]) -> None:
         run: list[BlockHash] = []

@@ -59,7 +59,8 @@ class WorkerRegistry:
         key = info.key
         if key.worker_id in self._workers:
             raise WorkerRejected(f"worker id {key.worker_id} is taken by a live worker")
-        for other in self._workers.values():
+        # All live workers agree in this: any one of them speaks for the cluster.
+        if (other := next(iter(self._workers.values()), None)) is not None:
             for field, theirs, ours in (
                 ("model", info.model_name, other.info.model_name),
                 ("model_fingerprint", info.layout.model_fingerprint, other.info.layout.model_fingerprint),

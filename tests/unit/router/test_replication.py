@@ -100,7 +100,7 @@ def stored(first: int, names: list[BlockHash]) -> PrefixChange:
 
 def holders_after(policy: ReplicationPolicy) -> tuple[int, int, float]:
     """One worker has a prefix, and can just bear its load: after a minute, how many have it, by how many copies on
-    purpose; and within how many seconds nine of ten prompts were computed.
+    purpose; and within how many seconds nine of ten of the later prompts were computed.
     """
     clock = Clock()
     registry = WorkerRegistry(prefix_map=PrefixMap(), clock=clock)
@@ -135,7 +135,7 @@ def holders_after(policy: ReplicationPolicy) -> tuple[int, int, float]:
         running.append((done_s, assignment))
         running.sort(key=lambda each: each[0])
     matched = registry.prefix_map.longest_prefix(prefix)
-    return sum(blocks == 1024 for blocks in matched.values()), replicas, sorted(waits)[len(waits) * 9 // 10]
+    return sum(blocks == 1024 for blocks in matched.values()), replicas, sorted(waits[300:])[270]
 
 
 def test_a_hot_prefix_gets_its_copies_by_requests_that_are_sent_elsewhere() -> None:
