@@ -94,7 +94,10 @@ def make_dispatcher(
     settings = config.router
     placer = Placer(
         registry=registry,
-        model=CostModel(local_prefill_tokens=settings.local_prefill_tokens),
+        model=CostModel(
+            local_prefill_tokens=settings.local_prefill_tokens,
+            max_local_prefill_tokens=settings.max_local_prefill_tokens,
+        ),
         rng=SystemRandom(),
         clock=time.monotonic,
         decisions=decisions,

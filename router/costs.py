@@ -18,6 +18,8 @@ class CostModel:
 
     local_prefill_tokens: int = 64
     """Uncached tokens up to which the decode worker computes the prompt itself, whatever a hand-off costs."""
+    max_local_prefill_tokens: int | None = None
+    """Uncached tokens beyond which it never does so where a prefill worker can be had; None: whatever costs less."""
     handoff_ms: float = 1.0
     """What a hand-off costs beside queue, computing and bytes: messages between three processes."""
     stall_share: float = 1.0
@@ -143,6 +145,8 @@ class DecodeCosts(PoolCosts):
     num_tokens: int
     floor_tokens: int
     """`CostModel.local_prefill_tokens`."""
+    most_tokens: int | None
+    """`CostModel.max_local_prefill_tokens`."""
 
     def terms_of(self, row: int) -> Mapping[str, Floats]:
         """The terms that count for one worker."""
@@ -157,20 +161,31 @@ class DecodeCosts(PoolCosts):
             link_ms=float(self.remote_terms["transfer_ms"][row]) / uncached,
             handoff_ms=float(self.remote_terms["handoff_ms"][row]),
             floor_tokens=self.floor_tokens,
+            most_tokens=self.most_tokens,
         )
 
 
-def local_threshold(*, queue_ms: float, token_ms: float, link_ms: float, handoff_ms: float, floor_tokens: int) -> float:
+def local_threshold(
+    *,
+    queue_ms: float,
+    token_ms: float,
+    link_ms: float,
+    handoff_ms: float,
+    floor_tokens: int,
+    most_tokens: int | None = None,
+) -> float:
     """Uncached tokens up to which computing them on the decode worker costs no more than a hand-off.
 
     `token_ms`: what each costs there, the delay of its streams included. `handoff_ms`: all that a hand-off costs but
     for the bytes of these tokens: its fixed cost, the queue on the prefill worker and its computing. Infinite where
-    each token more makes the hand-off dearer still.
+    each token more makes the hand-off dearer still. Never less than `floor_tokens`, and where there is anybody to hand
+    over from, otherwise never more than `most_tokens`.
     """
     slope, ahead = token_ms - link_ms, handoff_ms - queue_ms
-    if slope <= 0.0:
-        return inf if ahead >= 0.0 else float(floor_tokens)
-    return max(float(floor_tokens), ahead / slope)
+    equal = ahead / slope if slope > 0.0 else inf if ahead >= 0.0 else 0.0
+    if most_tokens is not None and handoff_ms < inf:
+        equal = min(equal, most_tokens)
+    return max(float(floor_tokens), equal)
 
 
 def prefill_ms(pool: PoolView, model: CostModel) -> Floats:

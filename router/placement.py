@@ -193,7 +193,10 @@ def _price_decode(demand: Demand, view: ClusterView, partners: list[_Partner | N
     if demand.replicate_tokens and not len(view.prefill.roster):
         local_terms["copy_ms"] = _uncharged(demand, held, work, pool) * token_ms
         here += local_terms["copy_ms"]
-    local = (uncached <= model.local_prefill_tokens) | (here <= remote)
+    local = here <= remote
+    if model.max_local_prefill_tokens is not None:
+        local &= (uncached <= model.max_local_prefill_tokens) | (remote == np.inf)
+    local |= uncached <= model.local_prefill_tokens
     load = memory + itl
     terms = {"memory_ms": memory, "itl_ms": itl}
     total = load + np.where(local, here, remote)
@@ -210,6 +213,7 @@ def _price_decode(demand: Demand, view: ClusterView, partners: list[_Partner | N
         load=load,
         num_tokens=demand.num_tokens,
         floor_tokens=model.local_prefill_tokens,
+        most_tokens=model.max_local_prefill_tokens,
     )
 
 
