@@ -7,7 +7,7 @@ from typing import overload
 
 import numpy as np
 
-from router.pools import Bools, Floats, Ints, PoolRoster, PoolView
+from router.pools import Bools, Floats, PoolRoster, PoolView
 from router.worker_view import WorkerKey
 from tandem.roles import WorkerRole
 
@@ -25,6 +25,10 @@ class CostModel:
     stall_share: float = 1.0
     """Of the time that a decode worker computes a prompt, how much each of its streams is taken to lose; an idle one
     counts as having one, for the next is never far."""
+    again_weight: float = 8.0
+    """What a millisecond of computing what another worker of the pool has costs others, per request that an average
+    worker has: in an M/M/1 queue just so many wait for it, which makes 1, and it takes blocks from them. The Mooncake
+    traces wait least between 4 and 8; more finds more in the caches."""
     prior_prefill_tokens_per_s: float = 5_000.0
     prior_decode_step_s: float = 0.02
     prior_kv_bytes_per_s: float = 1e9
@@ -48,6 +52,8 @@ class CandidateCost:
     compute_ms: float = 0.0
     stall_ms: float = 0.0
     """What computing the prompt here costs the streams that are here."""
+    again_ms: float = 0.0
+    """What computing here that which another worker of the pool has costs others."""
     transfer_ms: float = 0.0
     handoff_ms: float = 0.0
     """All else that the best prefill worker and the hand-off from it cost."""
@@ -64,7 +70,7 @@ class CandidateCost:
     def total_ms(self) -> float:
         """The sum that is minimised."""
         return (
-            self.queue_ms + self.compute_ms + self.stall_ms + self.transfer_ms + self.handoff_ms
+            self.queue_ms + self.compute_ms + self.stall_ms + self.again_ms + self.transfer_ms + self.handoff_ms
             + self.memory_ms + self.itl_ms + self.penalty_ms + self.copy_ms
         )  # fmt: skip
 
@@ -74,9 +80,9 @@ class PoolCosts:
     """All costs of one pool in one decision. Arrays are [num_workers], of this decision alone."""
 
     roster: PoolRoster
-    held: Ints
+    held: Floats
     """Leading tokens that a worker need not compute."""
-    work: Floats | Ints
+    work: Floats
     """Tokens that it would compute, with what their context adds."""
     total: Floats
     """Infinite for those that may not be chosen."""

@@ -176,6 +176,19 @@ def test_a_copy_is_made_by_whoever_waits_least() -> None:
     assert placed(idle, replace(wanted, replicate_tokens=960), EXACT).affinity is Affinity.PREFIX
 
 
+def test_what_another_has_is_computed_again_the_less_the_more_are_waiting() -> None:
+    """The same queue ahead: with few requests about it is not worth waiting for, with many it is."""
+    decode, holder = worker("d0", active=30), worker("p1", backlog=500)
+    wanted = Asked(600, {"p1": 480})
+    idle = [decode, worker("p0"), holder]
+    assert placed(idle, wanted, EXACT).affinity is Affinity.SPREAD
+    crowded = [decode, worker("p0", active=1), replace(holder, num_active=1)]
+    assert placed(crowded, wanted, EXACT).affinity is Affinity.PREFIX
+    # Whether a prompt is handed over at all does not depend on what is not computed again.
+    costs = [placed(workers, wanted, EXACT).decode_candidates[0] for workers in (crowded, [decode, crowded[2]])]
+    assert costs[0].handoff_ms == costs[1].handoff_ms
+
+
 def test_cold_prompts_go_to_the_least_loaded_however_long_they_are() -> None:
     """The margin for what predictions cannot tell grows with the cost, and must not hide a queue."""
     workers = [worker("d0", active=9), *(worker(f"p{i}", backlog=100 * i) for i in range(4))]
