@@ -50,7 +50,11 @@ async def serve(config: ClusterConfig, ready_fd: int | None, lifetime: Lifetime)
         listener=registry,
         channel_factory=open_channel,
         rng=SystemRandom(),
-        settings=SessionSettings(metadata=ClusterAuth(secret).client_metadata(), incarnation=draw_incarnation()),
+        settings=SessionSettings(
+            metadata=ClusterAuth(secret).client_metadata(),
+            incarnation=draw_incarnation(),
+            silence_s=config.router.worker_silence_s,
+        ),
     )
     async with AsyncExitStack() as stack:
         tracer = open_tracer(
