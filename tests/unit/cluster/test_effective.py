@@ -64,7 +64,7 @@ def test_a_taken_port_is_named_before_anything_starts():
         (PoolConfig(replicas=1, addresses=("127.0.0.1:4001", "127.0.0.1:4002")), "names 2 workers"),
         (PoolConfig(replicas=1, addresses=("localhost",)), "not host:port"),
         (PoolConfig(replicas=1, addresses=("127.0.0.1:99999",)), "not host:port"),
-        (PoolConfig(replicas=1, host="203.0.113.1"), "cannot listen on 203.0.113.1"),
+        (PoolConfig(replicas=1, host="203.0.113.1"), "decode.host: cannot listen on 203.0.113.1"),
     ],
 )
 def test_contradictions_are_refused(decode, message):
