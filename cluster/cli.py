@@ -52,7 +52,12 @@ DecodeOption = Annotated[
 ]
 TransportOption = Annotated[
     str | None,
-    typer.Option("--transport", metavar="auto|shm|tcp", help="How KV travels.", rich_help_panel="Pools"),
+    typer.Option(
+        "--transport",
+        metavar="NAME",
+        help="How KV travels: auto, shm, tcp, nixl, torch_dist or cuda_ipc.",
+        rich_help_panel="Pools",
+    ),
 ]
 
 

@@ -53,7 +53,7 @@ class PortDrawer:
         for held in self._held:
             held.close()
 
-    def draw(self, host: str, what: str = "host") -> int:
+    def draw(self, host: str, what: str) -> int:
         """A port that nobody listens on. Raises ConfigError when the host is not of this machine.
 
         From below the range that the kernel takes outgoing connections' ports from: between this moment and the
@@ -101,7 +101,7 @@ def make_effective(config: ClusterConfig) -> ClusterConfig:
 
 def _with_addresses(pool: PoolConfig, name: str, ports: PortDrawer) -> PoolConfig:
     if not pool.addresses:
-        drawn = tuple(join(pool.host, ports.draw(pool.host)) for _ in range(pool.replicas))
+        drawn = tuple(join(pool.host, ports.draw(pool.host, f"{name}.host")) for _ in range(pool.replicas))
         return pool.model_copy(update={"addresses": drawn})
     if len(pool.addresses) != pool.replicas:
         raise ConfigError(

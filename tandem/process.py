@@ -87,13 +87,22 @@ def _run(path: Path, name: str, main: Callable[["ClusterConfig", Lifetime], Awai
         config = load(path)
         configure(config.log_level, name)
         _runner()(_with_signals(lambda lifetime: main(config, lifetime)))
-    except (ConfigError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2 if isinstance(error, ConfigError) else 1
-    except Exception:  # noqa: BLE001 - the process's outermost frame: log it, and let the exit code tell
+    except Exception as caught:  # noqa: BLE001 - the process's outermost frame: tell it, and let the exit code tell
+        error = _blamed(caught)
+        if isinstance(error, (ConfigError, OSError)):
+            sys.stderr.write(f"error: {error}\n")
+            return 2 if isinstance(error, ConfigError) else 1
         _log.critical("this process cannot go on", exc_info=True)
         return 1
     return 0
+
+
+def _blamed(caught: Exception) -> Exception:
+    """A wrong setting found while tasks ran comes in their group; its own line says all there is to say."""
+    error = caught
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error if isinstance(error, ConfigError) else caught
 
 
 def _runner() -> Callable[[Any], None]:
