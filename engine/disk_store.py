@@ -14,6 +14,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -139,7 +140,9 @@ class DiskStore:
         path, started_s = self._path(name), perf_counter()
         verdict = DiskVerdict.DONE
         try:
-            os.makedirs(os.path.dirname(path), mode=_FOLDER_MODE, exist_ok=True)
+            with suppress(FileExistsError):
+                # Never the folder itself: if it was removed, the lock on it is gone, too.
+                os.mkdir(os.path.dirname(path), mode=_FOLDER_MODE)
             write_block(path, self._place(slot), name=name, identity=self._identity)
         except OSError as error:
             # A disk that is full stays full for a while: once is enough.

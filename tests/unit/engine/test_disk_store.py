@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -96,6 +97,19 @@ def test_a_folder_that_others_can_open_is_refused(tmp_path):
     file.write_text("")
     with pytest.raises(ConfigError, match="Not a directory"):
         Rig(file)
+
+
+def test_a_folder_that_was_removed_is_not_made_anew_without_its_lock(tmp_path, caplog):
+    rig = Rig(tmp_path / "cache")
+    rig.write(NAMES[1])
+    shutil.rmtree(tmp_path / "cache")
+    assert rig.write(NAMES[2]).verdict is DiskVerdict.FAILED
+    assert rig.read(NAMES[1]).verdict is DiskVerdict.GONE
+    assert "No such file or directory" in caplog.text
+    rig.store.close()
+    later = Rig(tmp_path / "cache")
+    assert later.write(NAMES[2]).verdict is DiskVerdict.DONE
+    later.store.close()
 
 
 def test_workers_of_one_path_have_folders_of_their_own(tmp_path):
