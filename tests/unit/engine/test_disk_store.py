@@ -123,6 +123,18 @@ def test_workers_of_one_path_have_folders_of_their_own(tmp_path):
         rig.store.close()
 
 
+def test_workers_of_unlike_pools_find_their_own_in_whatever_order_they_start(tmp_path):
+    kinds = [IDENTITY, replace(IDENTITY, digest=b"another caches id"[:16])]
+    for rig in [Rig(tmp_path, kind) for kind in kinds]:
+        rig.write(NAMES[1])
+        rig.store.close()
+    for order in (kinds[::-1], kinds):
+        rigs = [Rig(tmp_path, kind) for kind in order]
+        for rig in rigs:
+            assert (rig.found.names, rig.found.num_removed) == ((NAMES[1],), 0)
+            rig.store.close()
+
+
 def test_a_later_process_finds_what_was_written_in_order_of_use(tmp_path):
     rig = Rig(tmp_path)
     for k in (3, 1, 2):
