@@ -158,6 +158,9 @@ class RouterConfig(Section):
     host: str = "127.0.0.1"
     port: Port = 8000
     grpc_port: Port = 8001
+    processes: int = Field(default=1, ge=1, le=64)
+    """Router processes of one host that share its ports, for more cores. Each keeps a session to every worker; bounds
+    such as `max_inflight_requests` are of each."""
     api_keys: tuple[SecretStr, ...] = ()
     """Bearer keys; empty means that no key is asked for."""
     max_body_bytes: PositiveInt = 8 << 20
