@@ -39,6 +39,8 @@ class PlacementReason(Enum):
     """A hand-off would cost more than it saves: by the queue ahead of it or by its link."""
     NO_PREFILL_WORKER = "no_prefill_worker"
     """None is live, willing and able to pair with the decode worker."""
+    ADOPTED = "adopted"
+    """Nowhere: the worker runs it already, for a router that is gone."""
 
 
 class Affinity(Enum):
