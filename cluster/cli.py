@@ -67,6 +67,14 @@ def up(  # noqa: PLR0913  # one parameter per option
     prefill: PrefillOption = None,
     decode: DecodeOption = None,
     transport: TransportOption = None,
+    redis: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Let workers publish their caches there: redis[s]://[user:password@]host[:port][/database].",
+            rich_help_panel="Pools",
+        ),
+    ] = None,
     config: ConfigOption = None,
 ) -> None:
     """Start a whole cluster on this machine and keep it alive. Ctrl-C drains and stops."""
@@ -80,6 +88,7 @@ def up(  # noqa: PLR0913  # one parameter per option
         "router.host": host,
         "router.port": port,
         "router.grpc_port": grpc_port,
+        "redis.url": redis,
     }
     err = Console(stderr=True, highlight=False)
     raise typer.Exit(asyncio.run(serve(load(config, overrides), out=Console(highlight=False), err=err)))

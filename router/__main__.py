@@ -9,6 +9,8 @@ from contextlib import AsyncExitStack
 from random import SystemRandom
 
 from router.admission import Admission
+from router.board import RouterBoard
+from router.board_metrics import BoardMetrics
 from router.canary import CANARY_SALT, Canary
 from router.choice_run import DispatchSettings
 from router.dispatch import Dispatcher
@@ -26,12 +28,13 @@ from router.session import SessionSettings
 from router.tokenizer import Tokenizer
 from router.workers import WorkerRegistry
 from tandem.block_hash import BlockHasher
+from tandem.board.settings import board_settings
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.hosts import join, reachable
 from tandem.model_path import model_directory
 from tandem.process import Lifetime, announce, router_main
-from tandem.registry import StaticDirectory
+from tandem.registry import StaticDirectory, WorkerDirectory
 from tandem.rpc import ClusterAuth, open_channel
 from tandem.telemetry import open_tracer
 from tandem.worker_config import cluster_secret
@@ -45,24 +48,19 @@ async def serve(config: ClusterConfig, ready_fd: int | None, lifetime: Lifetime)
     secret = cluster_secret(config)
     tokenizer = await asyncio.to_thread(Tokenizer.load, model_directory(config.model.path))
     registry = WorkerRegistry(prefix_map=PrefixMap(), clock=time.monotonic)
-    fleet = WorkerFleet(
-        directory=StaticDirectory(prefill=config.prefill.addresses, decode=config.decode.addresses),
-        listener=registry,
-        channel_factory=open_channel,
-        rng=SystemRandom(),
-        settings=SessionSettings(metadata=ClusterAuth(secret).client_metadata(), incarnation=draw_incarnation()),
-    )
     async with AsyncExitStack() as stack:
         tracer = open_tracer(
             stack, config.telemetry, service="tandem-router", instance=f"router.{socket.gethostname()}"
         )
-        await stack.enter_async_context(fleet)
+        board = await _join_workers(stack, config, registry, secret)
         if not await first_worker(registry, lifetime):
             return
         model = _model_info(registry)
         if tokenizer.size > model.vocab_size:
             raise ConfigError(f"the tokenizer has {tokenizer.size} tokens, the model embeds {model.vocab_size}")
         metrics = RouterMetrics(model.name)
+        if board is not None:
+            metrics.registry.register(BoardMetrics(board))
         dispatcher = make_dispatcher(config, registry, metrics, secret)
         frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret, tracer=tracer)
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
@@ -82,6 +80,30 @@ async def serve(config: ClusterConfig, ready_fd: int | None, lifetime: Lifetime)
         readiness.drain()
         await canary.stop()
         await drain(dispatcher, http, rpc, drain_s=drain_s)
+
+
+async def _join_workers(
+    stack: AsyncExitStack, config: ClusterConfig, registry: WorkerRegistry, secret: bytes
+) -> RouterBoard | None:
+    """Keep sessions to all workers; with Redis, those that it tells of are among them, and it tells what they hold."""
+    stated = StaticDirectory(prefill=config.prefill.addresses, decode=config.decode.addresses)
+    directory: WorkerDirectory = stated
+    incarnation, settings = draw_incarnation(), board_settings(config.redis)
+    board: RouterBoard | None = None
+    if settings is not None:
+        board = RouterBoard(settings, secret=secret, router=incarnation, registry=registry, stated=stated.addresses)
+        directory = (await stack.enter_async_context(board)).directory
+    fleet = WorkerFleet(
+        directory=directory,
+        listener=registry,
+        channel_factory=open_channel,
+        rng=SystemRandom(),
+        settings=SessionSettings(
+            metadata=ClusterAuth(secret).client_metadata(), incarnation=incarnation, reads_board=board is not None
+        ),
+    )
+    await stack.enter_async_context(fleet)
+    return board
 
 
 def make_dispatcher(

@@ -12,6 +12,7 @@ from typing import Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from router.board_metrics import PublishMetrics
 from router.requests import ChoiceFinish
 from router.tier_metrics import TierMetrics
 from router.transfer_metrics import TransferMetrics
@@ -86,6 +87,8 @@ class RouterMetrics:
         self.registry.register(self._transfers)
         self._tiers = TierMetrics()
         self.registry.register(self._tiers)
+        self._publishing = PublishMetrics()
+        self.registry.register(self._publishing)
         self._prefix_blocks = Gauge("tandem_prefix_map_blocks", "Block names in the prefix map", registry=self.registry)
 
     def on_render(self, refresh: Callable[[], None]) -> None:
@@ -132,6 +135,7 @@ class RouterMetrics:
         self._kv_usage.clear()
         self._transfers.show(snapshots)
         self._tiers.show(snapshots)
+        self._publishing.show(tuple(snapshots))
         for snapshot in snapshots:
             info, load = snapshot.info, snapshot.load
             worker = (info.key.worker_id, info.role.value)

@@ -8,11 +8,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from router.peer_load import NO_PEERS, PeerShare
 from router.prefix_map import PrefixMap
 from router.session_events import CLOSED_HERE, Bequest, WorkerPort
 from router.succession import Successions
 from router.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad, WorkerSnapshot
 from tandem.block_hash import HASH_BLOCK_TOKENS
+from tandem.board.entries import Process, Share
 from tandem.ids import WorkerId
 from tandem.roles import WorkerRole
 
@@ -50,6 +52,7 @@ class _Worker:
         "num_assigned",
         "num_since_load",
         "own_backlog",
+        "peers",
         "penalised_until_s",
         "port",
     )
@@ -66,18 +69,34 @@ class _Worker:
         self.num_assigned = 0
         self.backlog_since_load = 0
         self.num_since_load = 0
+        # What other routers have there.
+        self.peers = NO_PEERS
 
     def snapshot(self, now_s: float) -> WorkerSnapshot:
         # Either count alone can be too low: the report is old, and knows other routers' requests.
-        told = self.load.num_running + self.load.num_waiting
+        told, peers = self.load.num_running + self.load.num_waiting, self.peers
         return WorkerSnapshot(
             info=self.info,
             load=self.load,
-            backlog_tokens=max(self.own_backlog, self.load.backlog_tokens + self.backlog_since_load),
-            num_active=max(self.num_assigned, told + self.num_since_load),
+            backlog_tokens=max(
+                self.own_backlog + peers.backlog_tokens,
+                self.load.backlog_tokens + self.backlog_since_load + peers.backlog_since,
+            ),
+            num_active=max(self.num_assigned + peers.num_requests, told + self.num_since_load + peers.num_since),
             draining=self.draining,
             penalty_ms=max(0.0, self.penalised_until_s - now_s) * 1e3,
             answered_s=self.answered_s,
+        )
+
+    def share(self) -> Share:
+        """For other routers."""
+        return Share(
+            process=Process(*self.info.key),
+            report_number=self.load.report_number,
+            backlog_tokens=max(0, self.own_backlog),
+            num_requests=self.num_assigned,
+            backlog_since=self.backlog_since_load,
+            num_since=self.num_since_load,
         )
 
 
@@ -92,6 +111,8 @@ class WorkerRegistry:
         self._successions = Successions(snapshots=self.snapshots, port=self.port, clock=clock)
         self.on_load: Callable[[WorkerSnapshot], None] = _nobody
         """Called with every load report."""
+        self.peer_loads: Callable[[WorkerKey, int], PeerShare] = _no_peers
+        """What other routers have at a worker, beside its report of that number; see `peers_changed`."""
 
     def joined(self, info: WorkerInfo, port: WorkerPort) -> None:
         """A session is up. Raises WorkerRejected for a worker of another model, or an id that is taken."""
@@ -132,7 +153,17 @@ class WorkerRegistry:
         if (worker := self._find(key)) is not None:
             worker.load = load
             worker.backlog_since_load = worker.num_since_load = 0
+            worker.peers = self.peer_loads(key, load.report_number)
             self.on_load(worker.snapshot(self._clock()))
+
+    def peers_changed(self) -> None:
+        """Other routers have something else under way than before."""
+        for worker in self._workers.values():
+            worker.peers = self.peer_loads(worker.info.key, worker.load.report_number)
+
+    def in_flight(self) -> tuple[Share, ...]:
+        """What this router has under way at each worker, for other routers; workers with nothing are left out."""
+        return tuple(w.share() for w in self._workers.values() if w.num_assigned or w.num_since_load)
 
     def prefix_changed(self, key: WorkerKey, change: PrefixChange) -> None:
         """Cache events came."""
@@ -219,6 +250,11 @@ class WorkerRegistry:
     def _tell_watchers(self) -> None:
         for callback in tuple(self._watchers):
             callback()
+
+
+def _no_peers(_key: WorkerKey, _report_number: int) -> PeerShare:
+    """With one router."""
+    return NO_PEERS
 
 
 def _nobody(_: WorkerSnapshot) -> None:
