@@ -17,7 +17,7 @@ from fabric.region import region_of
 from fabric.service import FabricPlan, Spawn, open_fabric
 from kv_transfer.transports.shared_pool import SharedPool
 from kv_transfer.transports.tcp_settings import TcpSettings
-from tandem.board.assembly import make_publisher
+from tandem.board.assembly import make_publisher, publish
 from tandem.config import ClusterConfig
 from tandem.ids import WorkerId
 from tandem.model_path import model_name
@@ -64,11 +64,8 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         await server.start()
         stack.push_async_callback(server.stop, 0.5)
         stack.callback(sessions.finish)
-        loads = tasks.create_task(sessions.tell_load())
-        stack.callback(loads.cancel)
-        if publisher is not None:
-            host.send_snapshot(publisher)
-            await stack.enter_async_context(publisher)
+        stack.callback(tasks.create_task(sessions.tell_load()).cancel)
+        await publish(stack, publisher, host)
         announce(ready_fd, {**identity.facts(), **parts.facts(), "load_s": round(time.monotonic() - started_s, 3)})
         _log.info("decode worker %s serves at %s", identity.worker_id, identity.address)
         await lifetime.wait()

@@ -16,7 +16,7 @@ from kv_transfer.region import KVRegion
 from kv_transfer.transports.shared_pool import SharedPool
 from prefill_worker.config import engine_spec
 from prefill_worker.worker import PrefillWorker
-from tandem.board.assembly import make_publisher
+from tandem.board.assembly import make_publisher, publish
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.ids import WorkerId
@@ -76,11 +76,8 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         await server.start()
         stack.push_async_callback(server.stop, 0.5)
         stack.callback(sessions.finish)
-        loads = tasks.create_task(sessions.tell_load())
-        stack.callback(loads.cancel)
-        if publisher is not None:
-            host.send_snapshot(publisher)
-            await stack.enter_async_context(publisher)
+        stack.callback(tasks.create_task(sessions.tell_load()).cancel)
+        await publish(stack, publisher, host)
         announce(ready_fd, {**identity.facts(), **parts.facts(), "load_s": round(time.monotonic() - started_s, 3)})
         _log.info("prefill worker %s serves at %s", identity.worker_id, identity.address)
         await lifetime.wait()
