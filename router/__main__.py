@@ -99,7 +99,10 @@ async def _join_workers(
         channel_factory=open_channel,
         rng=SystemRandom(),
         settings=SessionSettings(
-            metadata=ClusterAuth(secret).client_metadata(), incarnation=incarnation, reads_board=board is not None
+            metadata=ClusterAuth(secret).client_metadata(),
+            incarnation=incarnation,
+            silence_s=config.router.worker_silence_s,
+            reads_board=board is not None,
         ),
     )
     await stack.enter_async_context(fleet)

@@ -29,6 +29,8 @@ class PlacementReason(Enum):
     """The uncached suffix is within the threshold: a hand-off would cost more than it saves."""
     NO_PREFILL_WORKER = "no_prefill_worker"
     """None is live, willing and able to pair with the decode worker."""
+    ADOPTED = "adopted"
+    """Nowhere: the worker runs it already, for a router that is gone."""
 
 
 class NoDecodeWorker(Exception):

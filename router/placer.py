@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from random import Random
 
 from router.holders import Confirmed, best_holder
-from router.placement import CostModel, Demand, Placement, place, place_prefill
+from router.placement import CostModel, Demand, Placement, PlacementReason, place, place_prefill
 from router.session_events import WorkerPort
 from router.worker_view import WorkerKey, WorkerSnapshot
 from router.workers import WorkerRegistry
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.errors import InvariantError
-from tandem.ids import BlockHash, WorkerId
+from tandem.ids import BlockHash, Incarnation, WorkerId
 from tandem.prefix_holder import PrefixHolder
 
 
@@ -80,6 +80,31 @@ class Placer:
         # Only where it is computed: the decode worker's copy exists when the hand-off has committed, not before.
         registry.prefix_map.expect(computing.worker_id, names, now_s=self._clock())
         return assignment
+
+    def adopt(self, worker: Incarnation, *, num_tokens: int, names: Sequence[BlockHash]) -> Assignment | None:
+        """A choice that runs on that worker already, draining or not; None: that process is gone."""
+        found = next((w for w in self.registry.snapshots() if w.info.key.incarnation == worker), None)
+        port = None if found is None else self.registry.port(found.info.key)
+        if found is None or port is None:
+            return None
+        placement = Placement(
+            decode=found,
+            prefill=None,
+            reason=PlacementReason.ADOPTED,
+            cached_tokens=num_tokens,
+            uncached_tokens=0,
+            predicted_ms=0.0,
+            candidates=(),
+        )
+        self.registry.assign(found.info.key, 0)
+        return Assignment(
+            placement=placement,
+            port=port,
+            names=names,
+            num_tokens=num_tokens,
+            computing=found.info.key,
+            tokens_to_compute=0,
+        )
 
     def reassign_prefill(self, assignment: Assignment, excluded: frozenset[WorkerKey]) -> WorkerSnapshot | None:
         """Another prefill worker after a failed hand-off; None: the decode worker computes the prompt itself."""

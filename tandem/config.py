@@ -170,6 +170,11 @@ class RouterConfig(Section):
     """Uncached prompt tokens up to which the decode worker prefills itself."""
     max_attempts: PositiveInt = 4
     """Workers tried for one request before it fails."""
+    worker_silence_s: Seconds = 1.5
+    """A worker that says nothing for so long is taken for dead, and its streams continue elsewhere."""
+    takeover_s: float = Field(default=10.0, ge=0.0, le=600.0)
+    """For how long workers go on with the streams of a router that is gone, for their clients to come to another with a
+    `Last-Event-ID`; 0: not at all, then such a stream is generated again."""
     stream_buffer_tokens: PositiveInt = 4096
     """Tokens waiting for a slow reader before its request is cancelled."""
 

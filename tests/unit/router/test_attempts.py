@@ -21,6 +21,7 @@ from tandem.errors import (
     Overloaded,
     RequestTooLarge,
     ServingError,
+    StreamTaken,
     Unavailable,
 )
 from tandem.ids import BlockHash, Incarnation, RequestId, WorkerId
@@ -73,6 +74,7 @@ def test_failures_in_a_row_are_bounded_and_progress_forgives() -> None:
         (Unavailable("x"), True),
         (InternalError("x"), True),
         (Cancelled("x"), True),
+        (StreamTaken("x"), False),
         (RequestTooLarge("x"), True),
         (InvalidRequest("x"), False),
         (DeadlineExceeded("x"), False),
@@ -134,6 +136,7 @@ class _Port:
     def submit(self, order: SubmitOrder, deliver: Deliver) -> None: ...
     def reroute(self, request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> None: ...
     def cancel(self, request_id: RequestId, attempt: int) -> None: ...
+    def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, deliver: Deliver) -> None: ...
 
 
 class _Clock:
