@@ -71,7 +71,7 @@ def up(  # noqa: PLR0913  # one parameter per option
         str | None,
         typer.Option(
             metavar="URL",
-            help="Let workers publish their caches there: redis[s]://[user:password@]host[:port][/database].",
+            help="A Redis that routers and workers share, such as redis://host:6379; rediss:// for TLS.",
             rich_help_panel="Pools",
         ),
     ] = None,

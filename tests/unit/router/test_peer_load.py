@@ -4,11 +4,13 @@ from random import Random
 
 from router.peer_load import NO_PEERS, PeerLoads, PeerShare
 from router.prefix_map import PrefixMap
+from router.session_wire import hello_from_pb
 from router.worker_view import WorkerKey, WorkerLoad
 from router.workers import WorkerRegistry
 from tandem.board.entries import Process, RouterLoad, Share
 from tandem.ids import Incarnation, WorkerId
-from tests.unit.router.test_placement import worker
+from tandem.v1 import session_pb2 as pb
+from tests.fake_worker import FakeWorker
 
 ME = WorkerKey(WorkerId("d0"), Incarnation(1))
 A, B = Incarnation(11), Incarnation(12)
@@ -67,7 +69,7 @@ def test_a_router_that_left_counts_no_more() -> None:
 def registry_with(peers: PeerLoads) -> WorkerRegistry:
     registry = WorkerRegistry(prefix_map=PrefixMap(), clock=lambda: 0.0)
     registry.peer_loads = peers.at
-    registry.joined(worker("d0").info, port=None)  # type: ignore[arg-type]
+    registry.joined(hello_from_pb(pb.WorkerMessage(hello=FakeWorker("d0").hello)), port=None)  # type: ignore[arg-type]
     return registry
 
 
