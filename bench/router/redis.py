@@ -1,9 +1,11 @@
 """What Redis costs a router's requests, while it is well and while it is not; and how soon all is known again.
 
-`added_p99`: a placement is due every two milliseconds; how late it is done (waiting for the event loop included) at the
-99th percentile, beyond the same without a board. A process of its own plays the workers: each publishes what a busy
-one would. Nothing but the router runs here. `known_again`: from Redis's return until a router knows all that workers
-have stored meanwhile, which is when its hit rate is back.
+A placement is due every two milliseconds. `added_p99`: how late it is done (waiting for the event loop included) at the
+99th percentile, beyond the same without a board. `added_cpu_p99`: the same in processor time of the router's thread,
+from the moment when the placement might run until it is done: that is what stands before it in the event loop, and on
+a machine where others run as well it says more than the clock. A process of its own plays the workers: each publishes
+what a busy one would. `known_again`: from Redis's return until a router knows all that workers have stored meanwhile,
+which is when its hit rate is back.
 
 `python -m bench.router.redis` prints both; it needs a redis-server (the dev dependencies bring one).
 """
@@ -16,9 +18,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from random import Random
@@ -50,10 +53,11 @@ STEP_S = 0.02
 """Of a worker's engine; each step stores a prompt's worth of blocks and evicts as many."""
 BLOCKS_A_STEP = 8
 _EVERY_S = 0.002
-_ROUND_S = 2.0
+_ROUND_S = 1.0
 _SECRET = b"a secret of the benchmark"
 _LAYOUT = KVLayout(model_fingerprint="m", dtype="bfloat16", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
-_FAULTS: dict[str, Callable[["_Server"], Awaitable[None]]]
+_Deed = Callable[["_Server"], Awaitable[None]]
+_FAULTS: dict[str, _Deed]
 
 
 class _Server:
@@ -68,10 +72,13 @@ class _Server:
             held.bind(("127.0.0.1", 0))
             self.port = int(held.getsockname()[1])
         self._command = [found, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        self.process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+        self.process = self._start()
 
     async def start(self) -> None:
-        self.process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+        self.process = await asyncio.to_thread(self._start)
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
 
     async def kill(self) -> None:
         self.process.send_signal(signal.SIGCONT)
@@ -181,52 +188,65 @@ async def _board(registry: WorkerRegistry, settings: BoardSettings) -> AsyncIter
         yield board
 
 
-async def _lateness_ms(registry: WorkerRegistry) -> float:
-    """99th percentile over one round."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Late:
+    """99th percentiles over one round, in milliseconds."""
+
+    wall_ms: float
+    cpu_ms: float
+
+
+def _best(found: Sequence[_Late]) -> _Late:
+    return _Late(wall_ms=min(each.wall_ms for each in found), cpu_ms=min(each.cpu_ms for each in found))
+
+
+async def _round(registry: WorkerRegistry) -> _Late:
     placer = Placer(registry=registry, model=CostModel(), rng=Random(1), clock=time.monotonic)
     prompts = [[_name(worker, block) for block in range(64)] for worker in range(NUM_WORKERS)]
-    late: list[float] = []
+    wall: list[float] = []
+    cpu: list[float] = []
     due = time.perf_counter()
     for turn in range(int(_ROUND_S / _EVERY_S)):
-        due += _EVERY_S
+        # Not faster than the machine lets us: a backlog would be counted again and again.
+        due = max(due + _EVERY_S, time.perf_counter() - _EVERY_S)
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        begun = time.thread_time()
+        await asyncio.sleep(0)
         placer.release(placer.assign(num_tokens=1024, names=prompts[turn % NUM_WORKERS]))
-        late.append((time.perf_counter() - due) * 1e3)
-        due = max(due, time.perf_counter() - _ROUND_S)
-    late.sort()
-    return late[len(late) * 99 // 100]
+        wall.append((time.perf_counter() - due) * 1e3)
+        cpu.append((time.thread_time() - begun) * 1e3)
+    return _Late(wall_ms=sorted(wall)[len(wall) * 99 // 100], cpu_ms=sorted(cpu)[len(cpu) * 99 // 100])
 
 
 async def _latency_rows(rounds: int) -> AsyncIterator[Row]:
-    alone = min([await _lateness_ms(_registry(NUM_WORKERS)) for _ in range(rounds)])
-    yield figure("redis.p99.none", alone, "ms")
+    alone = _best([await _round(_registry(NUM_WORKERS)) for _ in range(rounds)])
+    yield figure("redis.p99.none", alone.wall_ms, "ms")
+    yield figure("redis.cpu_p99.none", alone.cpu_ms, "ms")
     for fault, begin in _FAULTS.items():
         server = _Server()
         command = [sys.executable, "-m", "bench.router.redis", "--play-workers", str(server.port)]
         players = await asyncio.create_subprocess_exec(*command)
         try:
             registry = _registry(NUM_WORKERS)
-            async with _board(registry, server.settings()) as board, asyncio.timeout(60.0):
-                while board.num_followed < NUM_WORKERS:  # noqa: ASYNC110 - nobody tells
-                    await asyncio.sleep(0.05)
-            registry = _registry(NUM_WORKERS)
-            async with _board(registry, server.settings()):
-                await asyncio.sleep(1.0)
+            async with _board(registry, server.settings()) as board:
+                async with asyncio.timeout(60.0):
+                    while board.num_followed < NUM_WORKERS:  # noqa: ASYNC110 - nobody tells
+                        await asyncio.sleep(0.05)
                 found = []
                 for _ in range(rounds):
                     under_way = asyncio.ensure_future(begin(server))
-                    found.append(await _lateness_ms(registry))
+                    found.append(await _round(registry))
                     await under_way
         finally:
             players.kill()
             await players.wait()
             await server.kill()
-        yield figure(f"redis.added_p99.{fault}", max(0.0, min(found) - alone), "ms", at_most=5.0)
+        best = _best(found)
+        yield figure(f"redis.added_p99.{fault}", max(0.0, best.wall_ms - alone.wall_ms), "ms", at_most=5.0)
+        yield figure(f"redis.added_cpu_p99.{fault}", max(0.0, best.cpu_ms - alone.cpu_ms), "ms", at_most=5.0)
 
 
-async def _known_again_s(
-    begin: Callable[[_Server], Awaitable[None]], end: Callable[[_Server], Awaitable[None]]
-) -> float:
+async def _known_again_s(begin: _Deed, end: _Deed) -> float:
     server = _Server()
     try:
         async with AsyncExitStack() as stack:
@@ -239,7 +259,7 @@ async def _known_again_s(
             async def until_known() -> None:
                 for number, worker in enumerate(workers):
                     newest = [_name(number, worker.newest - 1)]
-                    while not registry.prefix_map.longest_prefix(newest):
+                    while not registry.prefix_map.longest_prefix(newest):  # noqa: ASYNC110 - as above
                         await asyncio.sleep(0.01)
 
             async with asyncio.timeout(60.0):
