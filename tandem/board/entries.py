@@ -19,7 +19,7 @@ from tandem.roles import WorkerRole
 from tandem.v1 import board_pb2 as pb
 from tandem.v1 import session_pb2
 
-MAX_CHANGES = 2048
+MAX_CHANGES = 1024
 """In one entry of a log: what a router takes in at once, between two steps of its event loop."""
 MAX_STATE_NAMES = 1 << 20
 MAX_SHARES = 4096

@@ -4,7 +4,9 @@ The journal mirrors the worker's names, queues changes, and plans one transactio
 the log; when the log since the state has grown past a bound, the state is written again with them, and what lies
 before the state's predecessor is trimmed, so that a reader who is a little behind need not load everything. Whatever
 is in doubt (a write whose answer never came, a board that holds something else) is settled by what the board is seen
-to hold; what cannot be settled, or would be too much to catch up with, is replaced by one fresh state.
+to hold; what cannot be settled, or would be too much to catch up with, is replaced by one fresh state. If little
+happened since the last write that arrived, it stands in the log beside the fresh state: whoever had read up to there
+reads on, and nobody loads what he knows already.
 """
 
 from collections import deque
@@ -15,7 +17,7 @@ from itertools import islice
 from tandem.board.entries import MAX_CHANGES, Changes, Footprint
 from tandem.ids import BlockHash
 
-_ENTRIES_AT_ONCE = 8
+_CHANGES_AT_ONCE = 8 * MAX_CHANGES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,7 @@ class CacheJournal:
         """Given out and neither written nor given up."""
         self._is_in_doubt = False
         self._pending: deque[tuple[BlockHash, bool]] | None = None
-        """What lies between the board and the mirror, in order; None: the board is to get a fresh state."""
+        """What lies between the last write and the mirror, in order; None: that is not known, or was too much."""
         self._log: deque[int] = deque()
         """Where each entry of the log ends."""
 
@@ -98,12 +100,13 @@ class CacheJournal:
         """What to write now; None when nothing is missing, or the last one is neither `written` nor settled."""
         if self._names is None or self._planned is not None:
             return None
-        if self._pending is None or self._there is None:
-            after = Footprint(next_sequence=self._next, state_sequence=self._next, num_entries=0)
-            self._pending = deque()
-            self._planned = Write(entries=(), state=tuple(self._names), keep_from=None, is_fresh=True, after=after)
-        elif self._pending:
-            self._planned = self._appending(self._there, self._pending, self._names)
+        there, pending = self._there, self._pending
+        if pending is None or (there is None and len(pending) > _CHANGES_AT_ONCE):
+            self._pending = pending = deque()
+        if there is None:
+            self._planned = self._afresh(self._entries(pending), self._names)
+        elif pending:
+            self._planned = self._appending(there, self._entries(pending), self._names)
         return self._planned
 
     def written(self, write: Write) -> None:
@@ -132,19 +135,23 @@ class CacheJournal:
         if write is not None and board == write.after:
             self.written(write)
         elif board is None or board != self._there:
-            self._give_up()
+            self._there = self._planned = None
             return False
         self._planned = None
         return True
 
-    def _appending(
-        self, there: Footprint, pending: deque[tuple[BlockHash, bool]], names: dict[BlockHash, None]
-    ) -> Write:
-        changes = tuple(islice(pending, MAX_CHANGES * _ENTRIES_AT_ONCE))
-        entries = tuple(
-            Changes(first_sequence=there.next_sequence + start, changes=changes[start : start + MAX_CHANGES])
+    def _entries(self, pending: deque[tuple[BlockHash, bool]]) -> tuple[Changes, ...]:
+        first_sequence, changes = self._next - len(pending), tuple(islice(pending, _CHANGES_AT_ONCE))
+        return tuple(
+            Changes(first_sequence=first_sequence + start, changes=changes[start : start + MAX_CHANGES])
             for start in range(0, len(changes), MAX_CHANGES)
         )
+
+    def _afresh(self, entries: tuple[Changes, ...], names: dict[BlockHash, None]) -> Write:
+        after = Footprint(next_sequence=self._next, state_sequence=self._next, num_entries=len(entries))
+        return Write(entries=entries, state=tuple(names), keep_from=None, is_fresh=True, after=after)
+
+    def _appending(self, there: Footprint, entries: tuple[Changes, ...], names: dict[BlockHash, None]) -> Write:
         end = entries[-1].next_sequence
         state: tuple[BlockHash, ...] | None = None
         state_sequence, keep_from = there.state_sequence, None

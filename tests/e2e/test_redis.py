@@ -18,7 +18,7 @@ def server():
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def cluster(server):
-    async with running(decode__replicas=2, redis__url=server.url, redis__timeout_s=0.3, redis__lease_s=1.0) as made:
+    async with running(redis__url=server.url, redis__timeout_s=0.3, redis__lease_s=1.0) as made:
         yield made
 
 
@@ -39,7 +39,7 @@ async def test_two_routers_share_what_one_has_routed_and_redis_may_come_and_go(c
         expected = [oracle.tokens(ids, 6) for ids in asked]
         assert await cluster.tokens(asked[0], 6) == expected[0]
         await until_known(replica, 10)
-        assert await replica.figure("tandem_redis_followed_workers") == 3
+        assert await replica.figure("tandem_redis_followed_workers") == 2
         again = await replica.complete(asked[0], 6)
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 144
 
@@ -62,6 +62,6 @@ async def test_two_routers_share_what_one_has_routed_and_redis_may_come_and_go(c
         for router in (cluster, replica):
             await until_known(router, 40)
             assert await router.figure("tandem_redis_bad_entries_total") == 0
-            assert await router.figure("tandem_redis_worker_states_total") >= 6, "written again by all three"
+            assert await router.figure("tandem_redis_worker_states_total") >= 4, "written again by both"
     assert not [line for line in cluster.logs.lines if "hush" in line]
     assert [line for line in cluster.logs.lines if "fails (publish)" in line]

@@ -44,7 +44,7 @@ QUICK = BreakerPolicy(first_open_s=0.05, most_open_s=0.3)
 
 def board_at(server: RedisServer, **changes: Any) -> BoardSettings:
     """Impatient, so that tests are quick."""
-    given = {"host": "127.0.0.1", "port": server.port, "timeout_s": 0.3, "lease_s": 1.0}
+    given = {"host": "127.0.0.1", "port": server.port, "timeout_s": 0.2, "lease_s": 1.0}
     return BoardSettings(**(given | changes))
 
 

@@ -185,8 +185,8 @@ async def test_whatever_becomes_of_redis_no_request_fails_and_all_is_known_again
         await ask(20)
         fate = Fate(server, kind)
         fate.begin(workers)
-        await ask(60)
-        await asyncio.sleep(0.7)  # beyond time-outs, so that breakers have opened
+        await ask(40)
+        await asyncio.sleep(0.4)  # beyond time-outs, so that breakers have opened
         await ask(20)
         fate.end()
         await ask(10)

@@ -125,6 +125,24 @@ def test_a_lost_board_is_written_again_and_a_true_one_is_not() -> None:
         journal.written(write)
 
 
+def test_whoever_had_read_everything_reads_on_when_the_board_was_lost() -> None:
+    journal = CacheJournal(max_pending=10**6)
+    journal.restart(0, [name(1)])
+    journal.written(journal.next_write())
+    for first, count, is_told in ((0, 3, True), (3, 20_000, False)):
+        journal.take(first, stored(*range(100 + first, 100 + first + count)))
+        assert not journal.seen(None)
+        write = journal.next_write()
+        assert write is not None
+        assert write.is_fresh
+        assert [entry.first_sequence for entry in write.entries] == ([first] if is_told else [])
+        assert write.after == Footprint(
+            next_sequence=first + count, state_sequence=first + count, num_entries=len(write.entries)
+        )
+        journal.written(write)
+        assert not journal.is_behind
+
+
 def test_a_write_in_doubt_is_settled_by_what_is_there() -> None:
     for happened in (True, False):
         journal, board = CacheJournal(), Board()
