@@ -7,7 +7,7 @@ request never comes here: what it needs is in the registry already.
 import asyncio
 import logging
 import time
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from random import SystemRandom
 from types import TracebackType
 from typing import Self
@@ -70,13 +70,16 @@ class RouterBoard:
             lease_s=settings.lease_s,
             wall_clock=time.time,
         )
+        self._stack = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
         self._registry.peer_loads = self._peers.at
         self._registry.watch(self._workers_changed)
         self._workers_changed()
-        self._tasks = [asyncio.create_task(self._follower.run()), asyncio.create_task(self._take_turns())]
+        # A group: a fault of ours ends the router, rather than what it knows in silence.
+        tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        self._tasks = [tasks.create_task(self._follower.run()), tasks.create_task(self._take_turns())]
         return self
 
     async def __aexit__(
@@ -85,15 +88,13 @@ class RouterBoard:
         self._registry.unwatch(self._workers_changed)
         for task in self._tasks:
             task.cancel()
-        await asyncio.wait(self._tasks)
+        # Not told of `error`: the task group would wrap it in a group of its own.
+        await self._stack.aclose()
         if self._poll.health.is_up:
             with suppress(RedisDown):
                 await self._exchange.leave()
         await self._logs.close()
         await self._poll.close()
-        for task in self._tasks:
-            if not task.cancelled() and (fault := task.exception()) is not None:
-                raise fault
 
     @property
     def links(self) -> tuple[LinkHealth, ...]:

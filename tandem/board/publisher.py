@@ -8,6 +8,7 @@ was lost (flushed, restored, evicted, tampered with) is written again whole.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
@@ -52,12 +53,15 @@ class BoardPublisher:
         self._link = RedisLink(settings, breaker, use="publish", clock=clock)
         self._journal = CacheJournal()
         self._wake = asyncio.Event()
+        self._stack = AsyncExitStack()
         self._task: asyncio.Task[None] | None = None
         self._behind_since_s: float | None = None
         self._num_entries = self._num_states = 0
 
     async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._run())
+        # A group: a fault of ours ends the worker, rather than its publishing in silence.
+        tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        self._task = tasks.create_task(self._run())
         return self
 
     async def __aexit__(
@@ -65,7 +69,8 @@ class BoardPublisher:
     ) -> None:
         if self._task is not None:
             self._task.cancel()
-            await asyncio.wait({self._task})
+        # Not told of `error`: the task group would wrap it in a group of its own.
+        await self._stack.aclose()
         await self._leave()
 
     # A session's port, as the engine's host sees it
@@ -179,7 +184,8 @@ class BoardPublisher:
         process, keys = self._notice.process, self._keys
         taken = (keys.notice(process), keys.head(process), keys.state(process), keys.log(process))
         try:
-            await self._link.ask([("DEL", *taken), ("ZREM", keys.workers, process.mark)])
+            if self._link.health.is_up:
+                await self._link.ask([("DEL", *taken), ("ZREM", keys.workers, process.mark)])
         except RedisDown:
             _log.info("Redis does not answer: this worker's entries there end with their lease")
         finally:

@@ -1,12 +1,17 @@
 """Where Redis is: a URL that is understood whole, or refused without being shown."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
+from tandem.board.assembly import make_publisher
 from tandem.board.settings import board_settings
 from tandem.config import ClusterConfig, RedisConfig, dump, load
 from tandem.errors import ConfigError
+from tandem.ids import Incarnation, WorkerId
+from tandem.roles import WorkerRole
+from tandem.worker_identity import WorkerIdentity
 
 
 def test_no_url_is_no_board() -> None:
@@ -47,6 +52,19 @@ def test_what_is_no_url_of_redis_is_refused_and_not_shown(tmp_path: Path, url: s
     with pytest.raises(ConfigError, match=r"redis\.url") as refusal:
         load(path)
     assert "hush" not in str(refusal.value)
+
+
+def test_without_its_client_the_configuration_is_refused_and_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    monkeypatch.setitem(sys.modules, "redis.exceptions", None)
+    identity = WorkerIdentity(
+        worker_id=WorkerId("d0"), incarnation=Incarnation(1), role=WorkerRole.DECODE, model_name="m", address="h:1"
+    )
+    assert make_publisher(RedisConfig(), b"a secret", identity) is None
+    with pytest.raises(ConfigError, match=r"tandem-serve\[redis\]"):
+        make_publisher(RedisConfig(url="redis://host"), b"a secret", identity)
 
 
 def test_a_certificate_needs_tls() -> None:
