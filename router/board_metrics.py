@@ -53,13 +53,13 @@ class PublishMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Of workers that publish."""
         labels = ("worker",)
-        up = GaugeMetricFamily("tandem_redis_worker_up", "Whether Redis takes what the worker publishes", labels=labels)
+        up = GaugeMetricFamily("tandem_worker_redis_up", "Whether Redis takes what the worker publishes", labels=labels)
         lag = GaugeMetricFamily(
-            "tandem_redis_publish_lag_seconds", "Age of the oldest change not yet published", labels=labels
+            "tandem_worker_redis_lag_seconds", "Age of the oldest change not yet published", labels=labels
         )
-        connects = CounterMetricFamily("tandem_redis_worker_connects", "Connections that workers made", labels=labels)
-        entries = CounterMetricFamily("tandem_redis_worker_entries", "Entries that workers wrote", labels=labels)
-        states = CounterMetricFamily("tandem_redis_worker_states", "Whole states that workers wrote", labels=labels)
+        connects = CounterMetricFamily("tandem_worker_redis_connects", "Connections that workers made", labels=labels)
+        entries = CounterMetricFamily("tandem_worker_redis_entries", "Entries that workers wrote", labels=labels)
+        states = CounterMetricFamily("tandem_worker_redis_states", "Whole states that workers wrote", labels=labels)
         for snapshot in self._snapshots:
             if (report := snapshot.load.board) is not None:
                 name = (snapshot.info.key.worker_id,)

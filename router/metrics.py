@@ -6,7 +6,7 @@ Label values are ours alone, never a client's words.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -44,6 +44,7 @@ class RouterMetrics:
         self.registry = CollectorRegistry()
         self._model = (model_name, _ENGINE)
         self._refresh: Callable[[], None] = _nothing
+        self._collect: Callable[[], Awaitable[bytes]] | None = None
         self.waiting = self._gauge("vllm:num_requests_waiting", "Requests without a first token yet")
         self.running = self._gauge("vllm:num_requests_running", "Requests that are streaming tokens")
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of started requests")
@@ -83,17 +84,22 @@ class RouterMetrics:
         self._kv_usage = Gauge(
             "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", _LABELS, registry=self.registry
         )
-        self._transfers = TransferMetrics()
-        self.registry.register(self._transfers)
-        self._tiers = TierMetrics()
-        self.registry.register(self._tiers)
-        self._publishing = PublishMetrics()
-        self.registry.register(self._publishing)
+        self._transfers, self._tiers, self._publishing = TransferMetrics(), TierMetrics(), PublishMetrics()
+        for collector in (self._transfers, self._tiers, self._publishing):
+            self.registry.register(collector)
         self._prefix_blocks = Gauge("tandem_prefix_map_blocks", "Block names in the prefix map", registry=self.registry)
 
     def on_render(self, refresh: Callable[[], None]) -> None:
         """`refresh` brings gauges up to date before each scrape."""
         self._refresh = refresh
+
+    def collect_with(self, collect: Callable[[], Awaitable[bytes]]) -> None:
+        """A scrape is answered with what `collect` brings, of this process and others."""
+        self._collect = collect
+
+    async def collect(self) -> bytes:
+        """What a scrape is answered with."""
+        return self.render() if self._collect is None else await self._collect()
 
     def render(self) -> bytes:
         """The text exposition format."""

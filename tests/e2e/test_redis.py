@@ -55,13 +55,13 @@ async def test_two_routers_share_what_one_has_routed_and_redis_may_come_and_go(c
 
         async def all_up():
             ups = [await router.figures("tandem_redis_up") for router in (cluster, replica)]
-            ups.append(await cluster.figures("tandem_redis_worker_up"))
+            ups.append(await cluster.figures("tandem_worker_redis_up"))
             return all(values and all(values.values()) for values in ups)
 
         await cluster.until(all_up)
         for router in (cluster, replica):
             await until_known(router, 40)
             assert await router.figure("tandem_redis_bad_entries_total") == 0
-            assert await router.figure("tandem_redis_worker_states_total") >= 4, "written again by both"
+            assert await router.figure("tandem_worker_redis_states_total") >= 4, "written again by both"
     assert not [line for line in cluster.logs.lines if "hush" in line]
     assert [line for line in cluster.logs.lines if "fails (publish)" in line]

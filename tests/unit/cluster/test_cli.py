@@ -68,7 +68,7 @@ def test_light_commands_never_load_torch():
         (("up", "--model", "/nonexistent"), "error: model.path: /nonexistent is neither"),
         (("demo", "--config", "/nonexistent.yaml"), "error: /nonexistent.yaml: "),
         (("up", "--port", "70000"), "error: router.port: "),
-        (("up", "--redis", "localhost:6379"), "error: redis: Value error, redis.url is not redis[s]://"),
+        (("up", "--redis", "localhost:6379"), "error: redis.url is not redis[s]://"),
     ],
 )
 def test_a_wrong_setting_is_one_line_and_exit_code_2(arguments, message):
