@@ -18,6 +18,8 @@ from tandem.board.link import Command, RedisDown, RedisLink, Refusal, Reply
 
 BLOCK_S = 0.2
 """Longest wait of the server for entries: so long may a worker that joined have to wait for its turn."""
+LOAD_PAUSE_S = 0.01
+"""After each state: forgetting what a worker held before takes some milliseconds, and many may be due at once."""
 _ENTRIES_AT_ONCE = 16
 
 
@@ -63,6 +65,7 @@ class BoardFollower:
             try:
                 for key, reason in self._view.due(self._clock()):
                     self._counts.reloads[reason.value] += await self._load(key)
+                    await asyncio.sleep(LOAD_PAUSE_S)
                 await self._read(self._view.positions())
             except RedisDown:
                 continue

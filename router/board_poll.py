@@ -134,8 +134,8 @@ class LoadExchange:
         writing = self._writing(in_flight) if in_flight != self._told or now_s >= self._renew_s else []
         reading: list[Command] = [("GETRANGE", keys.load(router), 0, LOAD_BYTES) for router in others]
         replies = await self._link.ask([*writing, ("ZREVRANGE", keys.routers, 0, MAX_ROUTERS - 1), *reading])
-        if writing:
-            self._written(replies[: len(writing)], in_flight, now_s)
+        if writing and not self._written(replies[: len(writing)], in_flight, now_s):
+            await self._link.close()  # after a failover the same address may lead to another server
         members, *values = replies[len(writing) :]
         changed = False
         for router, data in zip(others, values, strict=True):
@@ -161,7 +161,7 @@ class LoadExchange:
             ("ZREMRANGEBYSCORE", routers, "-inf", wall_ms - _FORGET_MS),
         ]
 
-    def _written(self, replies: list[Reply], in_flight: tuple[Share, ...], now_s: float) -> None:
+    def _written(self, replies: list[Reply], in_flight: tuple[Share, ...], now_s: float) -> bool:
         refusal = next((reply for reply in replies if isinstance(reply, Refusal)), None)
         if (refusal is None) != self.is_told:
             self.is_told = refusal is None
@@ -169,6 +169,7 @@ class LoadExchange:
                 _log.warning("Redis does not take this router's load: %s", refusal)
         # A refusal is met again no sooner than the lease would have been renewed.
         self._told, self._renew_s = in_flight, now_s + self._lease_s / 3
+        return self.is_told
 
 
 def _parse_router(mark: str) -> Incarnation:

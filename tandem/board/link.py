@@ -70,7 +70,7 @@ class RedisLink:
         itself may wait before it answers, on top of the usual bound.
         """
         replies = await self._bounded(commands, patience_s)
-        self._judge(replies[:vital])
+        await self._judge(replies[:vital])
         return replies
 
     async def transact(self, commands: Sequence[Command]) -> list[Reply]:
@@ -78,9 +78,9 @@ class RedisLink:
         replies = await self._bounded([("MULTI",), *commands, ("EXEC",)], 0.0)
         results = replies[-1]
         if not isinstance(results, list):
-            self._judge([*replies, Refusal("the transaction was dropped")])
+            await self._judge([*replies, Refusal("the transaction was dropped")])
         results = [Refusal(str(each)) if isinstance(each, self._refusals) else each for each in results]
-        self._judge(results)
+        await self._judge(results)
         return results
 
     async def close(self) -> None:
@@ -122,10 +122,11 @@ class RedisLink:
                 replies.append(Refusal(str(refusal)))
         return replies
 
-    def _judge(self, replies: Sequence[Reply]) -> None:
+    async def _judge(self, replies: Sequence[Reply]) -> None:
         """Whether Redis did what it had to. Raises RedisDown."""
         for reply in replies:
             if isinstance(reply, Refusal):
+                await self.close()  # after a failover the same address may lead to another server
                 raise self._failed(str(reply))
         self._breaker.succeeded()
         if not self.health.is_up:

@@ -195,6 +195,8 @@ async def test_whatever_becomes_of_redis_no_request_fails_and_all_is_known_again
         for each in routers:
             assert len(each.registry.snapshots()) == 2
             assert {address.address for address in each.board.directory._addresses} == {w.address for w in workers}
+        if kind in ("replica", "no_replicas"):
+            assert all(each.publisher.report().connects > 1 for each in workers), "another server may be there now"
         if kind == "lying":
             assert sum(routers[0].board.counts.bad.values()) > 5
         await ask(4)

@@ -135,8 +135,8 @@ def test_pure_modules_run_without_the_world(module: str) -> None:
     assert done.stdout.split() == []
 
 
-def test_the_router_starts_without_torch() -> None:
-    code = "import sys, router.__main__; print('torch' in sys.modules)"
+def test_the_router_starts_without_torch_and_without_the_client_of_redis() -> None:
+    code = "import sys; sys.modules['redis'] = None; import router.__main__; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
