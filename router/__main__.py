@@ -16,6 +16,8 @@ from router.board import RouterBoard
 from router.board_metrics import BoardMetrics
 from router.canary import CANARY_SALT, Canary
 from router.choice_run import DispatchSettings
+from router.costs import CostModel
+from router.decisions import DecisionLog
 from router.dispatch import Dispatcher
 from router.fleet import WorkerFleet
 from router.frontend import Frontend, ModelInfo
@@ -23,7 +25,6 @@ from router.grpc.server import GrpcDoor, build_server
 from router.http.app import create_app
 from router.http.server import HttpDoor
 from router.metrics import RouterMetrics
-from router.placement import CostModel
 from router.placer import Placer
 from router.prefix_map import PrefixMap
 from router.readiness import Readiness, first_worker
@@ -68,11 +69,12 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         if place.siblings is not None:
             siblings = Siblings(place.siblings, index=place.index, render=metrics.render)
             metrics.collect_with((await stack.enter_async_context(siblings)).figures)
-        dispatcher = make_dispatcher(config, registry, metrics, secret)
+        decisions = DecisionLog(config.router.decisions_kept, clock=time.monotonic)
+        dispatcher = make_dispatcher(config, registry, metrics, secret, decisions)
         frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret, tracer=tracer)
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
         readiness = Readiness(registry, metrics, canary.answering)
-        app = create_app(frontend, dispatcher, readiness, config.router, metrics)
+        app = create_app(frontend, dispatcher, readiness, config.router, metrics, decisions)
         server = build_server(frontend, dispatcher, config.router, metrics, shares_port=place.siblings is not None)
         where, drain_s = config.router.host, config.decode.drain_s
         http, rpc = await _open_doors(stack, config, place, app, server)
@@ -125,15 +127,20 @@ async def _open_doors(
 
 
 def make_dispatcher(
-    config: ClusterConfig, registry: WorkerRegistry, metrics: RouterMetrics, secret: bytes
+    config: ClusterConfig, registry: WorkerRegistry, metrics: RouterMetrics, secret: bytes, decisions: DecisionLog
 ) -> Dispatcher:
     """The core of the router over its live workers."""
     settings = config.router
     placer = Placer(
         registry=registry,
-        model=CostModel(local_prefill_tokens=settings.local_prefill_tokens),
+        model=CostModel(
+            local_prefill_tokens=settings.local_prefill_tokens,
+            max_local_prefill_tokens=settings.max_local_prefill_tokens,
+        ),
         rng=SystemRandom(),
         clock=time.monotonic,
+        decisions=decisions,
+        observer=metrics.placement,
     )
     return Dispatcher(
         placer=placer,

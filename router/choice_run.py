@@ -137,6 +137,8 @@ class ChoiceRun:
                 self._around.observer.retried(RetryReason.REFUSED.value)
                 continue
             self._assignment, self.waiting = assignment, None
+            if self._request.only_worker is None:
+                self._placer.record(assignment, self._request_id)
             self._around.observer.placed(assignment.placement.reason.value)
 
     def _adopt(self) -> None:
@@ -209,6 +211,8 @@ class ChoiceRun:
             return self._retry(assignment, RetryReason.WORKER_FAULT, InternalError("tokens were lost"))
         self._adopting = False
         self._placer.prompt_computed(assignment)
+        if arrived.started is not None:
+            self._placer.found_cached(assignment, arrived.started.cached_tokens)
         if tokens:
             self._placer.registry.answered(assignment.decode)
             self._first_token_s = self._first_token_s or self._around.clock()

@@ -173,7 +173,13 @@ class RouterConfig(Section):
     """Requests accepted and not yet answered; beyond it 429."""
     request_timeout_s: Seconds = 600.0
     local_prefill_tokens: int = Field(default=64, ge=0)
-    """Uncached prompt tokens up to which the decode worker prefills itself."""
+    """Uncached prompt tokens up to which the decode worker prefills itself, whatever a hand-off would cost."""
+    max_local_prefill_tokens: int | None = Field(default=None, ge=0)
+    """Uncached prompt tokens beyond which a decode worker never prefills while a prefill worker takes requests; null:
+    whatever is predicted to cost less. The same number as `local_prefill_tokens`: that alone decides."""
+    decisions_kept: int = Field(default=512, ge=0, le=65_536)
+    """The last placements, shown at /debug/decisions to whoever has an API key; 0: none, and there is no such page.
+    Each takes some 100 bytes per worker."""
     max_attempts: PositiveInt = 4
     """Workers tried for one request before it fails."""
     worker_silence_s: Seconds = 1.5

@@ -33,7 +33,7 @@ from rich.console import Console
 from bench.errors import CannotMeasure
 from bench.report import Row, figure, show
 from router.board import RouterBoard
-from router.placement import CostModel
+from router.costs import CostModel
 from router.placer import Placer
 from router.prefix_map import PrefixMap
 from router.worker_view import WorkerInfo, WorkerKey

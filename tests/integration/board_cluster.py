@@ -17,9 +17,9 @@ import grpc.aio
 from router.admission import Admission
 from router.board import RouterBoard
 from router.choice_run import DispatchSettings
+from router.costs import CostModel
 from router.dispatch import Dispatcher
 from router.fleet import Backoff, WorkerFleet
-from router.placement import CostModel
 from router.placer import Placer
 from router.prefix_map import PrefixMap
 from router.session import SessionSettings
