@@ -92,7 +92,8 @@ class DecodeWorker:
     def opened(self, port: SessionPort) -> None:
         """A router joined."""
         self._takeovers.router_came(port)
-        self._host.send_snapshot(port)
+        if port.wants_events:
+            self._host.send_snapshot(port)
 
     def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
         """About a request, a cache that is left by somebody, or what is cached here."""

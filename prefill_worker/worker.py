@@ -47,7 +47,8 @@ class PrefillWorker:
 
     def opened(self, port: SessionPort) -> None:
         """A router joined."""
-        self._host.send_snapshot(port)
+        if port.wants_events:
+            self._host.send_snapshot(port)
 
     def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
         """Routers order from decode workers; this pool hears only of prompts, from those."""

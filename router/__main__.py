@@ -12,6 +12,8 @@ import grpc.aio
 from fastapi import FastAPI
 
 from router.admission import Admission
+from router.board import RouterBoard
+from router.board_metrics import BoardMetrics
 from router.canary import CANARY_SALT, Canary
 from router.choice_run import DispatchSettings
 from router.costs import CostModel
@@ -31,12 +33,13 @@ from router.siblings import Siblings
 from router.tokenizer import Tokenizer
 from router.workers import WorkerRegistry
 from tandem.block_hash import BlockHasher
+from tandem.board.settings import board_settings
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.hosts import join, reachable
 from tandem.model_path import model_directory
 from tandem.process import Lifetime, RouterPlace, announce, router_main
-from tandem.registry import StaticDirectory
+from tandem.registry import StaticDirectory, WorkerDirectory
 from tandem.rpc import ClusterAuth, open_channel
 from tandem.telemetry import open_tracer
 from tandem.worker_config import cluster_secret
@@ -50,28 +53,19 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
     secret = cluster_secret(config)
     tokenizer = await asyncio.to_thread(Tokenizer.load, model_directory(config.model.path))
     registry = WorkerRegistry(prefix_map=PrefixMap(), clock=time.monotonic)
-    fleet = WorkerFleet(
-        directory=StaticDirectory(prefill=config.prefill.addresses, decode=config.decode.addresses),
-        listener=registry,
-        channel_factory=open_channel,
-        rng=SystemRandom(),
-        settings=SessionSettings(
-            metadata=ClusterAuth(secret).client_metadata(),
-            incarnation=draw_incarnation(),
-            silence_s=config.router.worker_silence_s,
-        ),
-    )
     async with AsyncExitStack() as stack:
         tracer = open_tracer(
             stack, config.telemetry, service="tandem-router", instance=f"router.{socket.gethostname()}"
         )
-        await stack.enter_async_context(fleet)
+        board = await _join_workers(stack, config, registry, secret)
         if not await first_worker(registry, lifetime):
             return
         model = _model_info(registry)
         if tokenizer.size > model.vocab_size:
             raise ConfigError(f"the tokenizer has {tokenizer.size} tokens, the model embeds {model.vocab_size}")
         metrics = RouterMetrics(model.name)
+        if board is not None:
+            metrics.registry.register(BoardMetrics(board))
         if place.siblings is not None:
             siblings = Siblings(place.siblings, index=place.index, render=metrics.render)
             metrics.collect_with((await stack.enter_async_context(siblings)).figures)
@@ -93,6 +87,33 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         readiness.drain()
         await canary.stop()
         await drain(dispatcher, http, rpc, drain_s=drain_s)
+
+
+async def _join_workers(
+    stack: AsyncExitStack, config: ClusterConfig, registry: WorkerRegistry, secret: bytes
+) -> RouterBoard | None:
+    """Keep sessions to all workers; with Redis, those that it tells of are among them, and it tells what they hold."""
+    stated = StaticDirectory(prefill=config.prefill.addresses, decode=config.decode.addresses)
+    directory: WorkerDirectory = stated
+    incarnation, settings = draw_incarnation(), board_settings(config.redis)
+    board: RouterBoard | None = None
+    if settings is not None:
+        board = RouterBoard(settings, secret=secret, router=incarnation, registry=registry, stated=stated.addresses)
+        directory = (await stack.enter_async_context(board)).directory
+    fleet = WorkerFleet(
+        directory=directory,
+        listener=registry,
+        channel_factory=open_channel,
+        rng=SystemRandom(),
+        settings=SessionSettings(
+            metadata=ClusterAuth(secret).client_metadata(),
+            incarnation=incarnation,
+            silence_s=config.router.worker_silence_s,
+            reads_board=board is not None,
+        ),
+    )
+    await stack.enter_async_context(fleet)
+    return board
 
 
 async def _open_doors(

@@ -12,6 +12,7 @@ from typing import Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from router.board_metrics import PublishMetrics
 from router.placement_metrics import PlacementMetrics
 from router.requests import ChoiceFinish
 from router.tier_metrics import TierMetrics
@@ -84,10 +85,9 @@ class RouterMetrics:
         self._kv_usage = Gauge(
             "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", _LABELS, registry=self.registry
         )
-        self._transfers = TransferMetrics()
-        self.registry.register(self._transfers)
-        self._tiers = TierMetrics()
-        self.registry.register(self._tiers)
+        self._transfers, self._tiers, self._publishing = TransferMetrics(), TierMetrics(), PublishMetrics()
+        for collector in (self._transfers, self._tiers, self._publishing):
+            self.registry.register(collector)
         self.placement = PlacementMetrics(self.registry)
 
     def on_render(self, refresh: Callable[[], None]) -> None:
@@ -142,6 +142,7 @@ class RouterMetrics:
         self._kv_usage.clear()
         self._transfers.show(snapshots)
         self._tiers.show(snapshots)
+        self._publishing.show(tuple(snapshots))
         for snapshot in snapshots:
             info, load = snapshot.info, snapshot.load
             worker = (info.key.worker_id, info.role.value)

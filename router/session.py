@@ -65,6 +65,8 @@ class SessionSettings:
     """Proves that the router belongs to the cluster."""
     incarnation: Incarnation
     """Of the router's process."""
+    reads_board: bool = False
+    """Cache events of workers that publish them come over Redis."""
     hello_timeout_s: float = 5.0
     silence_s: float = 1.5
     """Workers report their load four times a second."""
@@ -122,7 +124,7 @@ class WorkerSession:
         """Exchange HELLOs. Raises ProtocolError, grpc.aio.AioRpcError or TimeoutError."""
         call = WorkerStub(channel).Session(metadata=tuple(settings.metadata))  # type: ignore[no-untyped-call]  # generated
         async with asyncio.timeout(settings.hello_timeout_s):
-            await call.write(hello_to_pb(settings.incarnation))
+            await call.write(hello_to_pb(settings.incarnation, reads_board=settings.reads_board))
             first = await call.read()
         if first is grpc.aio.EOF:
             raise ProtocolError(f"the stream ended before hello: {await call.details()}")

@@ -4,9 +4,11 @@ A worker's own word on its load is always a little old, so this router counts wh
 is written to the worker's own row at once, and to no other.
 """
 
+from router.peer_load import NO_PEERS, PeerShare
 from router.pools import PoolColumns
 from router.session_events import WorkerPort
 from router.worker_view import WorkerInfo, WorkerLoad, WorkerSnapshot
+from tandem.board.entries import Process, Share
 
 
 class WorkerRecord:
@@ -16,15 +18,14 @@ class WorkerRecord:
         "_columns",
         "_row",
         "answered_s",
-        "backlog_elsewhere",
         "backlog_since_load",
         "draining",
         "info",
         "load",
         "num_assigned",
-        "num_elsewhere",
         "num_since_load",
         "own_backlog",
+        "peers",
         "penalised_until_s",
         "port",
         "slot",
@@ -44,8 +45,7 @@ class WorkerRecord:
         self.backlog_since_load = 0
         self.num_since_load = 0
         # What other routers say that they have under way there.
-        self.backlog_elsewhere = 0
-        self.num_elsewhere = 0
+        self.peers = NO_PEERS
         self._columns: PoolColumns | None = None
         self._row = 0
 
@@ -55,14 +55,16 @@ class WorkerRecord:
 
         Either count alone can be too low: the report is old, and knows requests that no router tells of any more.
         """
-        ours = self.own_backlog + self.backlog_elsewhere
-        return max(ours, self.load.backlog_tokens + self.backlog_since_load)
+        peers = self.peers
+        told = self.load.backlog_tokens + self.backlog_since_load + peers.backlog_since
+        return max(self.own_backlog + peers.backlog_tokens, told)
 
     @property
     def num_active(self) -> int:
         """Requests running, waiting or on their way."""
-        told = self.load.num_running + self.load.num_waiting
-        return max(self.num_assigned + self.num_elsewhere, told + self.num_since_load)
+        peers = self.peers
+        told = self.load.num_running + self.load.num_waiting + self.num_since_load + peers.num_since
+        return max(self.num_assigned + peers.num_requests, told)
 
     def snapshot(self, now_s: float) -> WorkerSnapshot:
         """All of it as a value."""
@@ -109,10 +111,21 @@ class WorkerRecord:
         self._show_load()
         self._show_count()
 
-    def loaded_elsewhere(self, *, backlog_tokens: int, num_requests: int) -> None:
+    def loaded_elsewhere(self, share: PeerShare) -> None:
         """All that other routers have under way there; replaces what was said before."""
-        self.backlog_elsewhere, self.num_elsewhere = backlog_tokens, num_requests
+        self.peers = share
         self._show_count()
+
+    def share(self) -> Share:
+        """What this router has there, for the others."""
+        return Share(
+            process=Process(*self.info.key),
+            report_number=self.load.report_number,
+            backlog_tokens=max(0, self.own_backlog),
+            num_requests=self.num_assigned,
+            backlog_since=self.backlog_since_load,
+            num_since=self.num_since_load,
+        )
 
     def penalised(self, until_s: float) -> None:
         """Placement counts the time that is left until then as cost."""

@@ -136,6 +136,18 @@ class TransferReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BoardReport:
+    """How a worker fares in publishing its cache events through Redis: totals since its start, and gauges of now."""
+
+    is_up: bool
+    connects: int
+    entries: int
+    states: int
+    lag_s: float
+    """Age of the oldest change that is not there yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
     """A worker's latest word on its work. A rate of 0 was not measured yet."""
 
@@ -155,6 +167,10 @@ class WorkerLoad:
     cache_tiers: tuple[CacheTierLoad, ...] = ()
     transfers: TransferReport | None = None
     """None of a worker that moves no KV, or has not told yet."""
+    report_number: int = 0
+    """Every router hears the same reports under the same numbers."""
+    board: BoardReport | None = None
+    """None of a worker that does not publish there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from router.peer_load import NO_PEERS, PeerShare
 from router.pools import ClusterView
 from router.prefix_map import PrefixMap
 from router.session_events import CLOSED_HERE, Bequest, WorkerPort
@@ -16,6 +17,7 @@ from router.worker_record import WorkerRecord
 from router.worker_table import WorkerTable
 from router.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad, WorkerSnapshot
 from tandem.block_hash import HASH_BLOCK_TOKENS
+from tandem.board.entries import Share
 from tandem.ids import WorkerId
 from tandem.roles import WorkerRole
 
@@ -53,6 +55,8 @@ class WorkerRegistry:
         self._successions = Successions(snapshots=self.snapshots, port=self.port, clock=clock)
         self.on_load: Callable[[WorkerSnapshot], None] = _nobody
         """Called with every load report."""
+        self.peer_loads: Callable[[WorkerKey, int], PeerShare] = _no_peers
+        """What other routers have at a worker, beside its report of that number; see `peers_changed`."""
 
     def joined(self, info: WorkerInfo, port: WorkerPort) -> None:
         """A session is up. Raises WorkerRejected for a worker of another model, or an id that is taken."""
@@ -95,10 +99,20 @@ class WorkerRegistry:
         if (worker := self._find(key)) is not None:
             now_s = self._clock()
             worker.reported(load)
+            worker.loaded_elsewhere(self.peer_loads(key, load.report_number))
             if self.prefix_map.lacks_snapshot(key.worker_id, now_s):
                 logger.warning("worker %s tells nothing of its cache any more; asked to tell all of it", key.worker_id)
                 worker.port.resync()
             self.on_load(worker.snapshot(now_s))
+
+    def peers_changed(self) -> None:
+        """Other routers have something else under way than before."""
+        for worker in self._workers.values():
+            worker.loaded_elsewhere(self.peer_loads(worker.info.key, worker.load.report_number))
+
+    def in_flight(self) -> tuple[Share, ...]:
+        """What this router has under way at each worker, for other routers; workers with nothing are left out."""
+        return tuple(w.share() for w in self._workers.values() if w.num_assigned or w.num_since_load)
 
     def prefix_changed(self, key: WorkerKey, change: PrefixChange) -> None:
         """Cache events came."""
@@ -149,10 +163,10 @@ class WorkerRegistry:
         if (worker := self._find(key)) is not None:
             worker.released()
 
-    def loaded_elsewhere(self, key: WorkerKey, *, backlog_tokens: int, num_requests: int) -> None:
-        """All that other routers have under way there, by their own word; replaces what was said before."""
+    def loaded_elsewhere(self, key: WorkerKey, share: PeerShare) -> None:
+        """What other routers have under way there; holds until `peers_changed`, or the worker's next report."""
         if (worker := self._find(key)) is not None:
-            worker.loaded_elsewhere(backlog_tokens=backlog_tokens, num_requests=num_requests)
+            worker.loaded_elsewhere(share)
 
     def answered(self, key: WorkerKey) -> None:
         """A new token came from there: its engine lives."""
@@ -191,6 +205,11 @@ class WorkerRegistry:
     def _tell_watchers(self) -> None:
         for callback in tuple(self._watchers):
             callback()
+
+
+def _no_peers(_key: WorkerKey, _report_number: int) -> PeerShare:
+    """With one router."""
+    return NO_PEERS
 
 
 def _nobody(_: WorkerSnapshot) -> None:

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from bench.report import Row
 from bench.report import show as show_rows
-from bench.router import options, placement, prefix_map
+from bench.router import options, placement, prefix_map, redis
 
 
 async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console) -> None:
@@ -21,4 +21,5 @@ async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console) -
 _PARTS: Mapping[str, Callable[[int], list[Row]]] = {
     "placement": placement.rows,
     "prefix_map": prefix_map.rows,
+    "redis": redis.rows,
 }

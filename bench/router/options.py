@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-PARTS = ("placement", "prefix_map")
+PARTS = ("placement", "prefix_map", "redis")
 REPEATS = 30
 
 

@@ -38,12 +38,14 @@ class RouterMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., reroute: _Optional[_Union[Reroute, _Mapping]] = ..., inherit: _Optional[_Union[Inherit, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
-    __slots__ = ("protocol_version", "incarnation")
+    __slots__ = ("protocol_version", "incarnation", "reads_board")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    READS_BOARD_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     incarnation: int
-    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    reads_board: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., reads_board: bool = ...) -> None: ...
 
 class PrefillRoute(_message.Message):
     __slots__ = ("worker_id", "incarnation", "address", "transfer_id", "attempt", "holder")
@@ -262,7 +264,7 @@ class KVEvent(_message.Message):
     def __init__(self, block_hash: _Optional[bytes] = ..., stored: bool = ...) -> None: ...
 
 class LoadSnapshot(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "backlog_tokens", "num_free_blocks", "num_total_blocks", "prefill_tokens_per_s", "decode_step_s", "kv_bytes_per_s", "num_quarantined_blocks", "cache_tiers", "context_tokens", "transfers")
+    __slots__ = ("num_running", "num_waiting", "backlog_tokens", "num_free_blocks", "num_total_blocks", "prefill_tokens_per_s", "decode_step_s", "kv_bytes_per_s", "num_quarantined_blocks", "cache_tiers", "context_tokens", "transfers", "report_number", "board")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     BACKLOG_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -275,6 +277,8 @@ class LoadSnapshot(_message.Message):
     CACHE_TIERS_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    REPORT_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BOARD_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     backlog_tokens: int
@@ -287,7 +291,23 @@ class LoadSnapshot(_message.Message):
     cache_tiers: _containers.RepeatedCompositeFieldContainer[CacheTier]
     context_tokens: int
     transfers: TransferReport
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., kv_bytes_per_s: _Optional[float] = ..., num_quarantined_blocks: _Optional[int] = ..., cache_tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ..., context_tokens: _Optional[int] = ..., transfers: _Optional[_Union[TransferReport, _Mapping]] = ...) -> None: ...
+    report_number: int
+    board: BoardReport
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., kv_bytes_per_s: _Optional[float] = ..., num_quarantined_blocks: _Optional[int] = ..., cache_tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ..., context_tokens: _Optional[int] = ..., transfers: _Optional[_Union[TransferReport, _Mapping]] = ..., report_number: _Optional[int] = ..., board: _Optional[_Union[BoardReport, _Mapping]] = ...) -> None: ...
+
+class BoardReport(_message.Message):
+    __slots__ = ("up", "connects", "entries", "states", "lag_s")
+    UP_FIELD_NUMBER: _ClassVar[int]
+    CONNECTS_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    LAG_S_FIELD_NUMBER: _ClassVar[int]
+    up: bool
+    connects: int
+    entries: int
+    states: int
+    lag_s: float
+    def __init__(self, up: bool = ..., connects: _Optional[int] = ..., entries: _Optional[int] = ..., states: _Optional[int] = ..., lag_s: _Optional[float] = ...) -> None: ...
 
 class CacheTier(_message.Message):
     __slots__ = ("tier", "num_blocks", "capacity_blocks", "hits", "misses", "stores", "evictions", "stored_bytes", "store_s", "loaded_bytes", "load_s", "dropped", "damaged", "late")

@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from router.peer_load import PeerShare
 from router.pools import PoolView
 from router.prefix_map import PrefixMap
 from router.worker_view import WorkerKey, WorkerLoad, WorkerSnapshot
@@ -69,7 +70,9 @@ def test_whatever_the_registry_is_told_the_view_says_the_same() -> None:
                 case 6:
                     registry.penalise(key, rng.random())
                 case 7:
-                    registry.loaded_elsewhere(key, backlog_tokens=rng.randrange(900), num_requests=rng.randrange(9))
+                    registry.loaded_elsewhere(
+                        key, PeerShare(backlog_tokens=rng.randrange(900), num_requests=rng.randrange(9))
+                    )
                 case _ if rng.random() < 0.2:
                     registry.draining(key, "test")
                 case _ if rng.random() < 0.2:
@@ -98,11 +101,11 @@ def test_load_that_other_routers_tell_of_counts_until_they_tell_otherwise() -> N
     registry, key = WorkerRegistry(prefix_map=PrefixMap(), clock=Clock()), worker("d0").info.key
     registry.joined(worker("d0").info, port())
     registry.assign(key, 100)
-    registry.loaded_elsewhere(key, backlog_tokens=300, num_requests=2)
+    registry.loaded_elsewhere(key, PeerShare(backlog_tokens=300, num_requests=2))
     assert (registry.snapshots()[0].backlog_tokens, registry.snapshots()[0].num_active) == (400, 3)
     # The worker's own word knows of more than routers do, or of less.
     registry.load_changed(key, WorkerLoad(num_running=5, backlog_tokens=1_000))
     assert (registry.snapshots()[0].backlog_tokens, registry.snapshots()[0].num_active) == (1_000, 5)
-    registry.loaded_elsewhere(key, backlog_tokens=0, num_requests=0)
+    registry.loaded_elsewhere(key, PeerShare(backlog_tokens=0, num_requests=0))
     registry.load_changed(key, WorkerLoad())
     assert (registry.snapshots()[0].backlog_tokens, registry.snapshots()[0].num_active) == (100, 1)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from router.peer_load import PeerShare
 from router.placement import Demand
 from router.pools import ClusterView
 from router.session_events import WorkerPort
@@ -61,7 +62,7 @@ def record_of(snapshot: WorkerSnapshot, slot: int) -> WorkerRecord:
     """A live worker that looks like this at second 0."""
     record = WorkerRecord(snapshot.info, port(), slot=slot, now_s=snapshot.answered_s)
     record.reported(snapshot.load)
-    record.loaded_elsewhere(backlog_tokens=snapshot.backlog_tokens, num_requests=snapshot.num_active)
+    record.loaded_elsewhere(PeerShare(backlog_tokens=snapshot.backlog_tokens, num_requests=snapshot.num_active))
     record.penalised(snapshot.penalty_ms / 1e3)
     if snapshot.draining:
         record.drains()
