@@ -1,0 +1,277 @@
+"""The workers of a simulation and what passes between them: orders, hand-offs, KV events, load reports, tokens.
+
+Reservations, pins, binding late, committing and releasing are the engine's real ones. The messages of a hand-off and
+the bytes that it moves are latencies: nothing is lost or damaged here (that is `tests.explore`'s and `tests.faults`'s).
+Blocks leave for the decode worker as each step has computed them, as `PrefillProgress` tells.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from cluster.simulator.event_queue import EventQueue
+from cluster.simulator.handoff import Handoff
+from cluster.simulator.metrics import GapHistogram
+from cluster.simulator.router_side import SimRouter
+from cluster.simulator.settings import Network
+from cluster.simulator.sim_request import SimRequest
+from cluster.simulator.worker import TOKEN, SimWorker, Steps
+from engine.kv_events import KVEventBatch, Stored
+from engine.request import TokenEvent
+from engine.scheduler import Scheduler
+from engine.step import Admission, PrefillProgress, StepOutput
+from router.worker_view import PrefixChange, WorkerKey, WorkerLoad
+from router.workers import WorkerRegistry
+from tandem.errors import ServingError
+from tandem.ids import RequestId, TransferId
+from tandem.roles import WorkerRole
+
+
+class SimWorkers:
+    """All live workers of a simulation. Hears of their steps (StepListener)."""
+
+    def __init__(self, events: EventQueue, registry: WorkerRegistry, network: Network, *, has_decode: bool) -> None:
+        """Without `has_decode` a request is over with its first token, wherever that was computed."""
+        self.live: dict[WorkerKey, SimWorker] = {}
+        self.gaps = GapHistogram()
+        self.num_preemptions = 0
+        self.num_kv_bytes = 0
+        """That travelled."""
+        self._router: SimRouter | None = None
+        self._events = events
+        self._registry = registry
+        self._network = network
+        self._has_decode = has_decode
+        self._handoffs: dict[RequestId, Handoff] = {}
+
+    def use(self, router: SimRouter) -> None:
+        """From now on news go there."""
+        self._router = router
+
+    @property
+    def router(self) -> SimRouter:
+        """Who hears of everything."""
+        if self._router is None:
+            raise RuntimeError("the workers have no router yet")
+        return self._router
+
+    # Orders
+
+    def submit(self, request: SimRequest) -> None:
+        """Carry out an assignment."""
+        self._events.after(self._network.hop_s, partial(self._take, request, request.key))
+
+    def _take(self, request: SimRequest, key: RequestId) -> None:
+        assignment = request.assignment
+        if request.key != key or assignment is None:
+            return
+        prefill = assignment.placement.prefill
+        if not self._has_decode and prefill is not None:
+            self._call(prefill.info.key, partial(self._compute, request, key))
+        elif prefill is None:
+            self._call(assignment.decode, partial(self._run, request, key))
+        else:
+            self._call(assignment.decode, partial(self._reserve, request, key, prefill.info.key))
+
+    def _call(self, worker: WorkerKey, action: Callable[[SimWorker, Scheduler], None]) -> None:
+        if (live := self.live.get(worker)) is not None:
+            live.call(partial(action, live))
+
+    def _run(self, request: SimRequest, key: RequestId, worker: SimWorker, scheduler: Scheduler) -> None:
+        """The decode worker computes the prompt itself."""
+        if request.key != key or request.assignment is None:
+            return
+        engine = request.engine_request(self._events.now, worker.info.layout.block_size, prefill_only=False)
+        try:
+            scheduler.add(engine)
+        except ServingError as error:
+            self._refuse(request, key, error)
+        else:
+            request.engine, request.is_fresh = engine, True
+
+    def _compute(self, request: SimRequest, key: RequestId, worker: SimWorker, scheduler: Scheduler) -> None:
+        """A prefill worker gets a prompt."""
+        if request.key != key or request.assignment is None:
+            return
+        engine = request.engine_request(self._events.now, worker.info.layout.block_size, prefill_only=True)
+        scheduler.add(engine)
+        scheduler.pin_blocks(key)
+
+    def _refuse(self, request: SimRequest, key: RequestId, error: ServingError) -> None:
+        self._tell_router(request, key, partial(self.router.refused, request, error))
+
+    def _tell_router(self, request: SimRequest, key: RequestId, news: Callable[[], None]) -> None:
+        def deliver() -> None:
+            if request.key == key and request.assignment is not None:
+                news()
+
+        self._events.after(self._network.hop_s, deliver)
+
+    # Hand-offs
+
+    def _reserve(
+        self, request: SimRequest, key: RequestId, prefill: WorkerKey, worker: SimWorker, scheduler: Scheduler
+    ) -> None:
+        if request.key != key or request.assignment is None:
+            return
+        block_size = worker.info.layout.block_size
+        engine = request.engine_request(self._events.now, block_size, prefill_only=False)
+        transfer_id = TransferId(key)
+        try:
+            grant = scheduler.reservations.reserve(transfer_id, engine)
+        except ServingError as error:
+            self._refuse(request, key, error)
+            return
+        request.engine = engine
+        self._handoffs[key] = Handoff(
+            request=request,
+            transfer_id=transfer_id,
+            decode=worker.info.key,
+            prefill=prefill,
+            num_held_blocks=grant.num_held_tokens // block_size,
+        )
+        self._events.after(
+            self._network.hop_s, lambda: self._call(prefill, partial(self._compute, request, key))
+        )
+
+    def _offered(self, handoff: Handoff) -> None:
+        """The prompt has left the prefill worker's queue: OFFER, and RESERVE comes back."""
+        hop_s = self._network.hop_s
+        key = handoff.request.key
+
+        def bind(_worker: SimWorker, scheduler: Scheduler) -> None:
+            if self._handoffs.get(key) is handoff:
+                scheduler.reservations.bind(handoff.transfer_id)
+                self._events.after(hop_s, partial(self._bound, handoff))
+
+        self._events.after(hop_s, lambda: self._call(handoff.decode, bind))
+
+    def _bound(self, handoff: Handoff) -> None:
+        handoff.is_bound = True
+        self._send_computed(handoff)
+
+    def _progressed(self, progress: PrefillProgress) -> None:
+        handoff = self._handoffs.get(progress.request_id)
+        if handoff is not None:
+            handoff.num_computed_blocks = progress.first_block_index + len(progress.block_ids)
+            handoff.is_computed = progress.is_complete
+            if handoff.is_bound:
+                self._send_computed(handoff)
+
+    def _send_computed(self, handoff: Handoff) -> None:
+        """Blocks computed so far leave, behind whatever the two cards have to do."""
+        source, target = self.live.get(handoff.prefill), self.live.get(handoff.decode)
+        if source is None or target is None:
+            return
+        num_bytes = handoff.take_computed() * target.info.kv_bytes_per_token * target.info.layout.block_size
+        self.num_kv_bytes += num_bytes
+        start_s = max(self._events.now, source.link_free_s, target.link_free_s)
+        landed_s = start_s + num_bytes / self._network.link_bytes_per_s
+        source.link_free_s = target.link_free_s = landed_s
+        if handoff.is_computed:
+            self._events.at(landed_s + self._network.hop_s, partial(self._sealed, handoff))
+
+    def _sealed(self, handoff: Handoff) -> None:
+        """Everything has landed: the sequence joins the decode worker's batch, the prefill worker lets go."""
+        request, key = handoff.request, handoff.request.key
+        if self._handoffs.pop(RequestId(handoff.transfer_id), None) is not handoff:
+            return
+
+        def commit(_worker: SimWorker, scheduler: Scheduler) -> None:
+            if request.key == key:
+                request.is_fresh = True
+                scheduler.reservations.commit(handoff.transfer_id, TOKEN, num_cached_tokens=request.cached_tokens)
+
+        self._call(handoff.decode, commit)
+        self._call(handoff.prefill, partial(self._let_go, RequestId(handoff.transfer_id)))
+
+    def _let_go(self, key: RequestId, _worker: SimWorker, scheduler: Scheduler) -> None:
+        if not scheduler.release_held(key):
+            scheduler.abort(key)
+        scheduler.unpin_blocks(key)
+
+    # News
+
+    def stepped(self, worker: SimWorker, output: StepOutput, steps: Steps) -> None:
+        """See StepListener."""
+        if output.kv_events.events:
+            self._publish(worker, output.kv_events)
+        for admission in output.admissions:
+            self._admitted(admission)
+        if steps.num_rows:
+            # The first of the steps may be later for those that have just come: their own gaps are counted by `_token`.
+            self.gaps.add(steps.seconds / steps.count, steps.count * steps.num_rows)
+        for event in output.events:
+            self._token(worker, event)
+        for progress in output.progress:
+            self._progressed(progress)
+        self.num_preemptions += len(output.preemptions)
+        for preempted in output.preemptions:
+            if (request := self.router.live.get(preempted)) is not None:
+                request.is_fresh, request.last_token_s = True, worker.stepped_s
+
+    def _publish(self, worker: SimWorker, batch: KVEventBatch) -> None:
+        change = PrefixChange(
+            first_sequence=batch.first_seq,
+            snapshot=False,
+            changes=tuple([(event.name, type(event) is Stored) for event in _named(batch)]),
+        )
+        self._events.after(
+            self._network.hop_s, partial(self._registry.prefix_changed, worker.info.key, change)
+        )
+
+    def _admitted(self, admission: Admission) -> None:
+        request = self.router.live.get(admission.request_id)
+        if request is None:
+            return
+        if request.queued_s is None:
+            request.queued_s = self._events.now - request.arrived_s
+        if request.cached_tokens is None:
+            request.cached_tokens = admission.num_cached_tokens
+        handoff = self._handoffs.get(admission.request_id)
+        if handoff is not None and admission.prefill_only:
+            self._offered(handoff)
+
+    def _token(self, worker: SimWorker, event: TokenEvent) -> None:
+        request, now = self.router.live.get(event.request_id), self._events.now
+        if request is None:
+            return
+        is_last = event.finish_reason is not None
+        if worker.info.role is WorkerRole.PREFILL:
+            self._tell_router(request, request.key, partial(self.router.prompt_computed, request))
+            request.last_token_s = now
+            if not self._has_decode:
+                self._tell_router(request, request.key, partial(self.router.finish, request))
+                worker.call(partial(self._let_go, event.request_id, worker))
+            return
+        if event.token is not None:
+            if event.index:
+                self.gaps.add(now - (request.last_token_s if request.is_fresh else worker.stepped_s))
+            if request.is_fresh:
+                self._tell_router(request, request.key, partial(self.router.prompt_computed, request))
+            request.is_fresh, request.last_token_s = False, now
+        if is_last:
+            self._tell_router(request, request.key, partial(self.router.finish, request))
+
+    # Load
+
+    def tell_load(self, worker: SimWorker) -> None:
+        """Report now, and again after every period, for as long as the worker lives."""
+        if worker.is_dead:
+            return
+        load = worker.scheduler.load()
+        report = WorkerLoad(
+            num_running=load.num_running,
+            num_waiting=load.num_waiting + load.num_reservations,
+            backlog_tokens=load.num_backlog_tokens,
+            num_free_blocks=max(0, load.num_blocks - load.num_used_blocks - load.num_promised_blocks),
+            prefill_tokens_per_s=worker.rates.prefill_tokens_per_s,
+            decode_step_s=worker.rates.decode_step_s,
+            kv_bytes_per_s=self._network.link_bytes_per_s,
+        )
+        self._events.in_background(self._network.hop_s, partial(self._registry.load_changed, worker.info.key, report))
+        self._events.in_background(self._network.load_period_s, partial(self.tell_load, worker))
+
+
+def _named(batch: KVEventBatch) -> Iterable[Stored]:
+    """A simulation never clears a cache: each event names a block."""
+    return batch.events  # type: ignore[return-value]
