@@ -98,6 +98,7 @@ class Simulation:
             info=info, config=pool.engine, latency=pool.latency, events=self.events, listener=self.workers
         )
         self.workers.live[key] = worker
+        self.workers.all.append(worker)
         self._join(info)
         # Reports of workers do not come all at once.
         phase_s = self.spec.network.load_period_s * (index + 1) / (pool.num_workers + 1)

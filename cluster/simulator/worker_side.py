@@ -32,6 +32,8 @@ class SimWorkers:
     def __init__(self, events: EventQueue, registry: WorkerRegistry, network: Network, *, has_decode: bool) -> None:
         """Without `has_decode` a request is over with its first token, wherever that was computed."""
         self.live: dict[WorkerKey, SimWorker] = {}
+        self.all: list[SimWorker] = []
+        """Those that are gone included."""
         self.gaps = GapHistogram()
         self.num_preemptions = 0
         self.num_kv_bytes = 0
