@@ -77,7 +77,7 @@ class DecodeWorker:
         self._host.send_snapshot(port)
 
     def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
-        """About a request, or about a cache that is left by somebody."""
+        """About a request, a cache that is left by somebody, or what is cached here."""
         kind = message.WhichOneof("kind")
         if kind == "submit":
             self._submit(port, message.submit)
@@ -91,6 +91,8 @@ class DecodeWorker:
             self.fabric.heir.inherit(port, message.inherit)
         elif kind == "settled" and self.legator is not None:
             self.legator.settled(port)
+        elif kind == "resync":
+            self._host.send_snapshot(port)
 
     def closed(self, port: SessionPort) -> None:
         """A router left: its requests have no reader any more."""

@@ -60,6 +60,8 @@ class PrefillWorker:
             self.fabric.heir.inherit(port, message.inherit)
         elif message.HasField("settled") and self.legator is not None:
             self.legator.settled(port)
+        elif message.HasField("resync"):
+            self._host.send_snapshot(port)
 
     def closed(self, port: SessionPort) -> None:
         """A router left; its requests end with their decode workers."""

@@ -11,6 +11,8 @@ from random import SystemRandom
 from router.admission import Admission
 from router.canary import CANARY_SALT, Canary
 from router.choice_run import DispatchSettings
+from router.costs import CostModel
+from router.decisions import DecisionLog
 from router.dispatch import Dispatcher
 from router.fleet import WorkerFleet
 from router.frontend import Frontend, ModelInfo
@@ -18,7 +20,6 @@ from router.grpc.server import GrpcDoor, build_server
 from router.http.app import create_app
 from router.http.server import HttpDoor
 from router.metrics import RouterMetrics
-from router.placement import CostModel
 from router.placer import Placer
 from router.prefix_map import PrefixMap
 from router.readiness import Readiness, first_worker
@@ -63,11 +64,13 @@ async def serve(config: ClusterConfig, ready_fd: int | None, lifetime: Lifetime)
         if tokenizer.size > model.vocab_size:
             raise ConfigError(f"the tokenizer has {tokenizer.size} tokens, the model embeds {model.vocab_size}")
         metrics = RouterMetrics(model.name)
-        dispatcher = make_dispatcher(config, registry, metrics, secret)
+        decisions = DecisionLog(config.router.decisions_kept, clock=time.monotonic)
+        dispatcher = make_dispatcher(config, registry, metrics, secret, decisions)
         frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret, tracer=tracer)
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
         readiness = Readiness(registry, metrics, canary.answering)
-        app = create_app(frontend, dispatcher, readiness, config.router, metrics)
+        shown_decisions = decisions if config.router.decisions_kept else None
+        app = create_app(frontend, dispatcher, readiness, config.router, metrics, shown_decisions)
         server = build_server(frontend, dispatcher, config.router, metrics)
         where, drain_s = config.router.host, config.decode.drain_s
         http = await stack.enter_async_context(HttpDoor(app, host=where, port=config.router.port, grace_s=drain_s))
@@ -85,7 +88,7 @@ async def serve(config: ClusterConfig, ready_fd: int | None, lifetime: Lifetime)
 
 
 def make_dispatcher(
-    config: ClusterConfig, registry: WorkerRegistry, metrics: RouterMetrics, secret: bytes
+    config: ClusterConfig, registry: WorkerRegistry, metrics: RouterMetrics, secret: bytes, decisions: DecisionLog
 ) -> Dispatcher:
     """The core of the router over its live workers."""
     settings = config.router
@@ -94,6 +97,8 @@ def make_dispatcher(
         model=CostModel(local_prefill_tokens=settings.local_prefill_tokens),
         rng=SystemRandom(),
         clock=time.monotonic,
+        decisions=decisions,
+        observer=metrics.placement,
     )
     return Dispatcher(
         placer=placer,

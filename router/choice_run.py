@@ -128,6 +128,8 @@ class ChoiceRun:
                 self._around.observer.retried(RetryReason.REFUSED.value)
                 continue
             self._assignment, self.waiting = assignment, None
+            if self._request.only_worker is None:
+                self._placer.record(assignment, self._request_id)
             self._around.observer.placed(assignment.placement.reason.value)
 
     def take(self, attempt: int, event: AttemptEvent) -> list[ChoiceDelta]:
@@ -173,6 +175,8 @@ class ChoiceRun:
             assignment.port.cancel(self._request_id, self._progress.attempt)
             return self._retry(assignment, RetryReason.WORKER_FAULT, InternalError("tokens were lost"))
         self._placer.prompt_computed(assignment)
+        if arrived.started is not None:
+            self._placer.found_cached(assignment, arrived.started.cached_tokens)
         if tokens:
             self._placer.registry.answered(assignment.decode)
             self._first_token_s = self._first_token_s or self._around.clock()

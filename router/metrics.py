@@ -12,6 +12,7 @@ from typing import Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from router.placement_metrics import PlacementMetrics
 from router.requests import ChoiceFinish
 from router.tier_metrics import TierMetrics
 from router.transfer_metrics import TransferMetrics
@@ -86,7 +87,7 @@ class RouterMetrics:
         self.registry.register(self._transfers)
         self._tiers = TierMetrics()
         self.registry.register(self._tiers)
-        self._prefix_blocks = Gauge("tandem_prefix_map_blocks", "Block names in the prefix map", registry=self.registry)
+        self.placement = PlacementMetrics(self.registry)
 
     def on_render(self, refresh: Callable[[], None]) -> None:
         """`refresh` brings gauges up to date before each scrape."""
@@ -145,10 +146,6 @@ class RouterMetrics:
             self._requests.labels(*worker, "running").set(load.num_running)
             self._requests.labels(*worker, "waiting").set(load.num_waiting)
             self._kv_usage.labels(self._model[0], info.key.worker_id).set(used / info.num_blocks)
-
-    def prefix_map_size(self, num_blocks: int) -> None:
-        """Block names the router knows, over all workers."""
-        self._prefix_blocks.set(num_blocks)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, _LABELS, registry=self.registry).labels(*self._model)

@@ -37,6 +37,7 @@ from router.session_wire import (
     prefix_change_from_pb,
     refused_from_pb,
     reroute_to_pb,
+    resync_to_pb,
     settled_to_pb,
     submit_to_pb,
     tokens_from_pb,
@@ -101,7 +102,7 @@ class WorkerSession:
         self._settings = settings
         self._attempts: dict[RequestId, _Attempt] = {}
         # Bounded: submits by `max_queued_submits`, reroutes and cancels by the attempts that they concern. Inherits
-        # and settles by the workers that drain: each is heard once, and names this worker once.
+        # and settles by the workers that drain: each is heard once, and names this worker once. Resyncs by time.
         self._outgoing: deque[pb.RouterMessage] = deque()
         self._has_outgoing = asyncio.Event()
         self._ended = False
@@ -160,6 +161,10 @@ class WorkerSession:
     def settle(self) -> None:
         """See WorkerPort."""
         self._send(settled_to_pb())
+
+    def resync(self) -> None:
+        """See WorkerPort."""
+        self._send(resync_to_pb())
 
     def _attempt(self, request_id: str, number: int) -> _Attempt | None:
         """The live attempt, or None for one that has ended or been followed by another."""

@@ -171,6 +171,7 @@ def load_from_pb(load: pb.LoadSnapshot) -> WorkerLoad:
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         decode_step_s=load.decode_step_s,
         kv_bytes_per_s=load.kv_bytes_per_s,
+        context_tokens=load.context_tokens,
         num_quarantined_blocks=load.num_quarantined_blocks,
         transfers=transfers_from_pb(load.transfers) if load.HasField("transfers") else None,
         cache_tiers=tuple(map(_tier_from_pb, load.cache_tiers[:_MAX_TIERS])),
@@ -229,6 +230,11 @@ def inherit_to_pb(share: Inheritance, *, within_s: float, prefill_tokens_per_s: 
 def settled_to_pb() -> pb.RouterMessage:
     """To a draining worker."""
     return pb.RouterMessage(settled=pb.Settled())
+
+
+def resync_to_pb() -> pb.RouterMessage:
+    """The question for a worker's whole prefix cache."""
+    return pb.RouterMessage(resync=pb.Resync())
 
 
 def leaver_from_pb(inherited: pb.Inherited) -> WorkerKey:

@@ -148,6 +148,9 @@ class WorkerLoad:
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
     kv_bytes_per_s: float = 0.0
+    context_tokens: int = 0
+    """Tokens of context at which a prompt token takes twice as long to compute as without any. The rate is then the one
+    without context, and backlogs count such tokens. 0: not told; the rate is that of whatever was computed lately."""
     num_quarantined_blocks: int = 0
     cache_tiers: tuple[CacheTierLoad, ...] = ()
     transfers: TransferReport | None = None

@@ -167,6 +167,9 @@ class RouterConfig(Section):
     request_timeout_s: Seconds = 600.0
     local_prefill_tokens: int = Field(default=64, ge=0)
     """Uncached prompt tokens up to which the decode worker prefills itself."""
+    decisions_kept: int = Field(default=512, ge=0, le=65_536)
+    """The last placements, shown at /debug/decisions to whoever has an API key; 0: none, and there is no such page.
+    Each takes some 100 bytes per worker."""
     max_attempts: PositiveInt = 4
     """Workers tried for one request before it fails."""
     stream_buffer_tokens: PositiveInt = 4096
