@@ -263,7 +263,6 @@ class RulePlacer(Placer):
             cached_tokens=computing.num_matched_tokens,
             uncached_tokens=num_uncached,
             predicted_ms=0.0,
-            candidates=(),
         )
         registry.assign(key, num_uncached if prefill is None else 0)
         if prefill is not None:

@@ -110,11 +110,12 @@ class Simulation:
         self.registry.prefix_changed(info.key, PrefixChange(first_sequence=0, snapshot=True, changes=()))
 
     def _join_sink(self) -> None:
-        """Nobody decodes: a decode worker in name only, with room for everything and no time of its own."""
+        """Nobody decodes: a decode worker in name only, with room for everything, on which no prompt is ever computed."""
         key = WorkerKey(WorkerId("sink"), Incarnation(0))
         bytes_per_token = 1 if self.spec.prefill is None else self.spec.prefill.latency.kv_bytes_per_token
         self._join(self._info(key, WorkerRole.DECODE, 2**40, bytes_per_token))
-        self.registry.load_changed(key, WorkerLoad(num_free_blocks=2**40))
+        load = WorkerLoad(num_free_blocks=2**40, prefill_tokens_per_s=1e-3, decode_step_s=1e-9, kv_bytes_per_s=1e18)
+        self.registry.load_changed(key, load)
 
     def _info(self, key: WorkerKey, role: WorkerRole, num_blocks: int, bytes_per_token: int) -> WorkerInfo:
         layout = KVLayout(
