@@ -27,6 +27,8 @@ class Network:
     """Between two load reports of a worker."""
     crash_seen_s: float = 0.5
     """Until the router knows that a process is gone."""
+    freeze_seen_s: float = 2.0
+    """Until the router gives a silent one up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from functools import partial
 from random import Random
 
 from cluster.simulator.event_queue import EventQueue
+from cluster.simulator.faults import Fault, FaultKind
 from cluster.simulator.policies import OURS, RULES, RulePlacer
 from cluster.simulator.router_side import Outcomes, SimRouter
 from cluster.simulator.settings import ClusterSpec, PoolSpec
@@ -22,6 +23,11 @@ from tandem.errors import ConfigError, InvariantError
 from tandem.ids import Incarnation, RequestId, WorkerId
 from tandem.kv_layout import KVLayout
 from tandem.roles import WorkerRole
+
+
+def worker_name(role: WorkerRole, index: int) -> WorkerId:
+    """Of a pool's worker, whichever process it is at the moment."""
+    return WorkerId(f"{role.value}-{index:04d}")
 
 
 class NoPort:
@@ -72,6 +78,9 @@ class Simulation:
         self.workers.use(self.router)
         self.registry.on_load = self.router.room.look
         self._incarnation = 0
+        self.num_faults = 0
+        self._given_up: set[WorkerKey] = set()
+        """Workers that are gone, or will be when the router has learnt it."""
         for role, pool in ((WorkerRole.PREFILL, spec.prefill), (WorkerRole.DECODE, spec.decode)):
             if pool is not None:
                 for index in range(pool.num_workers):
@@ -92,7 +101,7 @@ class Simulation:
     def start_worker(self, role: WorkerRole, index: int, pool: PoolSpec) -> SimWorker:
         """A process begins, with an empty cache, and joins."""
         self._incarnation += 1
-        key = WorkerKey(WorkerId(f"{role.value}-{index:04d}"), Incarnation(self._incarnation))
+        key = WorkerKey(worker_name(role, index), Incarnation(self._incarnation))
         info = self._info(key, role, pool.engine.num_blocks, pool.latency.kv_bytes_per_token)
         worker = SimWorker(
             info=info, config=pool.engine, latency=pool.latency, events=self.events, listener=self.workers
@@ -104,6 +113,36 @@ class Simulation:
         phase_s = self.spec.network.load_period_s * (index + 1) / (pool.num_workers + 1)
         self.events.in_background(phase_s, partial(self.workers.tell_load, worker))
         return worker
+
+    def strike(self, fault: Fault) -> None:
+        """Let a fault happen when its time comes; a worker that is gone already cannot be hit."""
+        self.events.at(fault.at_s, partial(self._hit, fault))
+
+    def _hit(self, fault: Fault) -> None:
+        worker_id = worker_name(fault.role, fault.index)
+        worker = next((w for key, w in self.workers.live.items() if key.worker_id == worker_id), None)
+        pool = self.spec.prefill if fault.role is WorkerRole.PREFILL else self.spec.decode
+        if worker is None or worker.info.key in self._given_up or pool is None:
+            return
+        self.num_faults += 1
+        network, return_s = self.spec.network, fault.duration_s
+        if fault.kind is FaultKind.FREEZE:
+            worker.freeze(fault.duration_s)
+            if fault.duration_s <= network.freeze_seen_s:
+                return
+            seen_s = network.freeze_seen_s
+        else:
+            worker.die()
+            seen_s = network.crash_seen_s
+        self._given_up.add(worker.info.key)
+        self.events.after(seen_s, partial(self._give_up, worker))
+        restart = partial(self.start_worker, fault.role, fault.index, pool)
+        self.events.after(max(return_s, seen_s), restart)
+
+    def _give_up(self, worker: SimWorker) -> None:
+        worker.die()
+        self.registry.left(worker.info.key, "gone")
+        self.workers.lost(worker.info.key)
 
     def _join(self, info: WorkerInfo) -> None:
         self.registry.joined(info, NoPort())

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 from cluster.simulator.event_queue import EventQueue
 from cluster.simulator.latency import StepLatency, work_of
 from cluster.simulator.names import TraceHasher
+from cluster.simulator.sim_request import SimRequest
 from engine.config import EngineConfig
 from engine.quiet import QuietRun
 from engine.rates import RateMeter
@@ -77,6 +78,10 @@ class SimWorker:
         self.link_free_s = 0.0
         """When its network card has done all that it was given."""
         self.is_dead = False
+        self.num_tokens_at_end = 0
+        """That each running sequence had got, when the worker died, in steps whose end was not told yet."""
+        self.joined: list[SimRequest] = []
+        """Requests whose prompt came from elsewhere and whose first step here is still to come."""
         self._paces = config.max_step_s is not None
         self._events = events
         self._listener = listener
@@ -99,6 +104,7 @@ class SimWorker:
 
     def die(self) -> None:
         """The process is gone, with all that it held."""
+        self.num_tokens_at_end = 0 if self._quiet is None else self._num_ended(self._quiet)
         self.is_dead = True
         self._serial += 1
         self._calls.clear()
@@ -106,6 +112,14 @@ class SimWorker:
     def freeze(self, duration_s: float) -> None:
         """For so long nothing happens."""
         self._frozen_until_s = self._events.now + duration_s
+
+    def _num_ended(self, quiet: _Quiet) -> int:
+        run, gone_s = quiet.run, self._events.now - quiet.started_s
+        return bisect_right(
+            range(1, run.num_steps),
+            gone_s,
+            key=lambda count: self.latency.run_seconds(run.num_rows, run.num_context_tokens, count),
+        )
 
     def _turn(self) -> None:
         """Calls, then the next step."""
@@ -159,14 +173,7 @@ class SimWorker:
     def _cut(self, quiet: _Quiet) -> None:
         """Somebody wants to be heard: the step under way is the last."""
         self._quiet = None
-        run = quiet.run
-        gone_s = self._events.now - quiet.started_s
-        num_ended = bisect_right(
-            range(1, run.num_steps),
-            gone_s,
-            key=lambda count: self.latency.run_seconds(run.num_rows, run.num_context_tokens, count),
-        )
-        self._await_quiet(quiet, num_ended + 1)
+        self._await_quiet(quiet, self._num_ended(quiet) + 1)
 
     def _end_quiet(self, serial: int, quiet: _Quiet, num_steps: int, seconds: float) -> None:
         if self._is_void(serial, partial(self._end_quiet, serial, quiet, num_steps, seconds)):

@@ -16,7 +16,7 @@ from cluster.simulator.settings import Network
 from cluster.simulator.sim_request import SimRequest
 from cluster.simulator.worker import TOKEN, SimWorker, Steps
 from engine.kv_events import KVEventBatch, Stored
-from engine.request import TokenEvent
+from engine.request import RequestState, TokenEvent
 from engine.scheduler import Scheduler
 from engine.step import Admission, PrefillProgress, StepOutput
 from router.worker_view import PrefixChange, WorkerKey, WorkerLoad
@@ -178,9 +178,10 @@ class SimWorkers:
         if self._handoffs.pop(RequestId(handoff.transfer_id), None) is not handoff:
             return
 
-        def commit(_worker: SimWorker, scheduler: Scheduler) -> None:
-            if request.key == key:
+        def commit(worker: SimWorker, scheduler: Scheduler) -> None:
+            if request.key == key and request.engine is not None:
                 request.is_fresh = True
+                worker.joined.append(request)
                 scheduler.reservations.commit(handoff.transfer_id, TOKEN, num_cached_tokens=request.cached_tokens)
 
         self._call(handoff.decode, commit)
@@ -200,8 +201,7 @@ class SimWorkers:
         for admission in output.admissions:
             self._admitted(admission)
         if steps.num_rows:
-            # The first of the steps may be later for those that have just come: their own gaps are counted by `_token`.
-            self.gaps.add(steps.seconds / steps.count, steps.count * steps.num_rows)
+            self._count_gaps(worker, steps)
         for event in output.events:
             self._token(worker, event)
         for progress in output.progress:
@@ -210,6 +210,17 @@ class SimWorkers:
         for preempted in output.preemptions:
             if (request := self.router.live.get(preempted)) is not None:
                 request.is_fresh, request.last_token_s = True, worker.stepped_s
+
+    def _count_gaps(self, worker: SimWorker, steps: Steps) -> None:
+        """Steps taken at once: for those that had just come the first token is later by what the way took."""
+        step_s, count = steps.seconds / steps.count, steps.count * steps.num_rows
+        for request in worker.joined:
+            if request.is_fresh:
+                count -= 1
+                self.gaps.add(self._events.now - steps.seconds + step_s - request.last_token_s)
+                request.is_fresh = False
+        worker.joined.clear()
+        self.gaps.add(step_s, count)
 
     def _publish(self, worker: SimWorker, batch: KVEventBatch) -> None:
         change = PrefixChange(
@@ -240,6 +251,8 @@ class SimWorkers:
         is_last = event.finish_reason is not None
         if worker.info.role is WorkerRole.PREFILL:
             self._tell_router(request, request.key, partial(self.router.prompt_computed, request))
+            if event.index:
+                self.gaps.add(now - request.last_token_s)
             request.last_token_s = now
             if not self._has_decode:
                 self._tell_router(request, request.key, partial(self.router.finish, request))
@@ -248,11 +261,38 @@ class SimWorkers:
         if event.token is not None:
             if event.index:
                 self.gaps.add(now - (request.last_token_s if request.is_fresh else worker.stepped_s))
-            if request.is_fresh:
+            if request.is_fresh and not is_last:
                 self._tell_router(request, request.key, partial(self.router.prompt_computed, request))
             request.is_fresh, request.last_token_s = False, now
         if is_last:
             self._tell_router(request, request.key, partial(self.router.finish, request))
+
+    # Losses
+
+    def lost(self, key: WorkerKey) -> None:
+        """The router has learnt that a worker is gone: whatever was there goes on elsewhere.
+
+        A hand-off whose prefill worker is gone begins anew, without what had landed.
+        """
+        worker = self.live.pop(key)
+        for handoff in [h for h in self._handoffs.values() if key in (h.prefill, h.decode)]:
+            del self._handoffs[RequestId(handoff.transfer_id)]
+            if handoff.prefill == key:
+                self._call(handoff.decode, partial(_cancel, handoff.transfer_id))
+            else:
+                self._call(handoff.prefill, partial(self._let_go, RequestId(handoff.transfer_id)))
+            self._count_tokens(handoff.request, worker)
+        for request in [r for r in self.router.live.values() if _is_on(r, key)]:
+            self._count_tokens(request, worker)
+            self.router.lost(request)
+
+    def _count_tokens(self, request: SimRequest, worker: SimWorker) -> None:
+        """What the client has got of it."""
+        engine = request.engine
+        num_known = 1 if request.first_token_s is not None else 0
+        if engine is not None and engine.state is RequestState.RUNNING:
+            num_known = max(num_known, engine.num_output_tokens + worker.num_tokens_at_end)
+        request.num_output_tokens = max(request.num_output_tokens, num_known)
 
     # Load
 
@@ -272,6 +312,20 @@ class SimWorkers:
         )
         self._events.in_background(self._network.hop_s, partial(self._registry.load_changed, worker.info.key, report))
         self._events.in_background(self._network.load_period_s, partial(self.tell_load, worker))
+
+
+def _cancel(transfer_id: TransferId, _worker: SimWorker, scheduler: Scheduler) -> None:
+    scheduler.reservations.cancel(transfer_id)
+
+
+def _is_on(request: SimRequest, key: WorkerKey) -> bool:
+    """Whether the attempt cannot go on without the worker."""
+    assignment = request.assignment
+    if assignment is None:
+        return False
+    prefill = assignment.placement.prefill
+    awaits_prefill = request.engine is None or request.engine.state is RequestState.WAITING
+    return assignment.decode == key or (awaits_prefill and prefill is not None and prefill.info.key == key)
 
 
 def _named(batch: KVEventBatch) -> Iterable[Stored]:
