@@ -1,7 +1,7 @@
 """What goes wrong with workers, when and with which: drawn from a seed before anything happens.
 
-A crashed worker is gone with its cache; the router learns it when its connection breaks, and a new process joins after a
-while. A frozen worker goes on where it stood, unless the router gives it up first: then it comes back as a new one.
+A crashed worker is gone with its cache; the router learns it when its connection breaks, and a new process joins after
+a while. A frozen worker goes on where it stood, unless the router gives it up first: then it comes back as a new one.
 """
 
 from dataclasses import dataclass

@@ -71,7 +71,7 @@ def generate(spec: LoadSpec, seed: int) -> Trace:
     rng = Random(seed)
     requests: list[TraceRequest] = []
     # In the beginning nobody is at a later turn yet: what is kept begins when the load has grown to its rate.
-    grown_s = 3 * spec.turns * spec.think
+    grown_s = spec.turns * spec.think
     begun_s, number, enough_s = 0.0, 0, grown_s
     while True:
         requests += _conversation(spec, rng, begun_s, number)

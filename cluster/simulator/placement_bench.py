@@ -6,7 +6,7 @@ the last. A policy that finds less than the shared cache works above that utilis
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.simulator.latency import StepLatency
 from cluster.simulator.oracle import SharedCache, shared_cache, utilised
@@ -27,7 +27,7 @@ class PlacementCase:
     utilisation: float = 0.75
     prompt_tokens_per_s: float = 8_000.0
     """Of one worker."""
-    model: CostModel = CostModel(local_prefill_tokens=0)
+    model: CostModel = field(default_factory=lambda: CostModel(local_prefill_tokens=0))
     """Of ours. Nobody decodes here: no prompt may be computed by a decode worker."""
 
 
@@ -65,13 +65,13 @@ def _run(spec: ClusterSpec, trace: Trace, choosing: Choosing, seed: int) -> Repo
 def placement_table(result: PlacementResult) -> str:
     """One line a policy; the shared cache first."""
     lines = [
-        f"{'':15} {'hit rate':>9} {'of shared':>10} {'queue p50':>11} {'queue p99':>11} {'TTFT p50':>10} {'TTFT p99':>10}",
+        f"{'':15} {'hit rate':>9} {'of shared':>10}"
+        f" {'queue p50':>11} {'queue p99':>11} {'TTFT p50':>11} {'TTFT p99':>11}",
         f"{'shared cache':15} {result.ideal.hit_rate:9.4f} {1:10.2%}",
     ]
     for report in result.reports:
-        lines.append(
-            f"{report.policy + (' (ours)' if report.policy == OURS else ''):15} {report.hit_rate:9.4f} "
-            f"{result.share_of_ideal(report):10.2%} {report.queue_ms.median / 1e3:9.2f} s {report.queue_ms.p99 / 1e3:9.2f} s "
-            f"{report.ttft_ms.median / 1e3:8.2f} s {report.ttft_ms.p99 / 1e3:8.2f} s"
-        )
+        name = f"{report.policy} (ours)" if report.policy == OURS else report.policy
+        times = (report.queue_ms.median, report.queue_ms.p99, report.ttft_ms.median, report.ttft_ms.p99)
+        cells = "".join(f" {ms / 1e3:9.2f} s" for ms in times)
+        lines.append(f"{name:15} {report.hit_rate:9.4f} {result.share_of_ideal(report):10.2%}{cells}")
     return "\n".join(lines)

@@ -5,8 +5,8 @@
   `balance_abs_threshold` and by the factor `balance_rel_threshold`, the least loaded worker; else the worker that was
   sent the longest equal beginning if that is more than `cache_threshold` of the prompt, else the least loaded. It
   knows what it has sent, in a tree of its own, and not what workers have evicted.
-- `dynamo`: the published cost of NVIDIA Dynamo's KV router: overlap weight x prefill blocks (in flight and new ones that
-  are not cached) + active decode blocks; the least, or by a softmax of normalised costs at a temperature above 0. For a
+- `dynamo`: the published cost of NVIDIA Dynamo's KV router: overlap weight x prefill blocks (in flight, and new ones
+  not cached) + active decode blocks; the least, or by a softmax of normalised costs at a temperature above 0. For a
   pool that only prefills it counts no decode blocks.
 """
 
@@ -202,7 +202,7 @@ POLICIES = (*RULES, OURS)
 
 
 class RulePlacer(Placer):
-    """Keeps the books as the real placer does, and lets a rule choose: the prefill worker and the decode worker apart."""
+    """Keeps the books as the real placer does, and lets a rule choose prefill and decode worker, each alone."""
 
     def __init__(self, *, registry: WorkerRegistry, rule: Rule, rng: Random, clock: Callable[[], float]) -> None:
         super().__init__(registry=registry, model=CostModel(), rng=rng, clock=clock)

@@ -4,7 +4,7 @@ Goodput counts requests whose first token came within the TTFT target and whose 
 the ITL target, per second. `held` also asks what share of all first tokens, and of all gaps, was within its target.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -157,7 +157,19 @@ def table(reports: Sequence[Report]) -> str:
     )
 
 
-_ROWS = (
+_Row = tuple[str, str, Callable[[Report], float]]
+"""What a line is called, how its figures look, and what they are."""
+
+
+def _spread_rows(name: str, of: Callable[[Report], Spread]) -> list[_Row]:
+    return [
+        (f"mean {name} (ms)", ".1f", lambda r: of(r).mean),
+        (f"median {name} (ms)", ".1f", lambda r: of(r).median),
+        (f"p99 {name} (ms)", ".1f", lambda r: of(r).p99),
+    ]
+
+
+_ROWS: tuple[_Row, ...] = (
     ("successful requests", "d", lambda r: r.num_finished),
     ("rejected, failed", "d", lambda r: r.num_rejected + r.num_failed),
     ("duration (s)", ".1f", lambda r: r.duration_s),
@@ -168,13 +180,11 @@ _ROWS = (
     ("TTFT within SLO", ".2%", lambda r: r.ttft_within),
     ("ITL within SLO", ".2%", lambda r: r.itl_within),
     ("token hit rate", ".4f", lambda r: r.hit_rate),
-    *(
-        (f"{which} {name} (ms)", ".1f", lambda r, field=field, which=which: getattr(getattr(r, field), which))
-        for name, field in (
-            ("queue", "queue_ms"), ("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms"), ("E2E", "e2e_ms"),
-        )
-        for which in ("mean", "median", "p99")
-    ),
+    *_spread_rows("queue", lambda r: r.queue_ms),
+    *_spread_rows("TTFT", lambda r: r.ttft_ms),
+    *_spread_rows("TPOT", lambda r: r.tpot_ms),
+    *_spread_rows("ITL", lambda r: r.itl_ms),
+    *_spread_rows("E2E", lambda r: r.e2e_ms),
     ("preemptions", "d", lambda r: r.num_preemptions),
     ("retries", "d", lambda r: r.num_retries),
     ("KV moved (GB)", ".2f", lambda r: r.kv_gbytes_moved),
@@ -184,12 +194,12 @@ _ROWS = (
 def _pools(simulation: Simulation, duration_s: float) -> dict[str, PoolUse]:
     return {
         role.value: PoolUse(
-            num_workers=len(workers),
-            busy_share=sum(worker.busy_s for worker in workers) / (len(workers) * duration_s),
+            num_workers=pool.num_workers,
+            busy_share=sum(worker.busy_s for worker in workers) / (pool.num_workers * duration_s),
             prompt_tokens=sum(worker.num_prompt_tokens for worker in workers),
         )
-        for role in WorkerRole
-        if (workers := [worker for worker in simulation.workers.all if worker.info.role is role])
+        for role, pool in ((WorkerRole.PREFILL, simulation.spec.prefill), (WorkerRole.DECODE, simulation.spec.decode))
+        if pool is not None and (workers := [w for w in simulation.workers.all if w.info.role is role])
     }
 
 

@@ -1,6 +1,6 @@
 """What a simulated cluster is made of."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.simulator.latency import StepLatency
 from engine.config import EngineConfig
@@ -39,7 +39,7 @@ class ClusterSpec:
     """None: decode workers compute the prompts themselves (colocated)."""
     decode: PoolSpec | None
     """None: of every prompt only the first token is wanted, and placement of prefill alone is looked at."""
-    network: Network = Network()
+    network: Network = field(default_factory=Network)
     max_inflight: int = 1_000_000
     """Requests that the router accepts at once."""
 

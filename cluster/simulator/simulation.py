@@ -1,6 +1,6 @@
 """A whole cluster on a virtual clock: one router, its workers, a trace; from the first arrival to the last end."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 
@@ -48,13 +48,16 @@ class NoPort:
     def settle(self) -> None:
         """See WorkerPort."""
 
+    def resync(self) -> None:
+        """See WorkerPort."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choosing:
     """How the router chooses workers."""
 
     policy: str = OURS
-    model: CostModel = CostModel()
+    model: CostModel = field(default_factory=CostModel)
     """Of ours."""
 
 
@@ -136,8 +139,11 @@ class Simulation:
             seen_s = network.crash_seen_s
         self._given_up.add(worker.info.key)
         self.events.after(seen_s, partial(self._give_up, worker))
-        restart = partial(self.start_worker, fault.role, fault.index, pool)
+        restart = partial(self._restart, fault.role, fault.index, pool)
         self.events.after(max(return_s, seen_s), restart)
+
+    def _restart(self, role: WorkerRole, index: int, pool: PoolSpec) -> None:
+        self.start_worker(role, index, pool)
 
     def _give_up(self, worker: SimWorker) -> None:
         worker.die()
@@ -149,7 +155,7 @@ class Simulation:
         self.registry.prefix_changed(info.key, PrefixChange(first_sequence=0, snapshot=True, changes=()))
 
     def _join_sink(self) -> None:
-        """Nobody decodes: a decode worker in name only, with room for everything, on which no prompt is ever computed."""
+        """Nobody decodes: a decode worker in name only, with room for everything, where no prompt is computed."""
         key = WorkerKey(WorkerId("sink"), Incarnation(0))
         bytes_per_token = 1 if self.spec.prefill is None else self.spec.prefill.latency.kv_bytes_per_token
         self._join(self._info(key, WorkerRole.DECODE, 2**40, bytes_per_token))

@@ -32,11 +32,11 @@ Call = Callable[[Scheduler], None]
 class Steps(NamedTuple):
     """What a worker has just done."""
 
-    count: int
+    num_steps: int
     seconds: float
     """Of all of them; 0 when nothing was computed."""
     num_rows: int
-    """Sequences that got a token in each of `count` steps taken at once; of a single step see the output's events."""
+    """Sequences that got a token in each of the steps taken at once; of a single step see the output's events."""
 
 
 class StepListener(Protocol):

@@ -131,9 +131,7 @@ class SimWorkers:
             prefill=prefill,
             num_held_blocks=grant.num_held_tokens // block_size,
         )
-        self._events.after(
-            self._network.hop_s, lambda: self._call(prefill, partial(self._compute, request, key))
-        )
+        self._events.after(self._network.hop_s, lambda: self._call(prefill, partial(self._compute, request, key)))
 
     def _offered(self, handoff: Handoff) -> None:
         """The prompt has left the prefill worker's queue: OFFER, and RESERVE comes back."""
@@ -213,7 +211,7 @@ class SimWorkers:
 
     def _count_gaps(self, worker: SimWorker, steps: Steps) -> None:
         """Steps taken at once: for those that had just come the first token is later by what the way took."""
-        step_s, count = steps.seconds / steps.count, steps.count * steps.num_rows
+        step_s, count = steps.seconds / steps.num_steps, steps.num_steps * steps.num_rows
         for request in worker.joined:
             if request.is_fresh:
                 count -= 1
@@ -228,9 +226,7 @@ class SimWorkers:
             snapshot=False,
             changes=tuple([(event.name, type(event) is Stored) for event in _named(batch)]),
         )
-        self._events.after(
-            self._network.hop_s, partial(self._registry.prefix_changed, worker.info.key, change)
-        )
+        self._events.after(self._network.hop_s, partial(self._registry.prefix_changed, worker.info.key, change))
 
     def _admitted(self, admission: Admission) -> None:
         request = self.router.live.get(admission.request_id)
