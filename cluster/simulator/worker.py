@@ -19,7 +19,7 @@ from engine.quiet import QuietRun
 from engine.rates import RateMeter
 from engine.request import Batch, SampledToken
 from engine.scheduler import Scheduler
-from engine.step import StepOutput, StepTimings
+from engine.step import Load, StepOutput, StepTimings
 from router.worker_view import WorkerInfo
 
 TOKEN = 1
@@ -80,6 +80,8 @@ class SimWorker:
         self.is_dead = False
         self.num_tokens_at_end = 0
         """That each running sequence had got, when the worker died, in steps whose end was not told yet."""
+        self.told_load: Load | None = None
+        """In its last report."""
         self.joined: list[SimRequest] = []
         """Requests whose prompt came from elsewhere and whose first step here is still to come."""
         self._paces = config.max_step_s is not None

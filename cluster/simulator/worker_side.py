@@ -297,6 +297,11 @@ class SimWorkers:
         if worker.is_dead:
             return
         load = worker.scheduler.load()
+        if load == worker.told_load:
+            # Nothing was sent there either: the router would learn nothing.
+            self._events.in_background(self._network.load_period_s, partial(self.tell_load, worker))
+            return
+        worker.told_load = load
         report = WorkerLoad(
             num_running=load.num_running,
             num_waiting=load.num_waiting + load.num_reservations,
