@@ -225,6 +225,32 @@ def simulate(  # noqa: PLR0913  # one parameter per option
 
 
 @app.command(rich_help_panel=_LOOK)
+def plan(  # noqa: PLR0913  # one parameter per option
+    *,
+    worker: Annotated[
+        list[str], typer.Option(metavar="gpus=8,kv_tokens=N,latency=PROFILE", help="What a worker may be; repeat.")
+    ],
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences in one step; repeat.")] = None,
+    max_gpus: Annotated[int, typer.Option(min=1, help="Do not look beyond.")] = 64,
+    trace: Annotated[Path | None, typer.Option(help="Mooncake's .jsonl or Azure's .csv.")] = None,
+    generate: Annotated[str, typer.Option(metavar="rate=4,requests=1000,...", help="Load made from the seed.")] = "",
+    requests: Annotated[int | None, typer.Option(min=1, help="Only so many of the trace.")] = 500,
+    speed: Annotated[float, typer.Option(help="Requests come so many times as fast.")] = 1.0,
+    slo: Annotated[str, typer.Option(metavar="ttft=2,itl=0.1", help="Promised seconds.")] = "",
+    seed: Annotated[int, typer.Option(help="The same seed gives the same answer.")] = 0,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Search the cheapest cluster that keeps a promise for a load, by simulation, and say why."""
+    from cluster.simulator.command import PlanOptions, SimulateOptions, plan_cluster
+
+    load = SimulateOptions(
+        trace=trace, generate=generate, requests=requests, speed=speed, slo=slo, seed=seed, as_json=json_
+    )
+    limits = tuple(batch) if batch else (256,)
+    print(plan_cluster(PlanOptions(load=load, workers=tuple(worker), batch_limits=limits, max_gpus=max_gpus)))
+
+
+@app.command(rich_help_panel=_LOOK)
 def doctor(
     config: ConfigOption = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

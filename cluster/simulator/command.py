@@ -1,4 +1,4 @@
-"""What `tandem simulate` does with its options."""
+"""What `tandem simulate` and `tandem plan` do with their options."""
 
 import json
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from cluster.simulator.faults import FaultSpec, draw_faults
 from cluster.simulator.generated_load import LoadSpec, generate
 from cluster.simulator.latency_files import load_latency
 from cluster.simulator.placement_bench import PlacementCase, compare_placement, placement_table
+from cluster.simulator.plan import WorkerKind, plan, plan_table
 from cluster.simulator.plots import draw
 from cluster.simulator.policies import OURS, POLICIES
 from cluster.simulator.report import Report, Slo, report_on, table
@@ -43,6 +44,35 @@ class SimulateOptions:
     placement: bool = False
     as_json: bool = False
     plots: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """As they come from the command line."""
+
+    load: SimulateOptions
+    """Trace, promise and seed."""
+    workers: tuple[str, ...]
+    batch_limits: tuple[int, ...] = (256,)
+    max_gpus: int = 64
+
+
+def plan_cluster(options: PlanOptions) -> str:
+    """Search the cheapest cluster; returns what is to be printed. ConfigError for options that make no sense."""
+    if not options.workers or not options.batch_limits or min(options.batch_limits) < 1:
+        raise ConfigError("--worker says what a worker may be, --batch how many sequences a step may have")
+    load = options.load
+    trial = Trial(trace=_trace(load), slo=Slo.parse(load.slo), choosing=Choosing(), seed=load.seed)
+    kinds = [WorkerKind.parse(text) for text in options.workers]
+    plans = plan(trial, kinds, options.batch_limits, max_gpus=options.max_gpus)
+    if not load.as_json:
+        return plan_table(plans)
+    rows = [
+        {"design": p.design.name, "prefill": p.sizes[0], "decode": p.sizes[1], "gpus": p.gpus, "why": list(p.why)}
+        | {"report": None if p.report is None else p.report.as_dict()}
+        for p in plans
+    ]
+    return json.dumps(rows, indent=2)
 
 
 def simulate(options: SimulateOptions) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.simulator.command import SimulateOptions, simulate
+from cluster.simulator.command import PlanOptions, SimulateOptions, plan_cluster, simulate
 from cluster.simulator.generated_load import LoadSpec, generate
 from cluster.simulator.latency import StepLatency
 from cluster.simulator.latency_files import load_latency
@@ -71,7 +71,7 @@ def test_azure_shares_nothing(tmp_path: Path) -> None:
 def test_what_is_no_trace_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(content)
-    with pytest.raises(ConfigError, match="not such a trace|no request"):
+    with pytest.raises(ConfigError, match=r"not such a trace|no request"):
         load_trace(path)
     with pytest.raises(ConfigError, match="a trace is"):
         load_trace(tmp_path / "trace.txt")
@@ -156,6 +156,25 @@ def test_the_command_sweeps_the_ratio() -> None:
     assert "colo 2" in text
     assert "1:1" in text
     assert "wins" in text.splitlines()[-1]
+
+
+def test_the_plan_is_as_small_as_can_be_and_says_why(tmp_path: Path) -> None:
+    slow = tmp_path / "slow.json"
+    slow.write_text(json.dumps({"step_s": 0.01, "prompt_token_s": 1e-4, "row_s": 1e-3}))
+    load = SimulateOptions(generate="requests=60,rate=6,output=20,block=16", slo="ttft=1,itl=0.05", as_json=True)
+    options = PlanOptions(load=load, workers=(f"gpus=1,kv_tokens=20000,latency={slow}",), max_gpus=8)
+    plans = json.loads(plan_cluster(options))
+    assert [p["design"] for p in plans if p["report"] is not None]
+    best = plans[0]
+    assert best["report"]["held"]
+    assert best["gpus"] == min(p["gpus"] for p in plans if p["report"] is not None)
+    assert all("breaks" in why for why in best["why"])
+    text = plan_cluster(
+        PlanOptions(load=SimulateOptions(**{**_fields(load), "as_json": False}), workers=options.workers)
+    )
+    assert text.splitlines()[-1].startswith("cheapest: ")
+    with pytest.raises(ConfigError, match="--worker is"):
+        plan_cluster(PlanOptions(load=load, workers=("gpus=1",)))
 
 
 def _fields(options: SimulateOptions) -> dict[str, object]:
