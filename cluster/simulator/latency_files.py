@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.simulator.latency import StepLatency
+from cluster.simulator.latency import StepLatency, StepWork
 from tandem.errors import ConfigError
 
 PROFILES = Path(__file__).parent / "profiles"
@@ -92,6 +92,15 @@ def _distserve(path: Path, row: str) -> StepLatency:
         context_token_s=per_context / 1e3,
         kv_bytes_per_token=KV_BYTES_PER_TOKEN[model],
         source=f"{path.name}: {row}, fit for fewer than {fit['decoding_large_small_bs_threshold']} rows",
+    )
+
+
+def fit_steps(works: Sequence[StepWork], seconds: Sequence[float]) -> StepLatency:
+    """The latency that comes nearest to measured steps, each weighing the same whatever it took."""
+    rows = [[value / took for value in (1, *work)] for work, took in zip(works, seconds, strict=True)]
+    step_s, prompt_token_s, pair_s, row_s, context_token_s = _fit(rows, [1.0] * len(rows))
+    return StepLatency(
+        step_s=step_s, prompt_token_s=prompt_token_s, pair_s=pair_s, row_s=row_s, context_token_s=context_token_s
     )
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from cluster.simulator.command import PlanOptions, SimulateOptions, plan_cluster, simulate
 from cluster.simulator.generated_load import LoadSpec, generate
-from cluster.simulator.latency import StepLatency
-from cluster.simulator.latency_files import load_latency
+from cluster.simulator.latency import StepLatency, StepWork
+from cluster.simulator.latency_files import fit_steps, load_latency
 from cluster.simulator.metrics import GapHistogram, percentile
 from cluster.simulator.names import SpacedNames, TraceHasher, own_name, trace_name
 from cluster.simulator.oracle import shared_cache, utilised
@@ -123,6 +123,15 @@ def test_tables_become_latencies(tmp_path: Path) -> None:
     assert fitted.row_s == pytest.approx(0.5e-3, rel=0.01)
     with pytest.raises(ConfigError, match="known by name: "):
         load_latency("no-such-profile")
+
+
+def test_measured_steps_give_back_what_made_them() -> None:
+    latency = StepLatency(step_s=0.01, prompt_token_s=1e-4, pair_s=1e-8, row_s=1e-3, context_token_s=1e-6)
+    works = [StepWork(n, n * (n + 1) // 2, 0, 0) for n in (64, 256, 1024)]
+    works += [StepWork(0, 0, rows, rows * context) for rows in (1, 4, 16) for context in (64, 512)]
+    fitted = fit_steps(works, [latency.seconds(work) for work in works])
+    for name in ("step_s", "prompt_token_s", "pair_s", "row_s", "context_token_s"):
+        assert getattr(fitted, name) == pytest.approx(getattr(latency, name), rel=1e-3)
 
 
 def test_histograms_are_right_to_a_percent() -> None:
