@@ -78,9 +78,12 @@ def take_quiet_steps(num_steps: int, token_id: int, roster: Roster, blocks: Bloc
         if rule is None or end + 1 >= rule.max_tokens or token_id in rule.token_ids:
             raise InvariantError(f"request {request.request_id} ends within a run of steps that end nobody")
         # Step s, from 1, computes the token after the first `start + s - 1`.
-        room = len(request.block_table) * size
-        changes += [_Change(at + 1 - start, False, position) for at in range(room, end, size)]
-        changes += [_Change(at - start, True, position) for at in range(start - start % size + size, end + 1, size)]
+        room = len(request.block_table.ids) * size
+        if room < end:
+            changes += [_Change(at + 1 - start, False, position) for at in range(room, end, size)]
+        first = start - start % size + size
+        if first <= end:
+            changes += [_Change(at - start, True, position) for at in range(first, end + 1, size)]
     changes.sort()
     for step, is_filled, position in changes:
         request = running[position]
@@ -107,7 +110,9 @@ def _advance(request: Request, num_computed_tokens: int, token_id: int) -> None:
 def _affordable(num_steps: int, roster: Roster, blocks: BlockManager) -> int:
     """The most of so many steps for whose tokens there are blocks without preempting anybody."""
     available = blocks.num_available
-    rows = [(len(request.token_ids) - 1, len(request.block_table)) for request in roster.running]
+    if len(roster.running) * (num_steps // blocks.block_size + 1) <= available:
+        return num_steps
+    rows = [(len(request.token_ids) - 1, len(request.block_table.ids)) for request in roster.running]
 
     def fits(count: int) -> bool:
         return sum(max(0, blocks.blocks_for(start + count) - held) for start, held in rows) <= available

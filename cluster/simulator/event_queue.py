@@ -9,7 +9,7 @@ Action = Callable[[], None]
 class EventQueue:
     """All that is going to happen in one simulation."""
 
-    __slots__ = ("_heap", "_num_foreground", "_serial", "now")
+    __slots__ = ("_heap", "_is_stopped", "_num_foreground", "_serial", "now")
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -17,6 +17,7 @@ class EventQueue:
         self._heap: list[tuple[float, int, Action, bool]] = []
         self._serial = 0
         self._num_foreground = 0
+        self._is_stopped = False
 
     def clock(self) -> float:
         """The time, for objects that ask."""
@@ -35,15 +36,18 @@ class EventQueue:
         """Do something so much later, if by then something else is still going to happen."""
         self._push(self.now + delay_s, action, False)
 
-    def run(self, until: Callable[[], bool]) -> None:
-        """Let everything happen until `until` says that it is enough, asked after each event, or nothing is left."""
-        heap = self._heap
-        while self._num_foreground:
-            self.now, _, action, is_foreground = heapq.heappop(heap)
+    def run(self) -> None:
+        """Let everything happen until `stop`, or until nothing is left."""
+        heap, pop = self._heap, heapq.heappop
+        self._is_stopped = False
+        while self._num_foreground and not self._is_stopped:
+            self.now, _, action, is_foreground = pop(heap)
             self._num_foreground -= is_foreground
             action()
-            if until():
-                return
+
+    def stop(self) -> None:
+        """What happens now is the last."""
+        self._is_stopped = True
 
     def _push(self, time_s: float, action: Action, is_foreground: bool) -> None:
         self._serial += 1

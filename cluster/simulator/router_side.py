@@ -52,6 +52,8 @@ class SimRouter:
         self.room = WaitingRoom()
         self.live: dict[str, SimRequest] = {}
         """By the key of the attempt under way."""
+        self.on_end: Callable[[], None] = _nobody
+        """Called when a request has ended, however."""
         self._events = events
         self._placer = placer
         self._admission = admission
@@ -67,6 +69,7 @@ class SimRouter:
             admitted.__enter__()
         except Overloaded:
             self.outcomes.num_rejected += 1
+            self.on_end()
             return
         self._budget.earn()
         self.submit(SimRequest(number, wanted, self._events.now, admitted))
@@ -108,12 +111,14 @@ class SimRouter:
         request.finished_s = self._events.now
         self.outcomes.finished.append(request)
         request.admitted.__exit__(None, None, None)
+        self.on_end()
 
     def fail(self, request: SimRequest, _error: ServingError) -> None:
         """The client is told an error."""
         self.release(request)
         self.outcomes.num_failed += 1
         request.admitted.__exit__(None, None, None)
+        self.on_end()
 
     def release(self, request: SimRequest) -> None:
         """The attempt is over: what still comes of it is stale."""
@@ -171,3 +176,7 @@ class SimRouter:
 
         self.room.enter(place, num_tokens, partial(self._events.after, 0.0, come_back))
         self._events.after(request.progress.wait_for_room_s(self._rng), come_back)
+
+
+def _nobody() -> None:
+    """Until somebody wants to know."""

@@ -78,6 +78,7 @@ class Simulation:
         self.router = SimRouter(
             self.events, placer, admission, Random(rng.random()), trace.block_tokens, self.workers.submit
         )
+        self.router.on_end = self._ended
         self.workers.use(self.router)
         self.registry.on_load = self.router.room.look
         self._incarnation = 0
@@ -96,7 +97,7 @@ class Simulation:
         num_requests = len(self.trace.requests)
         self._await_arrival(0)
         outcomes = self.router.outcomes
-        self.events.run(lambda: outcomes.num_ended >= num_requests)
+        self.events.run()
         if outcomes.num_ended < num_requests:
             raise InvariantError(f"{num_requests - outcomes.num_ended} requests wait for something that never happens")
         return outcomes
@@ -186,6 +187,10 @@ class Simulation:
             return Placer(registry=self.registry, model=choosing.model, rng=rng, clock=self.events.clock)
         rule = RULES[choosing.policy](rng)
         return RulePlacer(registry=self.registry, rule=rule, rng=rng, clock=self.events.clock)
+
+    def _ended(self) -> None:
+        if self.router.outcomes.num_ended >= len(self.trace.requests):
+            self.events.stop()
 
     def _await_arrival(self, number: int) -> None:
         requests = self.trace.requests

@@ -19,7 +19,7 @@ from engine.quiet import QuietRun
 from engine.rates import RateMeter
 from engine.request import Batch, SampledToken
 from engine.scheduler import Scheduler
-from engine.step import Load, StepOutput, StepTimings
+from engine.step import StepOutput, StepTimings
 from router.worker_view import WorkerInfo
 
 TOKEN = 1
@@ -80,15 +80,15 @@ class SimWorker:
         self.is_dead = False
         self.num_tokens_at_end = 0
         """That each running sequence had got, when the worker died, in steps whose end was not told yet."""
-        self.told_load: Load | None = None
-        """In its last report."""
+        self.has_news = True
+        """Something has happened since its last report, or is about to."""
         self.joined: list[SimRequest] = []
         """Requests whose prompt came from elsewhere and whose first step here is still to come."""
         self._paces = config.max_step_s is not None
         self._events = events
         self._listener = listener
         self._calls: deque[Call] = deque()
-        self._is_busy = False
+        self.is_busy = False
         self._quiet: _Quiet | None = None
         self._serial = 0
         """Of the step under way: what another one was to end is void."""
@@ -99,7 +99,7 @@ class SimWorker:
         if self.is_dead:
             return
         self._calls.append(action)
-        if not self._is_busy:
+        if not self.is_busy:
             self._turn()
         elif self._quiet is not None:
             self._cut(self._quiet)
@@ -125,7 +125,7 @@ class SimWorker:
 
     def _turn(self) -> None:
         """Calls, then the next step."""
-        self._is_busy = True
+        self.is_busy = self.has_news = True
         scheduler = self.scheduler
         while True:
             while self._calls:
@@ -141,7 +141,7 @@ class SimWorker:
             if scheduler.has_notices:
                 self._tell(scheduler.drain(), Steps(0, 0.0, 0))
             if not self._calls:
-                self._is_busy = False
+                self.is_busy = False
                 return
 
     def _begin_step(self, batch: Batch) -> None:

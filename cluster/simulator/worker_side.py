@@ -296,12 +296,12 @@ class SimWorkers:
         """Report now, and again after every period, for as long as the worker lives."""
         if worker.is_dead:
             return
-        load = worker.scheduler.load()
-        if load == worker.told_load:
+        if not worker.has_news:
             # Nothing was sent there either: the router would learn nothing.
             self._events.in_background(self._network.load_period_s, partial(self.tell_load, worker))
             return
-        worker.told_load = load
+        worker.has_news = worker.is_busy
+        load = worker.scheduler.load()
         report = WorkerLoad(
             num_running=load.num_running,
             num_waiting=load.num_waiting + load.num_reservations,

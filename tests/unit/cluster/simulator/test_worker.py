@@ -79,7 +79,7 @@ def simulated(seed: int) -> Listener:
     rng = Random(seed)
     for _ in range(40):  # somebody who wants nothing
         events.at(rng.uniform(0.0, 3.0), partial(worker.call, lambda _: None))
-    events.run(lambda: False)
+    events.run()
     worker.scheduler.check_invariants()
     return listener
 
