@@ -140,7 +140,7 @@ def report_on(simulation: Simulation, slo: Slo, *, policy: str, seed: int) -> Re
         goodput_per_s=num_good / duration_s,
         ttft_within=share_within(ttft, slo.ttft_s),
         itl_within=gaps.share_within(slo.itl_s),
-        kv_gbytes_moved=simulation.workers.num_kv_bytes / 1e9,
+        kv_gbytes_moved=simulation.workers.handoffs.num_kv_bytes / 1e9,
         pools=_pools(simulation, duration_s),
     )
 

@@ -1,28 +1,23 @@
-"""The workers of a simulation and what passes between them: orders, hand-offs, KV events, load reports, tokens.
-
-Reservations, pins, binding late, committing and releasing are the engine's real ones. The messages of a hand-off and
-the bytes that it moves are latencies: nothing is lost or damaged here (that is `tests.explore`'s and `tests.faults`'s).
-Blocks leave for the decode worker as each step has computed them, as `PrefillProgress` tells.
-"""
+"""The workers of a simulation: orders to them, and their news: tokens, KV events, preemptions, load reports, losses."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
 
 from cluster.simulator.event_queue import EventQueue
-from cluster.simulator.handoff import Handoff
+from cluster.simulator.handoffs import Handoffs, let_go
 from cluster.simulator.metrics import GapHistogram
 from cluster.simulator.router_side import SimRouter
 from cluster.simulator.settings import Network
 from cluster.simulator.sim_request import SimRequest
-from cluster.simulator.worker import TOKEN, SimWorker, Steps
+from cluster.simulator.worker import SimWorker, Steps
 from engine.kv_events import KVEventBatch, Stored
 from engine.request import RequestState, TokenEvent
 from engine.scheduler import Scheduler
-from engine.step import Admission, PrefillProgress, StepOutput
+from engine.step import Admission, StepOutput
 from router.worker_view import PrefixChange, WorkerKey, WorkerLoad
 from router.workers import WorkerRegistry
 from tandem.errors import ServingError
-from tandem.ids import RequestId, TransferId
+from tandem.ids import RequestId
 from tandem.roles import WorkerRole
 
 
@@ -34,16 +29,14 @@ class SimWorkers:
         self.live: dict[WorkerKey, SimWorker] = {}
         self.all: list[SimWorker] = []
         """Those that are gone included."""
+        self.handoffs = Handoffs(events, network, self.live)
         self.gaps = GapHistogram()
         self.num_preemptions = 0
-        self.num_kv_bytes = 0
-        """That travelled."""
         self._router: SimRouter | None = None
         self._events = events
         self._registry = registry
         self._network = network
         self._has_decode = has_decode
-        self._handoffs: dict[RequestId, Handoff] = {}
 
     def use(self, router: SimRouter) -> None:
         """From now on news go there."""
@@ -68,15 +61,11 @@ class SimWorkers:
             return
         prefill = assignment.placement.prefill
         if not self._has_decode and prefill is not None:
-            self._call(prefill.info.key, partial(self._compute, request, key))
+            self.handoffs.call(prefill.info.key, partial(self._compute, request, key))
         elif prefill is None:
-            self._call(assignment.decode, partial(self._run, request, key))
+            self.handoffs.call(assignment.decode, partial(self._run, request, key))
         else:
-            self._call(assignment.decode, partial(self._reserve, request, key, prefill.info.key))
-
-    def _call(self, worker: WorkerKey, action: Callable[[SimWorker, Scheduler], None]) -> None:
-        if (live := self.live.get(worker)) is not None:
-            live.call(partial(action, live))
+            self.handoffs.call(assignment.decode, partial(self._reserve, request, key, prefill.info.key))
 
     def _run(self, request: SimRequest, key: RequestId, worker: SimWorker, scheduler: Scheduler) -> None:
         """The decode worker computes the prompt itself."""
@@ -108,87 +97,19 @@ class SimWorkers:
 
         self._events.after(self._network.hop_s, deliver)
 
-    # Hand-offs
-
     def _reserve(
         self, request: SimRequest, key: RequestId, prefill: WorkerKey, worker: SimWorker, scheduler: Scheduler
     ) -> None:
+        """The decode worker takes a request whose prompt a prefill worker is to compute."""
         if request.key != key or request.assignment is None:
             return
-        block_size = worker.info.layout.block_size
-        engine = request.engine_request(self._events.now, block_size, prefill_only=False)
-        transfer_id = TransferId(key)
         try:
-            grant = scheduler.reservations.reserve(transfer_id, engine)
+            self.handoffs.reserve(request, prefill, worker, scheduler)
         except ServingError as error:
             self._refuse(request, key, error)
             return
-        request.engine = engine
-        self._handoffs[key] = Handoff(
-            request=request,
-            transfer_id=transfer_id,
-            decode=worker.info.key,
-            prefill=prefill,
-            num_held_blocks=grant.num_held_tokens // block_size,
-        )
-        self._events.after(self._network.hop_s, lambda: self._call(prefill, partial(self._compute, request, key)))
-
-    def _offered(self, handoff: Handoff) -> None:
-        """The prompt has left the prefill worker's queue: OFFER, and RESERVE comes back."""
-        hop_s = self._network.hop_s
-        key = handoff.request.key
-
-        def bind(_worker: SimWorker, scheduler: Scheduler) -> None:
-            if self._handoffs.get(key) is handoff:
-                scheduler.reservations.bind(handoff.transfer_id)
-                self._events.after(hop_s, partial(self._bound, handoff))
-
-        self._events.after(hop_s, lambda: self._call(handoff.decode, bind))
-
-    def _bound(self, handoff: Handoff) -> None:
-        handoff.is_bound = True
-        self._send_computed(handoff)
-
-    def _progressed(self, progress: PrefillProgress) -> None:
-        handoff = self._handoffs.get(progress.request_id)
-        if handoff is not None:
-            handoff.num_computed_blocks = progress.first_block_index + len(progress.block_ids)
-            handoff.is_computed = progress.is_complete
-            if handoff.is_bound:
-                self._send_computed(handoff)
-
-    def _send_computed(self, handoff: Handoff) -> None:
-        """Blocks computed so far leave, behind whatever the two cards have to do."""
-        source, target = self.live.get(handoff.prefill), self.live.get(handoff.decode)
-        if source is None or target is None:
-            return
-        num_bytes = handoff.take_computed() * target.info.kv_bytes_per_token * target.info.layout.block_size
-        self.num_kv_bytes += num_bytes
-        start_s = max(self._events.now, source.link_free_s, target.link_free_s)
-        landed_s = start_s + num_bytes / self._network.link_bytes_per_s
-        source.link_free_s = target.link_free_s = landed_s
-        if handoff.is_computed:
-            self._events.at(landed_s + self._network.hop_s, partial(self._sealed, handoff))
-
-    def _sealed(self, handoff: Handoff) -> None:
-        """Everything has landed: the sequence joins the decode worker's batch, the prefill worker lets go."""
-        request, key = handoff.request, handoff.request.key
-        if self._handoffs.pop(RequestId(handoff.transfer_id), None) is not handoff:
-            return
-
-        def commit(worker: SimWorker, scheduler: Scheduler) -> None:
-            if request.key == key and request.engine is not None:
-                request.is_fresh = True
-                worker.joined.append(request)
-                scheduler.reservations.commit(handoff.transfer_id, TOKEN, num_cached_tokens=request.cached_tokens)
-
-        self._call(handoff.decode, commit)
-        self._call(handoff.prefill, partial(self._let_go, RequestId(handoff.transfer_id)))
-
-    def _let_go(self, key: RequestId, _worker: SimWorker, scheduler: Scheduler) -> None:
-        if not scheduler.release_held(key):
-            scheduler.abort(key)
-        scheduler.unpin_blocks(key)
+        compute = partial(self._compute, request, key)
+        self._events.after(self._network.hop_s, partial(self.handoffs.call, prefill, compute))
 
     # News
 
@@ -203,7 +124,7 @@ class SimWorkers:
         for event in output.events:
             self._token(worker, event)
         for progress in output.progress:
-            self._progressed(progress)
+            self.handoffs.progressed(progress)
         self.num_preemptions += len(output.preemptions)
         for preempted in output.preemptions:
             if (request := self.router.live.get(preempted)) is not None:
@@ -236,9 +157,7 @@ class SimWorkers:
             request.queued_s = self._events.now - request.arrived_s
         if request.cached_tokens is None:
             request.cached_tokens = admission.num_cached_tokens
-        handoff = self._handoffs.get(admission.request_id)
-        if handoff is not None and admission.prefill_only:
-            self._offered(handoff)
+        self.handoffs.offered(admission)
 
     def _token(self, worker: SimWorker, event: TokenEvent) -> None:
         request, now = self.router.live.get(event.request_id), self._events.now
@@ -252,7 +171,7 @@ class SimWorkers:
             request.last_token_s = now
             if not self._has_decode:
                 self._tell_router(request, request.key, partial(self.router.finish, request))
-                worker.call(partial(self._let_go, event.request_id, worker))
+                worker.call(partial(let_go, event.request_id, worker))
             return
         if event.token is not None:
             if event.index:
@@ -266,18 +185,9 @@ class SimWorkers:
     # Losses
 
     def lost(self, key: WorkerKey) -> None:
-        """The router has learnt that a worker is gone: whatever was there goes on elsewhere.
-
-        A hand-off whose prefill worker is gone begins anew, without what had landed.
-        """
+        """The router has learnt that a worker is gone: whatever was there goes on elsewhere."""
         worker = self.live.pop(key)
-        for handoff in [h for h in self._handoffs.values() if key in (h.prefill, h.decode)]:
-            del self._handoffs[RequestId(handoff.transfer_id)]
-            if handoff.prefill == key:
-                self._call(handoff.decode, partial(_cancel, handoff.transfer_id))
-            else:
-                self._call(handoff.prefill, partial(self._let_go, RequestId(handoff.transfer_id)))
-            self._count_tokens(handoff.request, worker)
+        self.handoffs.lost(key)
         for request in [r for r in self.router.live.values() if _is_on(r, key)]:
             self._count_tokens(request, worker)
             self.router.lost(request)
@@ -313,10 +223,6 @@ class SimWorkers:
         )
         self._events.in_background(self._network.hop_s, partial(self._registry.load_changed, worker.info.key, report))
         self._events.in_background(self._network.load_period_s, partial(self.tell_load, worker))
-
-
-def _cancel(transfer_id: TransferId, _worker: SimWorker, scheduler: Scheduler) -> None:
-    scheduler.reservations.cancel(transfer_id)
 
 
 def _is_on(request: SimRequest, key: WorkerKey) -> bool:

@@ -96,7 +96,7 @@ def test_kv_that_the_decode_worker_holds_does_not_travel() -> None:
     simulation = simulated(cluster())
     finished = simulation.router.outcomes.finished
     most = sum(-(-r.wanted.num_prompt_tokens // 16) * 16 * 1024 for r in finished)
-    assert 0 < simulation.workers.num_kv_bytes < most
+    assert 0 < simulation.workers.handoffs.num_kv_bytes < most
 
 
 def test_an_unknown_policy_is_refused() -> None:
