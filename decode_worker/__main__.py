@@ -52,7 +52,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         )
         host = EngineHost(parts, on_fatal=lifetime.fail)
         tracer = open_tracer(stack, config.telemetry, service="tandem-decode", instance=identity.worker_id)
-        worker = DecodeWorker(identity, host, tasks, tracer)
+        worker = DecodeWorker(identity, host, tasks, tracer, takeover_s=config.router.takeover_s)
         sessions = WorkerSessions(worker)
         worker.legator = Legator(host, lambda: sessions.ports)
         host.start(on_output=worker.on_output, ports=lambda: sessions.ports)

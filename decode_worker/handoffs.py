@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
-from decode_worker.reports import StepReports, ask_for_route
+from decode_worker.reports import StepReports
 from decode_worker.task import DecodeTask, TaskPhase
 from decode_worker.taskbook import TaskBook
 from engine.host import EngineHost
@@ -40,6 +40,7 @@ class Handoffs:
         reports: StepReports,
         *,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
+        ask_for_route: Callable[[DecodeTask, ServingError], None],
         clock: Callable[[], float],
     ) -> None:
         self.hub: ReceiverHub | None = None
@@ -47,6 +48,7 @@ class Handoffs:
         self._tasks = tasks
         self._reports = reports
         self._spawn = spawn
+        self._ask = ask_for_route
         self._clock = clock
         self._destinations = Destinations()
 
@@ -163,7 +165,7 @@ class Handoffs:
         if grant is None and task.reservation == new:
             task.reservation = None
         if task.phase is TaskPhase.REROUTING:
-            ask_for_route(task, why)
+            self._ask(task, why)
 
     def expired(self, transfer_id: TransferId) -> None:
         """The router named no route in time."""

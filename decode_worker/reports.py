@@ -23,11 +23,13 @@ class StepReports:
         delta = token_delta(task.request_id, task.attempt, index, token)
         if not task.started:
             task.started = True
-            started = pb.Started(cached_tokens=task.cached_tokens or 0, times=times_to_pb(task.times))
-            delta.started.CopyFrom(started)
+            delta.started.CopyFrom(_started(task))
         task.next_index = index + (token is not None)
+        if token is not None:
+            task.told.add(token)
         if reason is not None:
-            delta.finish.CopyFrom(self._finish(task, reason))
+            task.finish = self._finish(task, reason)
+            delta.finish.CopyFrom(task.finish)
         self._deltas.setdefault(task.port, []).append(delta)
 
     def failure(self, task: DecodeTask, error: ServingError) -> None:
@@ -50,6 +52,20 @@ class StepReports:
         times = times_to_pb(task.times)
         times.decode_s = self._clock() - task.decoding_since_s if task.decoding_since_s else 0.0
         return pb.Finish(reason=finish_reason_to_pb(reason), cached_tokens=task.cached_tokens or 0, times=times)
+
+
+def tell_all(task: DecodeTask) -> None:
+    """The answer so far, to a router that has just taken it over."""
+    delta = task.told.delta(task.request_id, task.attempt)
+    if task.started:
+        delta.started.CopyFrom(_started(task))
+    if task.finish is not None:
+        delta.finish.CopyFrom(task.finish)
+    task.port.send(pb.WorkerMessage(tokens=pb.StepTokens(deltas=[delta])))
+
+
+def _started(task: DecodeTask) -> pb.Started:
+    return pb.Started(cached_tokens=task.cached_tokens or 0, times=times_to_pb(task.times))
 
 
 def refuse(task: DecodeTask, error: ServingError) -> None:

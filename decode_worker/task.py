@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from decode_worker.told import ToldTokens
 from engine.request import Request
 from kv_transfer.peer import Route
 from tandem.ids import BlockId, RequestId, TransferId
@@ -11,6 +12,7 @@ from tandem.outputs import PhaseTimes, SampledToken
 from tandem.prefix_holder import PrefixHolder
 from tandem.session_port import SessionPort
 from tandem.tracing import Span, TraceContext
+from tandem.v1 import session_pb2 as pb
 
 
 class TaskPhase(Enum):
@@ -39,6 +41,7 @@ class DecodeTask:
     holder: PrefixHolder | None
     """Who is thought to hold more of the prompt than whoever computes it."""
     arrived_s: float
+    told: ToldTokens
     phase: TaskPhase = TaskPhase.ENGINE
     reservation: TransferId | None = None
     """The engine's key for the present attempt's reservation: one per hand-off attempt."""
@@ -56,6 +59,8 @@ class DecodeTask:
     when_done: Callable[[], None] | None = None
     """Called once, when the task leaves the book."""
     started: bool = False
+    finish: pb.Finish | None = None
+    """What the router was told of the end; None before it, and after an end without an answer."""
     next_index: int = 0
     """In the output, of the next token to tell."""
     decoding_since_s: float = 0.0

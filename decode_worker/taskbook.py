@@ -58,6 +58,19 @@ class TaskBook:
         """By the router's name."""
         return self._by_order.get((port, request_id, attempt))
 
+    def of_request(self, request_id: str) -> DecodeTask | None:
+        """The latest attempt at a choice, whichever router it belongs to."""
+        return next((t for t in reversed(self._by_engine_id.values()) if t.request_id == request_id), None)
+
+    def pass_on(self, task: DecodeTask, port: SessionPort, attempt: int) -> None:
+        """From now on it is another router's, or another attempt of the same. Raises InvalidRequest if that is here."""
+        order = (port, str(task.request_id), attempt)
+        if order in self._by_order:
+            raise InvalidRequest(f"attempt {attempt} of this request is here already", param="request_id")
+        if self._by_order.pop((task.port, str(task.request_id), task.attempt), None) is not None:
+            self._by_order[order] = task
+        task.port, task.attempt = port, attempt
+
     def of_port(self, port: SessionPort) -> list[DecodeTask]:
         """All that one router has here."""
         return [task for task in self._by_engine_id.values() if task.port is port]

@@ -13,10 +13,12 @@ from typing import Any
 
 from decode_worker.handoffs import Handoffs
 from decode_worker.orders import holder_of, request_from_pb, route_from_pb
-from decode_worker.reports import StepReports, refuse, refuse_order
+from decode_worker.reports import StepReports, ask_for_route, refuse, refuse_order
 from decode_worker.spans import begin_span, trace_first_step, trace_own_prefill
+from decode_worker.takeover import Takeovers
 from decode_worker.task import DecodeTask, TaskPhase
 from decode_worker.taskbook import TaskBook
+from decode_worker.told import ToldTokens
 from engine.host import EngineHost
 from engine.request import Request, SampledToken, TokenEvent
 from engine.scheduler import Scheduler
@@ -42,8 +44,15 @@ class DecodeWorker:
     """Handles sessions (tandem.worker_session.SessionHandler). On the event loop's thread."""
 
     def __init__(
-        self, identity: WorkerIdentity, host: EngineHost, tasks: asyncio.TaskGroup, tracer: Tracer | None = None
+        self,
+        identity: WorkerIdentity,
+        host: EngineHost,
+        tasks: asyncio.TaskGroup,
+        tracer: Tracer | None = None,
+        *,
+        takeover_s: float = 0.0,
     ) -> None:
+        """`takeover_s`: for how long answers go on whose router is gone."""
         self.identity = identity
         self.tracer = tracer or NoTracer()
         self.fabric: Fabric | None = None
@@ -56,7 +65,15 @@ class DecodeWorker:
         self._idle = asyncio.Event()
         self._idle.set()
         self._book = TaskBook(self._idle.set)
-        self.handoffs = Handoffs(host, self._book, self._reports, spawn=self._spawn, clock=time.monotonic)
+        self._takeovers = Takeovers(self._book, keep_s=takeover_s, cancel=self._cancel, go_on_here=self._go_on_here)
+        self.handoffs = Handoffs(
+            host,
+            self._book,
+            self._reports,
+            spawn=self._spawn,
+            ask_for_route=self._ask_for_route,
+            clock=time.monotonic,
+        )
 
     def use(self, fabric: Fabric) -> None:
         """From now on prompts may be computed elsewhere."""
@@ -74,6 +91,7 @@ class DecodeWorker:
 
     def opened(self, port: SessionPort) -> None:
         """A router joined."""
+        self._takeovers.router_came(port)
         self._host.send_snapshot(port)
 
     def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
@@ -85,6 +103,8 @@ class DecodeWorker:
             task = self._book.of_order(port, message.cancel.request_id, message.cancel.attempt)
             if task is not None:
                 self._cancel(task)
+        elif kind == "adopt":
+            self._takeovers.adopt(port, message.adopt)
         elif kind == "reroute":
             self._reroute(port, message.reroute)
         elif kind == "inherit" and self.fabric is not None:
@@ -95,9 +115,8 @@ class DecodeWorker:
             self._host.send_snapshot(port)
 
     def closed(self, port: SessionPort) -> None:
-        """A router left: its requests have no reader any more."""
-        for task in self._book.of_port(port):
-            self._cancel(task)
+        """A router left: its requests go on for a while, in case that another one takes them over."""
+        self._takeovers.router_left(port)
 
     async def load(self) -> pb.LoadSnapshot:
         """How busy this worker is."""
@@ -128,6 +147,7 @@ class DecodeWorker:
                 transfer_id=transfer_id,
                 holder=holder_of(submit),
                 arrived_s=now_s,
+                told=ToldTokens(submit.generated_token_ids),
                 next_index=len(submit.generated_token_ids),
                 span=begin_span(self.tracer, submit, now_s),
             )
@@ -203,6 +223,12 @@ class DecodeWorker:
         self._host.parts.hasher.extend(task.request.hash_root, chain, token_ids)
         return chain[-1]
 
+    def _ask_for_route(self, task: DecodeTask, why: ServingError) -> None:
+        if task.port.closed:
+            self._go_on_here(task)
+        else:
+            ask_for_route(task, why)
+
     def _reroute(self, port: SessionPort, reroute: pb.Reroute) -> None:
         task = self._book.of_order(port, reroute.request_id, reroute.attempt)
         hub = self.handoffs.hub
@@ -216,7 +242,12 @@ class DecodeWorker:
             else:
                 task.phase = TaskPhase.HANDOFF
                 return
-        hub.cancel(task.transfer_id)
+        self._go_on_here(task)
+
+    def _go_on_here(self, task: DecodeTask) -> None:
+        """No further prefill worker is tried."""
+        if self.handoffs.hub is not None and task.transfer_id is not None:
+            self.handoffs.hub.cancel(task.transfer_id)
         task.phase = TaskPhase.ENGINE
         self._spawn(self._entered(task, self._compute_here(task)))
 
@@ -251,6 +282,8 @@ class DecodeWorker:
     # Ends
 
     def _cancel(self, task: DecodeTask) -> None:
+        if task.is_over:
+            return
         self._book.remove(task)
         self.handoffs.abandon(task)
         if task.holder is not None and self.fabric is not None:

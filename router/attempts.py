@@ -15,7 +15,15 @@ from random import Random
 from router.requests import ChoiceFinish
 from router.session_events import AttemptFinished, AttemptStarted, TokensArrived
 from router.worker_view import WorkerKey
-from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, RequestTooLarge, ServingError, Unavailable
+from tandem.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    RequestTooLarge,
+    ServingError,
+    StreamTaken,
+    Unavailable,
+)
 from tandem.outputs import FinishReason, PhaseTimes, SampledToken
 
 MAX_REROUTES = 2
@@ -68,8 +76,8 @@ def is_full(error: ServingError) -> bool:
 
 
 def is_final(error: ServingError) -> bool:
-    """Whether no other worker would answer differently: the request is wrong, or late."""
-    return isinstance(error, (InvalidRequest, DeadlineExceeded)) and not isinstance(error, RequestTooLarge)
+    """Whether no other worker would answer differently: the request is wrong, late, or nobody's here."""
+    return isinstance(error, (InvalidRequest, DeadlineExceeded, StreamTaken)) and not isinstance(error, RequestTooLarge)
 
 
 @dataclass(slots=True, kw_only=True)

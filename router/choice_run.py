@@ -8,6 +8,7 @@ from functools import partial
 from random import Random
 
 from router.attempts import ChoiceProgress, RetryBudget, RetryReason, TokenGap, final_error, is_final, is_full
+from router.choice_orders import first_route, next_route, submit_order, trace_placement
 from router.observer import DispatchObserver
 from router.placement import NoDecodeWorker
 from router.placer import Assignment, Placer
@@ -25,10 +26,14 @@ from router.waiting_room import WaitingRoom
 from router.workers import FAILURE_PENALTY_S
 from tandem.block_hash import BlockHasher
 from tandem.errors import InternalError, RequestTooLarge, ServingError, Unavailable
-from tandem.ids import BlockHash, RequestId, TransferId
+from tandem.ids import BlockHash, RequestId
 from tandem.outputs import FinishReason
 
 logger = logging.getLogger(__name__)
+
+
+_ATTEMPTS_BITS = 16
+"""A worker tells a stream's readers apart by the numbers of their attempts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +102,9 @@ class ChoiceRun:
             max_tokens=request.sampling.max_tokens,
             max_attempts=around.settings.max_attempts,
         )
+        self._progress.attempt = request.resumptions << _ATTEMPTS_BITS
+        self._resume = request.resume[index] if request.resume else None
+        self._adopting = False
         self._assignment: Assignment | None = None
         self._route: PrefillRoute | None = None
         self._first_token_s: float | None = None
@@ -107,6 +115,7 @@ class ChoiceRun:
         When there is none, the choice is `waiting` afterwards. Raises the error that the client is told.
         """
         progress = self._progress
+        self._adopt()
         while self._assignment is None:
             started_s = self._around.clock()
             try:
@@ -117,8 +126,8 @@ class ChoiceRun:
                     return
                 raise self.final_error() from none
             number = progress.begin_attempt()
-            self._route = self._first_route(assignment)
-            self._trace_placement(assignment, self._route, started_s)
+            self._route = first_route(self._request_id, number, assignment)
+            self._trace(assignment, started_s)
             try:
                 assignment.port.submit(self._order(number, assignment), partial(self._post, self._index, number))
             except Unavailable as error:
@@ -131,6 +140,32 @@ class ChoiceRun:
             if self._request.only_worker is None:
                 self._placer.record(assignment, self._request_id)
             self._around.observer.placed(assignment.placement.reason.value)
+
+    def _adopt(self) -> None:
+        """Ask the worker for it that ran it last, if this stream is one that is continued."""
+        point, self._resume = self._resume, None
+        if point is None:
+            return
+        num_tokens = self._progress.prompt_length + point.num_tokens
+        assignment = self._placer.adopt(point.worker, num_tokens=num_tokens, names=self._prompt_names)
+        if assignment is None:
+            return
+        number = self._progress.begin_attempt()
+        deliver = partial(self._post, self._index, number)
+        try:
+            assignment.port.adopt(self._request_id, number, num_shown=point.num_tokens, deliver=deliver)
+        except Unavailable:
+            self._placer.release(assignment)
+            return
+        self._assignment, self._adopting = assignment, True
+        self._around.observer.placed(assignment.placement.reason.value)
+
+    def let_go(self) -> None:
+        """Forget what runs without ending it: another reader has it."""
+        self.waiting = None
+        if (assignment := self._assignment) is not None:
+            self._assignment = None
+            self._placer.release(assignment)
 
     def take(self, attempt: int, event: AttemptEvent) -> list[ChoiceDelta]:
         """What the client gets of an event; nothing of an earlier attempt's. Raises the error that it is told."""
@@ -174,13 +209,15 @@ class ChoiceRun:
             logger.error("request %s: %s", self._log_name, gap)
             assignment.port.cancel(self._request_id, self._progress.attempt)
             return self._retry(assignment, RetryReason.WORKER_FAULT, InternalError("tokens were lost"))
+        self._adopting = False
         self._placer.prompt_computed(assignment)
         if arrived.started is not None:
             self._placer.found_cached(assignment, arrived.started.cached_tokens)
         if tokens:
             self._placer.registry.answered(assignment.decode)
             self._first_token_s = self._first_token_s or self._around.clock()
-        deltas = [ChoiceDelta(choice_index=self._index, tokens=tokens)] if tokens else []
+        worker = assignment.decode.incarnation
+        deltas = [ChoiceDelta(choice_index=self._index, tokens=tokens, worker=worker)] if tokens else []
         finished = arrived.finished
         if finished is None:
             return deltas
@@ -192,7 +229,7 @@ class ChoiceRun:
                 # These tokens count as the client's, so it must have them before the error.
                 self.failure = told
                 return deltas
-        return [replace(self._finish(self._progress.finish(finished)), tokens=tokens)]
+        return [replace(self._finish(self._progress.finish(finished)), tokens=tokens, worker=worker)]
 
     def _retry(self, assignment: Assignment, reason: RetryReason, error: ServingError) -> list[ChoiceDelta]:
         """The attempt has ended on its worker before the choice has: continue elsewhere, or raise."""
@@ -208,6 +245,12 @@ class ChoiceRun:
 
     def _take_refusal(self, assignment: Assignment, error: ServingError) -> list[ChoiceDelta]:
         """A full worker costs no attempt: another is asked if retries are not too many, else the choice waits."""
+        if self._adopting:
+            # It had it no more, which is no fault: the answer is generated again, from the same seed.
+            self._adopting, self._assignment = False, None
+            self._placer.release(assignment)
+            self.submit()
+            return []
         if not is_full(error):
             return self._retry(assignment, RetryReason.REFUSED, error)
         self._note_failure(assignment, error)
@@ -270,22 +313,8 @@ class ChoiceRun:
             raise told if isinstance(told, RequestTooLarge) else computed from None
 
     def _order(self, attempt: int, assignment: Assignment) -> SubmitOrder:
-        request = self._request
-        timeout_s = None if request.deadline_s is None else max(0.0, request.deadline_s - self._around.clock())
-        return SubmitOrder(
-            request_id=self._request_id,
-            attempt=attempt,
-            choice_index=self._index,
-            prompt_token_ids=request.prompt_token_ids,
-            generated_token_ids=tuple(self._progress.token_ids),
-            sampling=request.sampling,
-            hash_root=request.hash_root,
-            priority=request.priority,
-            timeout_s=timeout_s,
-            prefill=self._route,
-            holder=assignment.holder if self._route is None else None,
-            trace=None if request.span is None else request.span.context,
-        )
+        choice, generated = (self._index, self._request_id), self._progress.token_ids
+        return submit_order(self._request, choice, attempt, generated, assignment, self._route, self._around.clock())
 
     def _names(self) -> Sequence[BlockHash]:
         """Blocks of the prompt and of what the client has."""
@@ -296,20 +325,13 @@ class ChoiceRun:
         self._around.hasher.extend(self._request.hash_root, names, [*self._request.prompt_token_ids, *generated])
         return names
 
-    def _first_route(self, assignment: Assignment) -> PrefillRoute | None:
-        if (prefill := assignment.placement.prefill) is None:
-            return None
-        return PrefillRoute(
-            worker=prefill.info.key,
-            address=prefill.info.handoff_address,
-            transfer_id=TransferId(f"{self._request_id}.{self._progress.attempt}"),
-            attempt=1,
-            holder=assignment.holder,
-        )
-
     def _reroute(self, assignment: Assignment, failed: TransferFailed) -> None:
         route, progress = self._route, self._progress
-        if route is None or failed.transfer_id != route.transfer_id:
+        if route is None:
+            # Adopted while its prompt was under way.
+            assignment.port.reroute(self._request_id, progress.attempt, None)
+            return
+        if failed.transfer_id != route.transfer_id:
             return
         logger.warning("request %s: hand-off from %s failed: %s", self._log_name, route.worker.worker_id, failed.reason)
         error = failed.error
@@ -325,40 +347,15 @@ class ChoiceRun:
             prefill = self._placer.reassign_prefill(assignment, frozenset(progress.excluded))
         else:
             self._placer.compute_locally(assignment)
-        self._route = (
-            None
-            if prefill is None
-            else replace(
-                route,
-                worker=prefill.info.key,
-                address=prefill.info.handoff_address,
-                attempt=route.attempt + 1,
-                holder=assignment.holder,
-            )
-        )
-        self._trace_placement(assignment, self._route, started_s)
+        self._route = next_route(route, prefill, assignment)
+        self._trace(assignment, started_s)
         self._around.observer.retried(RetryReason.TRANSFER_FAILED.value)
         assignment.port.reroute(self._request_id, progress.attempt, self._route)
 
-    def _trace_placement(self, assignment: Assignment, route: PrefillRoute | None, started_s: float) -> None:
-        if self._request.span is None:
-            return
-        span = self._request.span.child("tandem.place", started_s)
-        span.attributes.update(
-            {
-                "tandem.choice": self._index,
-                "tandem.attempt": self._progress.attempt,
-                "tandem.placement.reason": assignment.placement.reason.value,
-                "tandem.placement.uncached_tokens": assignment.placement.uncached_tokens,
-                "tandem.decode_worker": assignment.decode.worker_id,
-            }
-        )
-        if route is not None:
-            span.attributes["tandem.prefill_worker"] = route.worker.worker_id
-            span.attributes["tandem.transfer.attempt"] = route.attempt
-        if assignment.holder is not None:
-            span.attributes["tandem.prefix_holder"] = assignment.holder.worker_id
-        span.end(self._around.clock())
+    def _trace(self, assignment: Assignment, started_s: float) -> None:
+        now_s = self._around.clock()
+        choice = (self._index, self._progress.attempt)
+        trace_placement(self._request, choice, assignment, self._route, (started_s, now_s))
 
     def _finish(self, finish: ChoiceFinish) -> ChoiceDelta:
         self.done, self.waiting = True, None

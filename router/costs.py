@@ -7,7 +7,7 @@ from typing import overload
 
 import numpy as np
 
-from router.pools import Bools, Floats, Ints, PoolRoster, PoolView
+from router.pools import Bools, Floats, PoolRoster, PoolView
 from router.worker_view import WorkerKey
 from tandem.roles import WorkerRole
 
@@ -18,11 +18,17 @@ class CostModel:
 
     local_prefill_tokens: int = 64
     """Uncached tokens up to which the decode worker computes the prompt itself, whatever a hand-off costs."""
+    max_local_prefill_tokens: int | None = None
+    """Uncached tokens beyond which it never does so where a prefill worker can be had; None: whatever costs less."""
     handoff_ms: float = 1.0
     """What a hand-off costs beside queue, computing and bytes: messages between three processes."""
     stall_share: float = 1.0
     """Of the time that a decode worker computes a prompt, how much each of its streams is taken to lose; an idle one
     counts as having one, for the next is never far."""
+    again_weight: float = 8.0
+    """What a millisecond of computing what another worker of the pool has costs others, per request that an average
+    worker has: in an M/M/1 queue just so many wait for it, which makes 1, and it takes blocks from them. The Mooncake
+    traces wait least between 4 and 8; more finds more in the caches."""
     prior_prefill_tokens_per_s: float = 5_000.0
     prior_decode_step_s: float = 0.02
     prior_kv_bytes_per_s: float = 1e9
@@ -46,6 +52,8 @@ class CandidateCost:
     compute_ms: float = 0.0
     stall_ms: float = 0.0
     """What computing the prompt here costs the streams that are here."""
+    again_ms: float = 0.0
+    """What computing here that which another worker of the pool has costs others."""
     transfer_ms: float = 0.0
     handoff_ms: float = 0.0
     """All else that the best prefill worker and the hand-off from it cost."""
@@ -62,7 +70,7 @@ class CandidateCost:
     def total_ms(self) -> float:
         """The sum that is minimised."""
         return (
-            self.queue_ms + self.compute_ms + self.stall_ms + self.transfer_ms + self.handoff_ms
+            self.queue_ms + self.compute_ms + self.stall_ms + self.again_ms + self.transfer_ms + self.handoff_ms
             + self.memory_ms + self.itl_ms + self.penalty_ms + self.copy_ms
         )  # fmt: skip
 
@@ -72,9 +80,9 @@ class PoolCosts:
     """All costs of one pool in one decision. Arrays are [num_workers], of this decision alone."""
 
     roster: PoolRoster
-    held: Ints
+    held: Floats
     """Leading tokens that a worker need not compute."""
-    work: Floats | Ints
+    work: Floats
     """Tokens that it would compute, with what their context adds."""
     total: Floats
     """Infinite for those that may not be chosen."""
@@ -143,6 +151,8 @@ class DecodeCosts(PoolCosts):
     num_tokens: int
     floor_tokens: int
     """`CostModel.local_prefill_tokens`."""
+    most_tokens: int | None
+    """`CostModel.max_local_prefill_tokens`."""
 
     def terms_of(self, row: int) -> Mapping[str, Floats]:
         """The terms that count for one worker."""
@@ -157,20 +167,31 @@ class DecodeCosts(PoolCosts):
             link_ms=float(self.remote_terms["transfer_ms"][row]) / uncached,
             handoff_ms=float(self.remote_terms["handoff_ms"][row]),
             floor_tokens=self.floor_tokens,
+            most_tokens=self.most_tokens,
         )
 
 
-def local_threshold(*, queue_ms: float, token_ms: float, link_ms: float, handoff_ms: float, floor_tokens: int) -> float:
+def local_threshold(
+    *,
+    queue_ms: float,
+    token_ms: float,
+    link_ms: float,
+    handoff_ms: float,
+    floor_tokens: int,
+    most_tokens: int | None = None,
+) -> float:
     """Uncached tokens up to which computing them on the decode worker costs no more than a hand-off.
 
     `token_ms`: what each costs there, the delay of its streams included. `handoff_ms`: all that a hand-off costs but
     for the bytes of these tokens: its fixed cost, the queue on the prefill worker and its computing. Infinite where
-    each token more makes the hand-off dearer still.
+    each token more makes the hand-off dearer still. Never less than `floor_tokens`, and where there is anybody to hand
+    over from, otherwise never more than `most_tokens`.
     """
     slope, ahead = token_ms - link_ms, handoff_ms - queue_ms
-    if slope <= 0.0:
-        return inf if ahead >= 0.0 else float(floor_tokens)
-    return max(float(floor_tokens), ahead / slope)
+    equal = ahead / slope if slope > 0.0 else inf if ahead >= 0.0 else 0.0
+    if most_tokens is not None and handoff_ms < inf:
+        equal = min(equal, most_tokens)
+    return max(float(floor_tokens), equal)
 
 
 def prefill_ms(pool: PoolView, model: CostModel) -> Floats:

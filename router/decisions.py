@@ -55,6 +55,7 @@ class DecisionLog:
 
     def __init__(self, most: int, *, clock: Callable[[], float]) -> None:
         """Keeps `most` of them; none when 0. `clock`: that of the decisions, to tell their age."""
+        self.most = most
         self._clock = clock
         self._decisions: deque[Decision] = deque(maxlen=most)
 

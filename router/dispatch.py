@@ -18,7 +18,7 @@ from router.request_run import RequestRun
 from router.requests import ChoiceDelta, RoutedRequest
 from router.waiting_room import WaitingRoom
 from tandem.block_hash import BlockHasher
-from tandem.errors import InvariantError
+from tandem.errors import InvalidRequest, InvariantError
 from tandem.ids import RequestId
 
 
@@ -74,8 +74,7 @@ class Dispatcher:
         Raises Overloaded, Unavailable, RequestTooLarge, DeadlineExceeded or InternalError, or what a worker found
         wrong with the request.
         """
-        if request.request_id in self._runs:
-            raise InvariantError(f"request id {request.request_id} is in use")
+        self._supersede(request)
         with contextlib.ExitStack() as leaving:
             # Last, when its place is free again.
             leaving.callback(self._ended.set)
@@ -89,8 +88,19 @@ class Dispatcher:
                     for delta in await run.step():
                         yield delta
             finally:
-                del self._runs[request.request_id]
+                if self._runs.get(request.request_id) is run:
+                    del self._runs[request.request_id]
                 run.close()
+
+    def _supersede(self, request: RoutedRequest) -> None:
+        """A client that continues its stream here may come before this router has seen it leave."""
+        if (former := self._runs.get(request.request_id)) is None:
+            return
+        if not request.resume:
+            raise InvariantError(f"request id {request.request_id} is in use")
+        if former.resumptions >= request.resumptions:
+            raise InvalidRequest("this stream is being continued already")
+        former.supersede()
 
     def finish_choice(self, request_id: RequestId, choice_index: int) -> None:
         """Stop generating one choice early; its ChoiceFinish still follows. No-op once the request has ended."""

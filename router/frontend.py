@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from router.chat_template import Message
-from router.requests import RoutedRequest
+from router.requests import ResumePoint, RoutedRequest
 from router.stop_strings import StopStrings
+from router.stream_ids import ChoicePosition, StreamIds, StreamPosition, request_digest
 from router.tokenizer import Tokenizer
 from tandem.block_hash import root_hash
 from tandem.config import RouterConfig
@@ -73,6 +74,8 @@ class ClientFields:
     """The client's own, from its headers."""
     time_left_s: float | None = None
     """The client's own deadline; the router's applies as well."""
+    last_seen: StreamPosition | None = None
+    """Where a stream that this request continues broke."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +90,22 @@ class Prepared:
     skip_special_tokens: bool
     prompt_text: str | None = None
     """What the client wrote; None for a conversation or a prompt of token ids."""
+    has: tuple[ChoicePosition, ...] = ()
+    """What the client has of a stream that is continued, by choice."""
+
+    @property
+    def digest(self) -> bytes:
+        """Equal for the same request in the same words, whichever router got it."""
+        request = self.request
+        return request_digest(
+            request.prompt_token_ids,
+            request.sampling,
+            request.hash_root,
+            request.num_choices,
+            self.stops.strings,
+            self.include_stop,
+            self.skip_special_tokens,
+        )
 
 
 class Frontend:
@@ -110,6 +129,7 @@ class Frontend:
         self._config = config
         self._secret = secret
         self._mint_seed = mint_seed
+        self.stream_ids = StreamIds(secret)
         self._tracer = tracer or NoTracer()
         self._preparing = 0
         self._max_chars = model.max_model_len * MAX_CHARS_PER_TOKEN
@@ -231,14 +251,15 @@ class Frontend:
         sampling = replace(
             fields.sampling,
             max_tokens=room if asked is None else min(asked, room),
-            seed=fields.seed if fields.seed is not None else self._mint_seed(),
+            seed=self._seed(fields),
         )
         sampling.validate(vocab_size=self.model.vocab_size)
+        seen = fields.last_seen
         time_left_s = self._config.request_timeout_s
         if fields.time_left_s is not None:
             time_left_s = min(time_left_s, fields.time_left_s)
         request = RoutedRequest(
-            request_id=RequestId(secrets.token_hex(16)),
+            request_id=RequestId(seen.head.request_id if seen else secrets.token_hex(16)),
             prompt_token_ids=tuple(ids),
             sampling=sampling,
             # The tenant's length first: no salt of one tenant can spell another tenant's.
@@ -246,6 +267,8 @@ class Frontend:
             num_choices=fields.num_choices,
             priority=fields.priority,
             deadline_s=self.clock() + time_left_s,
+            resume=tuple(ResumePoint(worker=c.worker, num_tokens=c.num_tokens) for c in seen.choices) if seen else (),
+            resumptions=seen.head.resumptions + 1 if seen else 0,
         )
         ends = frozenset() if sampling.ignore_eos else self.model.eos_token_ids
         return Prepared(
@@ -254,7 +277,13 @@ class Frontend:
             stop_token_ids=ends | frozenset(sampling.stop_token_ids),
             include_stop=fields.include_stop,
             skip_special_tokens=fields.skip_special_tokens,
+            has=seen.choices if seen else (),
         )
+
+    def _seed(self, fields: ClientFields) -> int:
+        if fields.seed is not None:
+            return fields.seed
+        return self._mint_seed() if fields.last_seen is None else fields.last_seen.head.seed
 
     def _traced(self, operation: str, one: Prepared, fields: ClientFields, started_s: float) -> Prepared:
         """With the request's span begun, if it is sampled; names after OpenTelemetry's GenAI conventions."""

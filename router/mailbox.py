@@ -54,7 +54,12 @@ class Overflowed:
     """More tokens were waiting than the mailbox holds."""
 
 
-Mail = FromWorker | StopChoice | DeadlinePassed | WorkersChanged | RejoinOver | RoomMayBe | Overflowed
+@dataclass(frozen=True, slots=True)
+class Superseded:
+    """The client reads this stream elsewhere."""
+
+
+Mail = FromWorker | StopChoice | DeadlinePassed | WorkersChanged | RejoinOver | RoomMayBe | Overflowed | Superseded
 
 
 class Mailbox:

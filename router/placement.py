@@ -8,7 +8,8 @@ weighed, worker by worker. Given that the two can pair, the cost separates, so t
 the number of workers, and each step is one operation on a whole pool.
 
 A worker that holds a prefix wins by the tokens it need not compute, until its queue costs more than computing them
-elsewhere; nobody else's load changes that.
+elsewhere. To compute again what somebody has costs others, too: they wait for it, the longer the more are waiting, and
+blocks of theirs give way to it. Who only minds its own wait makes everybody's longer, its own included.
 """
 
 from collections.abc import Sequence
@@ -24,6 +25,9 @@ from router.pools import Bools, ClusterView, Floats, Ints, PoolView
 from router.worker_view import WorkerKey, WorkerSnapshot
 from tandem.errors import RequestTooLarge
 
+# Of a whole column; the methods of the same names cost twice as much on short ones.
+_least, _most, _sum = np.minimum.reduce, np.maximum.reduce, np.add.reduce
+
 
 class PlacementReason(Enum):
     """Why the prompt is computed where it is."""
@@ -35,6 +39,8 @@ class PlacementReason(Enum):
     """A hand-off would cost more than it saves: by the queue ahead of it or by its link."""
     NO_PREFILL_WORKER = "no_prefill_worker"
     """None is live, willing and able to pair with the decode worker."""
+    ADOPTED = "adopted"
+    """Nowhere: the worker runs it already, for a router that is gone."""
 
 
 class Affinity(Enum):
@@ -164,14 +170,22 @@ def price_prefill(demand: Demand, pool: PoolView, model: CostModel) -> PoolCosts
     queue, compute = pool.backlog * token_ms, work * token_ms
     total = queue + compute
     terms: dict[str, Floats] = {"queue_ms": queue, "compute_ms": compute}
+    charged = work
     if demand.replicate_tokens:
-        terms["copy_ms"] = _uncharged(demand, held, work, pool) * token_ms
+        uncharged = _uncharged(demand, held, work, pool)
+        terms["copy_ms"], charged = uncharged * token_ms, work + uncharged
         total += terms["copy_ms"]
-    _add_penalty(demand, pool, terms, total)
     closed = _closed(demand, pool)
     if pool.roster.least_pool_tokens <= demand.num_tokens:
         small = pool.roster.pool_tokens <= demand.num_tokens
         closed = small if closed is None else closed | small
+    if len(total):
+        # What somebody who may be chosen need not compute; everybody else would compute it again.
+        least = _least(charged if closed is None else np.where(closed, _most(charged), charged))
+        crowd = model.again_weight * _sum(pool.active) / len(total)
+        terms["again_ms"] = (charged - least) * (token_ms * crowd)
+        total += terms["again_ms"]
+    _add_penalty(demand, pool, terms, total)
     if closed is not None:
         total[closed] = np.inf
     return PoolCosts(roster=pool.roster, held=held, work=work, total=total, terms=terms)
@@ -193,7 +207,10 @@ def _price_decode(demand: Demand, view: ClusterView, partners: list[_Partner | N
     if demand.replicate_tokens and not len(view.prefill.roster):
         local_terms["copy_ms"] = _uncharged(demand, held, work, pool) * token_ms
         here += local_terms["copy_ms"]
-    local = (uncached <= model.local_prefill_tokens) | (here <= remote)
+    local = here <= remote
+    if model.max_local_prefill_tokens is not None:
+        local &= (uncached <= model.max_local_prefill_tokens) | (remote == np.inf)
+    local |= uncached <= model.local_prefill_tokens
     load = memory + itl
     terms = {"memory_ms": memory, "itl_ms": itl}
     total = load + np.where(local, here, remote)
@@ -210,6 +227,7 @@ def _price_decode(demand: Demand, view: ClusterView, partners: list[_Partner | N
         load=load,
         num_tokens=demand.num_tokens,
         floor_tokens=model.local_prefill_tokens,
+        most_tokens=model.max_local_prefill_tokens,
     )
 
 
@@ -224,14 +242,15 @@ def _add_penalty(demand: Demand, pool: PoolView, terms: dict[str, Floats], total
         total += terms["penalty_ms"]
 
 
-def _held(demand: Demand, pool: PoolView) -> Ints:
+def _held(demand: Demand, pool: PoolView) -> Floats:
     """Tokens that need not be computed: whole physical blocks, and never the last token, whose logits are needed."""
-    sizes = pool.roster.block_sizes
-    held: Ints = np.minimum(demand.matched[pool.roster.slots], demand.num_tokens - 1)
-    return held // sizes * sizes
+    roster = pool.roster
+    # A float from here on: with whole numbers each operation on both would convert them again.
+    held: Floats = np.minimum(demand.matched[roster.slots], demand.num_tokens - 1) // roster.block_sizes * roster.tokens
+    return held
 
 
-def _work(num_tokens: int, held: Ints, pool: PoolView) -> Floats | Ints:
+def _work(num_tokens: int, held: Floats, pool: PoolView) -> Floats:
     """Tokens to compute; where it is known how, each counts more the more context it looks back on."""
     uncached = num_tokens - held
     if pool.attention is None:
@@ -240,7 +259,7 @@ def _work(num_tokens: int, held: Ints, pool: PoolView) -> Floats | Ints:
     return grown
 
 
-def _uncharged(demand: Demand, held: Ints, work: Floats | Ints, pool: PoolView) -> Floats | Ints:
+def _uncharged(demand: Demand, held: Floats, work: Floats, pool: PoolView) -> Floats:
     """Work, below zero, that is not charged to who lacks the prefix that is to be copied."""
     copied = np.maximum(held, min(demand.replicate_tokens, demand.num_tokens - 1))
     return _work(demand.num_tokens, copied, pool) - work
@@ -283,16 +302,16 @@ def _best_partner(costs: PoolCosts, able: Bools | None, model: CostModel, rng: R
     return None if cost_ms == np.inf else _Partner(row=row, cost_ms=cost_ms)
 
 
-def _pick(total: Floats, held: Ints, load: Floats, model: CostModel, rng: Random) -> int:
+def _pick(total: Floats, held: Floats, load: Floats, model: CostModel, rng: Random) -> int:
     """Of those that cost the least, as far as can be told, who holds most; of these the least loaded; then by lot."""
-    best = total.min()
+    best = _least(total)
     rows = (total <= best * (1.0 + model.tie_share) + model.tie_ms).nonzero()[0]
     if len(rows) > 1:
         most = held[rows]
-        rows = rows[most == most.max()]
+        rows = rows[most == _most(most)]
     if len(rows) > 1:
         waiting = load[rows]
-        rows = rows[waiting <= waiting.min() + model.tie_ms]
+        rows = rows[waiting <= _least(waiting) + model.tie_ms]
     return int(rows[0] if len(rows) == 1 else rows[rng.randrange(len(rows))])
 
 
@@ -307,10 +326,10 @@ def _reason(
 
 
 def _affinity(demand: Demand, costs: PoolCosts, row: int) -> Affinity:
-    most = int(costs.held.max())
+    most = _most(costs.held)
     if costs.held[row] >= most:
         return Affinity.PREFIX if most else Affinity.COLD
-    most = int(costs.held[costs.total < np.inf].max())
+    most = _most(costs.held[costs.total < np.inf])
     if costs.held[row] >= most:
         return Affinity.PREFIX if most else Affinity.COLD
     return Affinity.REPLICA if demand.replicate_tokens > costs.held[row] else Affinity.SPREAD

@@ -7,7 +7,7 @@ from random import Random
 from router.costs import CostModel
 from router.decisions import Decision, DecisionLog, PlacementObserver
 from router.holders import Confirmed, best_holder
-from router.placement import Affinity, Demand, Placement, place, place_prefill
+from router.placement import Affinity, Demand, Placement, PlacementReason, place, place_prefill
 from router.pools import ClusterView
 from router.replication import HotPrefixes, ReplicationPolicy
 from router.session_events import WorkerPort
@@ -15,7 +15,7 @@ from router.worker_view import WorkerKey, WorkerSnapshot
 from router.workers import WorkerRegistry
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.errors import InvariantError
-from tandem.ids import BlockHash, RequestId, WorkerId
+from tandem.ids import BlockHash, Incarnation, RequestId, WorkerId
 from tandem.prefix_holder import PrefixHolder
 
 
@@ -105,6 +105,30 @@ class Placer:
             registry.prefix_map.use(decode.worker_id, names[: placement.held_by_decode // HASH_BLOCK_TOKENS])
         assignment.seconds = self._clock() - begun_s
         return assignment
+
+    def adopt(self, worker: Incarnation, *, num_tokens: int, names: Sequence[BlockHash]) -> Assignment | None:
+        """A choice that runs on that worker already, draining or not; None: that process is gone."""
+        found = next((w for w in self.registry.snapshots() if w.info.key.incarnation == worker), None)
+        port = None if found is None else self.registry.port(found.info.key)
+        if found is None or port is None:
+            return None
+        placement = Placement(
+            decode=found,
+            prefill=None,
+            reason=PlacementReason.ADOPTED,
+            cached_tokens=num_tokens,
+            uncached_tokens=0,
+            predicted_ms=0.0,
+        )
+        self.registry.assign(found.info.key, 0)
+        return Assignment(
+            placement=placement,
+            port=port,
+            names=names,
+            num_tokens=num_tokens,
+            computing=found.info.key,
+            tokens_to_compute=0,
+        )
 
     def record(self, assignment: Assignment, request_id: RequestId) -> None:
         """Keep, show and count the decision, under the choice's id; nobody hears of one that is not recorded."""

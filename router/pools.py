@@ -37,6 +37,8 @@ class PoolRoster:
         self.least_pool_tokens = min((info.pool_tokens for info in infos), default=0)
         self.kv_token_bytes: Floats = np.array([info.kv_bytes_per_token for info in infos], dtype=np.float64)
         self.block_sizes = _one_or_all([info.layout.block_size for info in infos])
+        self.tokens: float | Floats = np.float64(1.0) * self.block_sizes
+        """Of each one's blocks: the same, ready to be multiplied with."""
         numbers: dict[object, int] = {}
         # Workers that agree in this can pair with the same others.
         self.kinds: Ints = np.array(

@@ -17,12 +17,13 @@ from router.mailbox import (
     RejoinOver,
     RoomMayBe,
     StopChoice,
+    Superseded,
     WorkersChanged,
 )
 from router.requests import ChoiceDelta, RoutedRequest
 from router.session_events import AttemptEvent
 from router.waiting_room import Place
-from tandem.errors import DeadlineExceeded, Overloaded
+from tandem.errors import DeadlineExceeded, Overloaded, StreamTaken
 from tandem.ids import BlockHash
 from tandem.outputs import FinishReason
 
@@ -33,7 +34,9 @@ class RequestRun:
     def __init__(self, request: RoutedRequest, around: Surroundings) -> None:
         self._request = request
         self._around = around
-        self._mailbox = Mailbox(max_tokens=around.settings.stream_buffer_tokens * request.num_choices)
+        # A stream that is continued begins with all that its client has.
+        shown = sum(point.num_tokens for point in request.resume)
+        self._mailbox = Mailbox(max_tokens=around.settings.stream_buffer_tokens * request.num_choices + shown)
         self._deadline: asyncio.TimerHandle | None = None
         self._rejoin: asyncio.TimerHandle | None = None
         self._queued: dict[int, Place] = {}
@@ -72,6 +75,17 @@ class RequestRun:
             choice.abandon()
             self._mailbox.put(StopChoice(choice_index=index))
 
+    @property
+    def resumptions(self) -> int:
+        """How often the stream has been continued."""
+        return self._request.resumptions
+
+    def supersede(self) -> None:
+        """Another run goes on with what runs for this one."""
+        for choice in self._choices:
+            choice.let_go()
+        self._mailbox.put(Superseded())
+
     def close(self) -> None:
         """Cancel whatever still runs on any worker, and forget the request."""
         for index in range(len(self._choices)):
@@ -100,6 +114,8 @@ class RequestRun:
                 self._choices[mail.choice_index].come_back()
             case DeadlinePassed():
                 raise DeadlineExceeded("the request's time ran out")
+            case Superseded():
+                raise StreamTaken("the client has taken this stream elsewhere")
             case Overflowed():
                 retry_after_s = self._around.settings.retry_after_s
                 raise Overloaded("the client reads too slowly", retry_after_s=retry_after_s)

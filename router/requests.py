@@ -9,10 +9,20 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from router.worker_view import WorkerKey
-from tandem.ids import BlockHash, RequestId
+from tandem.ids import BlockHash, Incarnation, RequestId
 from tandem.outputs import FinishReason, PhaseTimes, SampledToken
 from tandem.sampling import SamplingParams
 from tandem.tracing import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePoint:
+    """Where one choice of a stream is that another router, or an earlier reader of this one, began."""
+
+    worker: Incarnation
+    """The decode worker's process that may still have it."""
+    num_tokens: int
+    """Those that the client has. The stream begins at the first token all the same: text needs those before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +42,10 @@ class RoutedRequest:
     """On the router's monotonic clock; None: as long as its reader stays."""
     only_worker: WorkerKey | None = None
     """The one decode worker that may run it, of a canary; clients cannot ask for that."""
+    resume: tuple[ResumePoint, ...] = ()
+    """Of a stream that is continued, by choice."""
+    resumptions: int = 0
+    """How often the stream has been continued."""
     span: Span | None = field(default=None, compare=False)
     """Of the whole request, when it is traced; its door ends it."""
 
@@ -53,6 +67,8 @@ class ChoiceDelta:
     choice_index: int
     tokens: tuple[SampledToken, ...] = ()
     finish: ChoiceFinish | None = None
+    worker: Incarnation = Incarnation(0)  # noqa: RUF009  # an int
+    """The decode worker's process that it came from; 0: from none."""
 
 
 class Generator(Protocol):

@@ -7,6 +7,7 @@ dead, as is one whose stream ends; then every attempt that it was running gets a
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from router.session_events import (
 )
 from router.session_wire import (
     ProtocolError,
+    adopt_to_pb,
     bequest_from_pb,
     cancel_to_pb,
     hello_from_pb,
@@ -43,6 +45,7 @@ from router.session_wire import (
     tokens_from_pb,
     transfer_failed_from_pb,
 )
+from router.silence import SilenceWatch
 from router.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
 from tandem.errors import Unavailable
 from tandem.ids import Incarnation, RequestId
@@ -50,6 +53,8 @@ from tandem.v1 import session_pb2 as pb
 from tandem.v1.session_pb2_grpc import WorkerStub
 
 logger = logging.getLogger(__name__)
+
+_LOOKS_PER_SILENCE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +66,8 @@ class SessionSettings:
     incarnation: Incarnation
     """Of the router's process."""
     hello_timeout_s: float = 5.0
-    silence_s: float = 5.0
-    """Workers report their load at least once a second."""
+    silence_s: float = 1.5
+    """Workers report their load four times a second."""
     max_queued_submits: int = 4096
     """Submits waiting for a slow connection."""
 
@@ -106,6 +111,11 @@ class WorkerSession:
         self._outgoing: deque[pb.RouterMessage] = deque()
         self._has_outgoing = asyncio.Event()
         self._ended = False
+        self._silence = SilenceWatch(silence_s=settings.silence_s, period_s=self._look_s, now_s=time.monotonic())
+
+    @property
+    def _look_s(self) -> float:
+        return self._settings.silence_s / _LOOKS_PER_SILENCE
 
     @classmethod
     async def open(cls, channel: grpc.aio.Channel, settings: SessionSettings) -> "WorkerSession":
@@ -128,20 +138,24 @@ class WorkerSession:
         try:
             async with asyncio.TaskGroup() as tasks:
                 writer = tasks.create_task(self._write())
-                reason = await self._read(listener)
-                writer.cancel()
+                ends = (tasks.create_task(self._read(listener)), tasks.create_task(self._watch()))
+                done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                reason = done.pop().result()
+                for task in (writer, *ends):
+                    task.cancel()
         finally:
             self._end(listener, reason)
         return reason
 
     def submit(self, order: SubmitOrder, deliver: Deliver) -> None:
         """See WorkerPort."""
-        if self._ended:
-            raise Unavailable(f"worker {self.info.key.worker_id} has left")
-        if len(self._outgoing) >= self._settings.max_queued_submits:
-            raise Unavailable(f"the connection to worker {self.info.key.worker_id} is too slow")
-        self._attempts[order.request_id] = _Attempt(number=order.attempt, deliver=deliver)
+        self._begin(order.request_id, _Attempt(number=order.attempt, deliver=deliver))
         self._send(submit_to_pb(order))
+
+    def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, deliver: Deliver) -> None:
+        """See WorkerPort."""
+        self._begin(request_id, _Attempt(number=attempt, deliver=deliver))
+        self._send(adopt_to_pb(request_id, attempt, num_shown))
 
     def reroute(self, request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> None:
         """See WorkerPort."""
@@ -166,6 +180,13 @@ class WorkerSession:
         """See WorkerPort."""
         self._send(resync_to_pb())
 
+    def _begin(self, request_id: RequestId, attempt: _Attempt) -> None:
+        if self._ended:
+            raise Unavailable(f"worker {self.info.key.worker_id} has left")
+        if len(self._outgoing) >= self._settings.max_queued_submits:
+            raise Unavailable(f"the connection to worker {self.info.key.worker_id} is too slow")
+        self._attempts[request_id] = attempt
+
     def _attempt(self, request_id: str, number: int) -> _Attempt | None:
         """The live attempt, or None for one that has ended or been followed by another."""
         attempt = self._attempts.get(RequestId(request_id))
@@ -188,17 +209,21 @@ class WorkerSession:
     async def _read(self, listener: SessionListener) -> str:
         while True:
             try:
-                async with asyncio.timeout(self._settings.silence_s):
-                    message = await self._call.read()
+                message = await self._call.read()
+                self._silence.heard(time.monotonic())
                 if message is grpc.aio.EOF:
                     return f"the worker closed the session: {await self._call.details() or 'no reason given'}"
                 self._take(message, listener)
             except grpc.aio.AioRpcError as error:
                 return f"{error.code().name}: {error.details()}"
-            except TimeoutError:
-                return f"silent for {self._settings.silence_s:g} s"
             except ProtocolError as error:
                 return f"protocol error: {error}"
+
+    async def _watch(self) -> str:
+        while True:
+            await asyncio.sleep(self._look_s)
+            if self._silence.is_silent(time.monotonic()):
+                return f"silent for {self._settings.silence_s:g} s"
 
     def _take(self, message: pb.WorkerMessage, listener: SessionListener) -> None:
         key = self.info.key

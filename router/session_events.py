@@ -137,6 +137,13 @@ class WorkerPort(Protocol):
         """
         ...
 
+    def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, deliver: Deliver) -> None:
+        """Take over a choice that the worker runs for another router: its tokens from the first come, or a refusal.
+
+        `num_shown`: tokens that the client has. Raises Unavailable when the session has ended.
+        """
+        ...
+
     def reroute(self, request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> None:
         """Answer a TransferFailed: another prefill worker, or None to compute locally. No-op once ended."""
         ...

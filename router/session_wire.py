@@ -49,6 +49,11 @@ def hello_to_pb(incarnation: Incarnation) -> pb.RouterMessage:
     return pb.RouterMessage(hello=pb.RouterHello(protocol_version=PROTOCOL_VERSION, incarnation=incarnation))
 
 
+def adopt_to_pb(request_id: RequestId, attempt: int, num_shown: int) -> pb.RouterMessage:
+    """Another router's stream is this one's now."""
+    return pb.RouterMessage(adopt=pb.Adopt(request_id=request_id, attempt=attempt, num_shown=num_shown))
+
+
 def hello_from_pb(message: pb.WorkerMessage) -> WorkerInfo:
     """A worker's first message. Raises ProtocolError when it is another message, or says the impossible."""
     if not message.HasField("hello"):

@@ -35,6 +35,7 @@ class StopStrings:
             raise InvalidRequest(f"stop: at most {MAX_STOP_STRINGS} strings", param="stop")
         if not all(1 <= len(s) <= MAX_STOP_CHARS for s in strings):
             raise InvalidRequest(f"stop: each string must have 1 to {MAX_STOP_CHARS} characters", param="stop")
+        self.strings = tuple(strings)
         self._nodes = [_Node(0, {})]
         for string in strings:
             self._insert(string)

@@ -7,14 +7,16 @@ several requests side by side, with bounded queues. Closing either stream closes
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from router.frontend import Prepared
 from router.metrics import RequestMeter
 from router.requests import ChoiceDelta, ChoiceFinish, Generator
 from router.stop_strings import StopMatcher
+from router.stream_ids import ChoicePosition
 from router.tokenizer import Tokenizer
 from tandem.errors import InternalError
+from tandem.ids import Incarnation
 from tandem.outputs import FinishReason, SampledToken
 
 _MERGE_QUEUE = 16  # deltas of several prompts waiting for one slow reader; beyond it dispatch's own bound counts
@@ -31,6 +33,10 @@ class TextDelta:
     finish: ChoiceFinish | None = None
     stopped_by: str | int | None = None
     """With `finish`: the stop string or stop token that ended the choice."""
+    worker: Incarnation = Incarnation(0)  # noqa: RUF009  # an int
+    """The decode worker's process that it came from."""
+    passed: tuple[SampledToken, ...] = ()
+    """Of a stream that is continued: tokens before these that the client has."""
 
 
 class ChoiceText:
@@ -77,6 +83,7 @@ class ChoiceText:
             tokens=tuple(counted),
             finish=finish,
             stopped_by=(self._matcher.match or self._stop_token) if finish else None,
+            worker=delta.worker,
         )
 
     def _push(self, token_id: int) -> str:
@@ -91,6 +98,24 @@ class ChoiceText:
         return text if early else self._matcher.feed(text)
 
 
+class Remainder:
+    """What a client still lacks of one choice: the whole of a continued stream comes again, from its first token."""
+
+    def __init__(self, has: ChoicePosition) -> None:
+        self._num_tokens = has.num_tokens
+        self._num_chars = has.num_chars
+
+    def of(self, delta: TextDelta) -> TextDelta:
+        """The part that is new. A finish comes again, because usage needs it."""
+        if not self._num_tokens and not self._num_chars:
+            return delta
+        tokens = min(self._num_tokens, len(delta.tokens))
+        chars = min(self._num_chars, len(delta.text))
+        self._num_tokens -= tokens
+        self._num_chars -= chars
+        return replace(delta, tokens=delta.tokens[tokens:], text=delta.text[chars:], passed=delta.tokens[:tokens])
+
+
 async def stream_text(
     generator: Generator,
     prepared: Prepared,
@@ -101,6 +126,7 @@ async def stream_text(
     """All choices of one request, interleaved, until each has finished. Raises what dispatch raises."""
     request = prepared.request
     choices = [ChoiceText(first_index + i, prepared, tokenizer) for i in range(request.num_choices)]
+    remainders = [Remainder(has) for has in prepared.has]
     with meter:
         async with aclosing(generator.generate(request)) as deltas:
             async for delta in deltas:
@@ -109,6 +135,8 @@ async def stream_text(
                 shown = choice.feed(delta)
                 if shown is None:
                     continue
+                if remainders:
+                    shown = remainders[delta.choice_index].of(shown)
                 meter.tokens(delta.choice_index, len(shown.tokens))
                 if shown.finish is not None:
                     meter.choice_finished(delta.choice_index, shown.finish)

@@ -13,7 +13,7 @@ class Usage:
 
     def __init__(self, prepared: Sequence[Prepared]) -> None:
         self.prompt_tokens = sum(len(one.request.prompt_token_ids) for one in prepared)
-        self.completion_tokens = 0
+        self.completion_tokens = sum(has.num_tokens for one in prepared for has in one.has)
         self._choices = prepared[0].request.num_choices
         self._expected = self._choices * len(prepared)
         self._finishes: dict[int, ChoiceFinish] = {}

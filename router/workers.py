@@ -80,14 +80,13 @@ class WorkerRegistry:
 
     def left(self, key: WorkerKey, reason: str) -> None:
         """A session is over."""
-        if self._find(key) is None:
+        if (worker := self._find(key)) is None:
             return
+        is_expected = worker.draining or reason == CLOSED_HERE
         del self._workers[key.worker_id]
         self._table.changed()
         self.prefix_map.drop_worker(key.worker_id)
-        logger.log(
-            logging.INFO if reason == CLOSED_HERE else logging.WARNING, "worker %s left: %s", key.worker_id, reason
-        )
+        logger.log(logging.INFO if is_expected else logging.WARNING, "worker %s left: %s", key.worker_id, reason)
         self._successions.left(key)
         self._tell_watchers()
 

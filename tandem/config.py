@@ -20,7 +20,9 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
+from tandem.disk_cache import contradiction
 from tandem.errors import ConfigError
 from tandem.kv_agreement import cannot_travel_as
 from tandem.kv_layout import AUTO_DTYPE
@@ -133,8 +135,9 @@ class TransferConfig(Section):
     isolated_network: bool = False
     """Nobody but this cluster can reach the network between its workers. nixl and torch_dist neither encrypt nor
     authenticate what they move, so off a single machine they start only with `true`."""
-    lease_s: Seconds = 2.0
-    """A hand-off whose peer is silent this long is given up."""
+    lease_s: float = Field(default=2.0, ge=0.5, le=3600.0)
+    """A hand-off whose peer is silent this long is given up. A live peer speaks every 0.1 s at best, so a much shorter
+    lease would end by itself."""
     chunk_bytes: PositiveInt = 8 << 20
     """Most bytes under one checksum."""
     tcp_streams: int = Field(default=2, ge=1, le=16)
@@ -155,6 +158,9 @@ class RouterConfig(Section):
     host: str = "127.0.0.1"
     port: Port = 8000
     grpc_port: Port = 8001
+    processes: int = Field(default=1, ge=1, le=64)
+    """Router processes of one host that share its ports, for more cores. Each keeps a session to every worker; bounds
+    such as `max_inflight_requests` are of each."""
     api_keys: tuple[SecretStr, ...] = ()
     """Bearer keys; empty means that no key is asked for."""
     max_body_bytes: PositiveInt = 8 << 20
@@ -166,12 +172,20 @@ class RouterConfig(Section):
     """Requests accepted and not yet answered; beyond it 429."""
     request_timeout_s: Seconds = 600.0
     local_prefill_tokens: int = Field(default=64, ge=0)
-    """Uncached prompt tokens up to which the decode worker prefills itself."""
+    """Uncached prompt tokens up to which the decode worker prefills itself, whatever a hand-off would cost."""
+    max_local_prefill_tokens: int | None = Field(default=None, ge=0)
+    """Uncached prompt tokens beyond which a decode worker never prefills while a prefill worker takes requests; null:
+    whatever is predicted to cost less. The same number as `local_prefill_tokens`: that alone decides."""
     decisions_kept: int = Field(default=512, ge=0, le=65_536)
     """The last placements, shown at /debug/decisions to whoever has an API key; 0: none, and there is no such page.
     Each takes some 100 bytes per worker."""
     max_attempts: PositiveInt = 4
     """Workers tried for one request before it fails."""
+    worker_silence_s: Seconds = 1.5
+    """A worker that says nothing for so long is taken for dead, and its streams continue elsewhere."""
+    takeover_s: float = Field(default=10.0, ge=0.0, le=600.0)
+    """For how long workers go on with the streams of a router that is gone, for their clients to come to another with a
+    `Last-Event-ID`; 0: not at all, then such a stream is generated again."""
     stream_buffer_tokens: PositiveInt = 4096
     """Tokens waiting for a slow reader before its request is cancelled."""
 
@@ -230,6 +244,14 @@ class ClusterConfig(Section):
         kv_dtype = self.engine_of(pool).kv_dtype
         return self.model.dtype if kv_dtype == AUTO_DTYPE else kv_dtype
 
+    def _no_disk_cache(self) -> str | None:
+        return contradiction(
+            has_path=self.engine.disk_cache_path is not None,
+            disk_cache_bytes=self.engine.disk_cache_bytes,
+            host_cache_bytes=self.engine.host_cache_bytes,
+            num_ranks=max(pool.tensor_parallel_size for pool in (self.prefill, self.decode) if pool.replicas),
+        )
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.decode.replicas < 1:
@@ -245,6 +267,8 @@ class ClusterConfig(Section):
             source, destination = (self._cached_in(pool) for pool in (self.prefill, self.decode))
             if reason := cannot_travel_as(source, self.transfer.wire_dtype, destination):
                 raise ValueError(f"transfer.{reason}")
+        if reason := self._no_disk_cache():
+            raise ValueError(reason)
         if self.engine.prefill_chunk_tokens > self.engine.max_batched_tokens:
             raise ValueError("engine.prefill_chunk_tokens must not exceed engine.max_batched_tokens")
         return self
@@ -281,8 +305,14 @@ def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Clust
     try:
         return ClusterConfig.model_validate(data)
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc'])) or 'configuration'}: {e['msg']}" for e in error.errors()]
-        raise ConfigError("; ".join(lines)) from None
+        raise ConfigError("; ".join(_told(one) for one in error.errors())) from None
+
+
+def _told(error: ErrorDetails) -> str:
+    """One mistake, beginning with the setting's name; those between sections name theirs in their own words."""
+    name = ".".join(map(str, error["loc"]))
+    reason = "there is no such setting" if error["type"] == "extra_forbidden" else error["msg"]
+    return f"{name}: {reason}" if name else reason.removeprefix("Value error, ")
 
 
 def dump(config: ClusterConfig) -> str:

@@ -11,6 +11,7 @@ ServingError
 ├── Unavailable               503  no healthy worker can take it now; carries Retry-After
 ├── DeadlineExceeded          504
 ├── Cancelled                 499  the client left
+│   └── StreamTaken           499  the client reads the stream elsewhere
 ├── TransferError             503  a hand-off failed; always retried inside before anybody sees it
 └── InternalError             500
 InvariantError                     a bug: the process that raises it must die loudly
@@ -124,6 +125,10 @@ class Cancelled(ServingError):
     code = Code.CANCELLED
     http_status = 499
     kind = "CancelledError"
+
+
+class StreamTaken(Cancelled):
+    """The client has gone on with this stream through another router, or another connection."""
 
 
 class TransferError(ServingError):

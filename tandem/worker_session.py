@@ -15,7 +15,8 @@ from tandem.session_port import PROTOCOL_VERSION, SessionPort
 from tandem.v1 import session_pb2 as pb
 from tandem.v1.session_pb2_grpc import WorkerServicer
 
-LOAD_PERIOD_S = 0.5
+LOAD_PERIOD_S = 0.25
+"""Well below what a router takes for silence (`router.worker_silence_s`)."""
 
 
 class SessionHandler(Protocol):

@@ -154,9 +154,14 @@ class FakeWorker(WorkerServicer):
             transports=["tcp"],
         )
         self.first_messages: list[pb.WorkerMessage] = []
-        """Sent on each session right after HELLO."""
+        """Sent on each session right after HELLO, and again when asked for the whole prefix cache."""
+        self.num_resyncs = 0
         self.submissions: asyncio.Queue[Submission] = asyncio.Queue()
         """Every submit that arrived, in order."""
+        self.adoptions: asyncio.Queue[pb.Adopt] = asyncio.Queue()
+        """Every wish of a router to take a stream over, in order."""
+        self.keeps: dict[str, list[int]] = {}
+        """Answers, whole, that a router may take over; others are refused."""
         self.port = port
         self._server: grpc.aio.Server | None = None
         self._outgoing: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
@@ -216,11 +221,26 @@ class FakeWorker(WorkerServicer):
                 self._live[message.submit.request_id] = submission
                 self.submissions.put_nowait(submission)
                 return [tasks.create_task(self.script(submission))]
+            case "adopt":
+                self._give_away(message.adopt)
             case "cancel":
                 self._live[message.cancel.request_id].cancelled.set()
             case "reroute":
                 self._live[message.reroute.request_id].reroutes.put_nowait(message.reroute)
+            case "resync":
+                self.num_resyncs += 1
+                for answer in self.first_messages:
+                    self.send(answer)
         return []
+
+    def _give_away(self, adopt: pb.Adopt) -> None:
+        self.adoptions.put_nowait(adopt)
+        submission = Submission(pb.Submit(request_id=adopt.request_id, attempt=adopt.attempt), self.send)
+        self._live[adopt.request_id] = submission
+        if adopt.request_id in self.keeps:
+            submission.give(self.keeps[adopt.request_id], finish=FinishReason.LENGTH, cached=3)
+        else:
+            submission.refuse("Unavailable")
 
     async def _write(self, context: Any) -> None:
         outgoing = self._outgoing

@@ -21,6 +21,9 @@ class NoPort:
     def submit(self, order: SubmitOrder, deliver: Deliver) -> None:
         """See WorkerPort."""
 
+    def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, deliver: Deliver) -> None:
+        """See WorkerPort."""
+
     def reroute(self, request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> None:
         """See WorkerPort."""
 

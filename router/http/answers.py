@@ -174,6 +174,8 @@ class CompletionAnswer:
 
     def _logprobs_of(self, delta: TextDelta) -> dict[str, Any] | None:
         offset = self._offsets.get(delta.choice_index, 0)
+        if delta.passed:
+            offset = self._logprobs.completion(delta.passed, offset)[1]
         logprobs, self._offsets[delta.choice_index] = self._logprobs.completion(delta.tokens, offset)
         return logprobs
 

@@ -42,7 +42,7 @@ def create_app(
 ) -> FastAPI:
     """The ASGI application. It owns nothing: whoever made the parts closes them.
 
-    `decisions`: shown at /debug/decisions; there is no such page without them.
+    `decisions`: shown at /debug/decisions; there is no such page when none are kept.
     """
     app = FastAPI(title="Tandem", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     errors.install(app)
@@ -60,7 +60,7 @@ def create_app(
     public.add_api_route("/v1/models/{name:path}", texts.model, methods=["GET"])
     public.add_api_route("/tokenize", texts.tokenize, methods=["POST"])
     public.add_api_route("/detokenize", texts.detokenize, methods=["POST"])
-    if decisions is not None:
+    if decisions is not None and decisions.most:
         public.add_api_route("/debug/decisions", DecisionRoutes(decisions).show, methods=["GET"], response_model=None)
     app.include_router(public)
     app.include_router(_operator_routes(readiness, metrics))
@@ -143,7 +143,7 @@ def _operator_routes(readiness: Readiness, metrics: RouterMetrics) -> APIRouter:
 
     @routes.get("/metrics", response_model=None)
     async def render_metrics() -> Response:
-        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await metrics.collect(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @routes.get("/version")
     async def version() -> dict[str, str]:

@@ -1,6 +1,5 @@
 """POST /v1/chat/completions and /v1/completions: one client call from body to last byte."""
 
-import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -13,12 +12,14 @@ from starlette.responses import Response
 
 from router.frontend import Frontend, Prepared
 from router.http.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer
+from router.http.cursor import StreamCursor, last_seen, wants_ids
 from router.http.json_body import BodyBounds, read_object
 from router.http.middleware import check_request_id
 from router.http.schemas import ChatBody, CompletionBody, GenerationBody, validate
 from router.http.sse import SseResponse, event, unless_disconnected
 from router.metrics import RequestMeter, RouterMetrics
 from router.requests import Generator
+from router.stream_ids import StreamIds, StreamPosition
 from router.text_stream import TextDelta, collect, stream_all
 from router.usage import Usage
 from tandem.tracing import TraceContext, context_from_headers
@@ -36,6 +37,8 @@ class _Call:
     include_usage: bool
     continuous_usage: bool
     timing: bool
+    ids: StreamIds | None
+    seen: StreamPosition | None
 
 
 class GenerationRoutes:
@@ -52,46 +55,42 @@ class GenerationRoutes:
     async def chat(self, request: Request) -> Response:
         """A conversation."""
         body = validate(ChatBody, await self._read(request))
-        fields = replace(body.chat_fields(request.state.tenant), trace=_trace(request))
+        seen = self._seen(request, body)
+        fields = replace(body.chat_fields(request.state.tenant), trace=_trace(request), last_seen=seen)
         messages = [turn.message() for turn in body.messages]
-        head = self._head(body, "chatcmpl")
 
         async def prepare() -> list[Prepared]:
             return [await self._frontend.prepare_chat(messages, fields)]
 
         def show(prepared: list[Prepared]) -> Answer:
+            head = _head(body, "chatcmpl", prepared[0], seen, self._frontend.model.name)
             return ChatAnswer(head, prepared, self._frontend.tokenizer)
 
-        return await self._respond(request, body, prepare, show)
+        return await self._respond(request, body, prepare, show, seen)
 
     async def completions(self, request: Request) -> Response:
         """Plain prompts."""
         body = validate(CompletionBody, await self._read(request))
-        fields = replace(body.completion_fields(request.state.tenant), trace=_trace(request))
+        seen = self._seen(request, body)
+        fields = replace(body.completion_fields(request.state.tenant), trace=_trace(request), last_seen=seen)
         prompts = self._frontend.parse_prompts(body.prompt)
-        head = self._head(body, "cmpl", echo=bool(body.echo))
 
         async def prepare() -> list[Prepared]:
             return await self._frontend.prepare_prompts(prompts, fields)
 
         def show(prepared: list[Prepared]) -> Answer:
+            head = _head(body, "cmpl", prepared[0], seen, self._frontend.model.name)
             return CompletionAnswer(head, prepared, self._frontend.tokenizer)
 
-        return await self._respond(request, body, prepare, show)
+        return await self._respond(request, body, prepare, show, seen)
 
     async def _read(self, request: Request) -> dict[str, Any]:
         return await read_object(request, self._bounds)
 
-    def _head(self, body: GenerationBody, prefix: str, *, echo: bool = False) -> AnswerHead:
+    def _seen(self, request: Request, body: GenerationBody) -> StreamPosition | None:
         if body.request_id is not None:
             check_request_id(body.request_id, "request_id")
-        return AnswerHead(
-            id=f"{prefix}-{body.request_id or secrets.token_hex(16)}",
-            created_s=int(time.time()),
-            model=self._frontend.model.name,
-            return_token_ids=bool(body.return_token_ids),
-            echo=echo,
-        )
+        return last_seen(request, self._frontend.stream_ids) if body.stream else None
 
     async def _respond(
         self,
@@ -99,6 +98,7 @@ class GenerationRoutes:
         body: GenerationBody,
         prepare: Callable[[], Awaitable[list[Prepared]]],
         show: Callable[[list[Prepared]], Answer],
+        seen: StreamPosition | None,
     ) -> Response:
         options = body.stream_options
         call = _Call(
@@ -107,6 +107,8 @@ class GenerationRoutes:
             include_usage=options is not None and bool(options.include_usage),
             continuous_usage=options is not None and bool(options.continuous_usage_stats),
             timing=request.headers.get(TIMING_HEADER) == "1",
+            ids=self._frontend.stream_ids if wants_ids(request) else None,
+            seen=seen,
         )
         if body.stream:
             return SseResponse(self._events(call))
@@ -142,23 +144,46 @@ class GenerationRoutes:
     async def _events(self, call: _Call) -> AsyncGenerator[bytes, None]:
         """The stream. Nothing comes before the first token, so that earlier errors keep their HTTP status."""
         prepared = await call.prepare()
-        answer, usage, opened = call.show(prepared), Usage(prepared), False
+        cursor = StreamCursor(prepared, call.ids, call.seen)
+        if cursor.has_all:
+            return
+        answer, usage, opened = call.show(prepared), Usage(prepared), cursor.is_continued
         extra: dict[str, Any] = {"usage": None} if call.include_usage else {}
         async with aclosing(self._deltas(prepared)) as deltas:
             async for delta in deltas:
-                chunks = answer.chunks(delta)
-                if not opened:
-                    opened, chunks = True, [*answer.opening(), *chunks]
                 usage.add(delta)
+                chunks = [] if cursor.has_ended(delta.choice_index) else answer.chunks(delta)
                 if call.continuous_usage:
                     extra["usage"] = _usage(usage)
-                if call.timing and usage.complete and not call.include_usage:
+                if call.timing and usage.complete and not call.include_usage and chunks:
                     chunks[-1]["timing"] = _timing(usage)
-                if chunks:
-                    yield b"".join(event(chunk | extra) for chunk in chunks)
+                events = [] if opened else _opening(answer, cursor, extra)
+                opened = True
+                cursor.moved(delta)
+                events += [event(chunk | extra, cursor.id_of(chunk)) for chunk in chunks]
+                if events:
+                    yield b"".join(events)
         if call.include_usage:
             timing = {"timing": _timing(usage)} if call.timing else {}
-            yield event(answer.ending() | {"usage": _usage(usage)} | timing)
+            ending = answer.ending()
+            yield event(ending | {"usage": _usage(usage)} | timing, cursor.id_of(ending))
+
+
+def _opening(answer: Answer, cursor: StreamCursor, extra: dict[str, Any]) -> list[bytes]:
+    """The last one alone has an id: whoever has not all of them begins anew."""
+    chunks = answer.opening()
+    return [event(c | extra, cursor.id_of(c) if c is chunks[-1] else None) for c in chunks]
+
+
+def _head(body: GenerationBody, prefix: str, first: Prepared, seen: StreamPosition | None, model: str) -> AnswerHead:
+    """A stream that is continued keeps its name and its time."""
+    return AnswerHead(
+        id=f"{prefix}-{body.request_id or first.request.request_id}",
+        created_s=seen.head.created_s if seen else int(time.time()),
+        model=model,
+        return_token_ids=bool(body.return_token_ids),
+        echo=isinstance(body, CompletionBody) and bool(body.echo),
+    )
 
 
 def _trace(request: Request) -> TraceContext | None:

@@ -19,8 +19,10 @@ DONE = b"data: [DONE]\n\n"
 _log = logging.getLogger(__name__)
 
 
-def event(content: dict[str, Any]) -> bytes:
+def event(content: dict[str, Any], event_id: bytes | None = None) -> bytes:
     """One event. orjson writes infinities and NaN as null."""
+    if event_id is not None:
+        return b"id: " + event_id + b"\ndata: " + orjson.dumps(content) + b"\n\n"
     return b"data: " + orjson.dumps(content) + b"\n\n"
 
 
@@ -75,6 +77,12 @@ class SseResponse(Response):
     async def _pump(self, send: Send) -> None:
         started = False
 
+        async def start() -> None:
+            nonlocal started
+            if not started:
+                started = True
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+
         async def write(chunk: bytes, *, more: bool) -> None:
             try:
                 async with asyncio.timeout(self._write_timeout_s):
@@ -85,11 +93,7 @@ class SseResponse(Response):
         async with aclosing(self._events) as events:
             try:
                 async for chunk in events:
-                    if not started:
-                        started = True
-                        await send(
-                            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-                        )
+                    await start()
                     await write(chunk, more=True)
             except ServingError as error:
                 if not started:
@@ -103,4 +107,5 @@ class SseResponse(Response):
                     raise
                 _log.exception("a stream failed")
                 await write(event(error_object(InternalError("internal error"))), more=True)
+            await start()
             await write(DONE, more=False)

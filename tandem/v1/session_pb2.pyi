@@ -18,13 +18,14 @@ WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
 
 class RouterMessage(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "reroute", "inherit", "settled", "resync")
+    __slots__ = ("hello", "submit", "cancel", "reroute", "inherit", "settled", "adopt", "resync")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     REROUTE_FIELD_NUMBER: _ClassVar[int]
     INHERIT_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
+    ADOPT_FIELD_NUMBER: _ClassVar[int]
     RESYNC_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     submit: Submit
@@ -32,8 +33,9 @@ class RouterMessage(_message.Message):
     reroute: Reroute
     inherit: Inherit
     settled: Settled
+    adopt: Adopt
     resync: Resync
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., reroute: _Optional[_Union[Reroute, _Mapping]] = ..., inherit: _Optional[_Union[Inherit, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., reroute: _Optional[_Union[Reroute, _Mapping]] = ..., inherit: _Optional[_Union[Inherit, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
     __slots__ = ("protocol_version", "incarnation")
@@ -94,6 +96,16 @@ class Cancel(_message.Message):
     request_id: str
     attempt: int
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class Adopt(_message.Message):
+    __slots__ = ("request_id", "attempt", "num_shown")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHOWN_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    num_shown: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., num_shown: _Optional[int] = ...) -> None: ...
 
 class Reroute(_message.Message):
     __slots__ = ("request_id", "attempt", "prefill")

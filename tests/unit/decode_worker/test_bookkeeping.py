@@ -3,6 +3,7 @@ import pytest
 from decode_worker.orders import request_from_pb, route_from_pb
 from decode_worker.task import DecodeTask, TaskPhase
 from decode_worker.taskbook import TaskBook
+from decode_worker.told import ToldTokens
 from fabric.destinations import Destinations
 from tandem.errors import InvalidRequest, InvariantError
 from tandem.ids import BlockId, Incarnation, RequestId, TransferId
@@ -51,6 +52,7 @@ def task(port: SessionPort, name: str, *, attempt: int = 1, transfer: TransferId
         transfer_id=transfer,
         holder=None,
         arrived_s=0.0,
+        told=ToldTokens(()),
     )
 
 

@@ -45,12 +45,17 @@ def usable(one: WorkerSnapshot, asked: Asked) -> bool:
     return room and not one.draining and one.info.key not in asked.excluded
 
 
+def charged_of(one: WorkerSnapshot, asked: Asked) -> int:
+    """Leading tokens that it is not charged for."""
+    return max(held(one, asked), min(asked.replicate_tokens, asked.num_tokens - 1) if asked.replicate_tokens else 0)
+
+
 def prefill_cost(one: WorkerSnapshot, pool: Sequence[WorkerSnapshot], asked: Asked, model: CostModel) -> float:
-    charged = max(held(one, asked), min(asked.replicate_tokens, asked.num_tokens - 1))
-    if not asked.replicate_tokens:
-        charged = held(one, asked)
+    charged = charged_of(one, asked)
     per_token = token_ms(one, pool, model)
-    return (one.backlog_tokens + work(one, asked, charged)) * per_token + one.penalty_ms
+    again = work(one, asked, charged) - min(work(w, asked, charged_of(w, asked)) for w in pool if usable(w, asked))
+    crowd = model.again_weight * sum(w.num_active for w in pool) / len(pool)
+    return (one.backlog_tokens + work(one, asked, charged) + again * crowd) * per_token + one.penalty_ms
 
 
 def pair_cost(

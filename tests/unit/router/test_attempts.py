@@ -21,6 +21,7 @@ from tandem.errors import (
     Overloaded,
     RequestTooLarge,
     ServingError,
+    StreamTaken,
     Unavailable,
 )
 from tandem.ids import BlockHash, Incarnation, RequestId, WorkerId
@@ -73,6 +74,7 @@ def test_failures_in_a_row_are_bounded_and_progress_forgives() -> None:
         (Unavailable("x"), True),
         (InternalError("x"), True),
         (Cancelled("x"), True),
+        (StreamTaken("x"), False),
         (RequestTooLarge("x"), True),
         (InvalidRequest("x"), False),
         (DeadlineExceeded("x"), False),
@@ -134,6 +136,7 @@ class _Port:
     def submit(self, order: SubmitOrder, deliver: Deliver) -> None: ...
     def reroute(self, request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> None: ...
     def cancel(self, request_id: RequestId, attempt: int) -> None: ...
+    def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, deliver: Deliver) -> None: ...
 
 
 class _Clock:
@@ -243,6 +246,16 @@ def test_penalty_runs_out(registry: WorkerRegistry) -> None:
     registry.penalise(key, 2.0)
     registry.penalise(key, 1.0)
     assert next(w for w in registry.snapshots() if w.info.key == key).penalty_ms == pytest.approx(2000.0)
+
+
+def test_only_a_worker_that_did_not_say_so_leaves_with_a_warning(
+    registry: WorkerRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = [worker(name).info.key for name in ("d0", "p0")]
+    registry.draining(keys[0], "the worker was told to stop")
+    for key in keys:
+        registry.left(key, "the worker closed the session")
+    assert [record.args[0] for record in caplog.records if record.levelname == "WARNING" and record.args] == ["p0"]
 
 
 def test_another_model_may_come_when_all_have_left(registry: WorkerRegistry) -> None:

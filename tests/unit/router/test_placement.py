@@ -231,13 +231,14 @@ def test_no_pair_would_have_been_cheaper(
     seed: int,
 ) -> None:
     """The linear search against all pairs, each priced alone; a tie's margin may be taken once in each pool."""
+    alone = replace(MODEL, again_weight=0.0)
     named = {f"d{i}": d for i, d in enumerate(decoders)} | {f"p{i}": p for i, p in enumerate(prefillers)}
     workers = {name: worker(name, load=load, backlog=backlog) for name, (load, backlog, _) in named.items()}
     wanted = demand(tokens, **{name: matched for name, (_, _, matched) in named.items()})
-    best = place(wanted, list(workers.values()), MODEL, Random(seed))
+    best = place(wanted, list(workers.values()), alone, Random(seed))
     assert best.cached_tokens + best.uncached_tokens == tokens
     assert 0 <= best.cached_tokens < tokens
     for d in (w for name, w in workers.items() if name[0] == "d"):
         for p in (w for name, w in workers.items() if name[0] == "p"):
-            pair = place(wanted, [d, p], MODEL, Random(seed))
+            pair = place(wanted, [d, p], alone, Random(seed))
             assert best.predicted_ms <= (pair.predicted_ms * 1.02 + 0.5) * 1.02 + 0.5 + 1e-6

@@ -12,7 +12,7 @@ from router.costs import CostModel, local_threshold
 from router.placement import Affinity, NoDecodeWorker, Placement, PlacementReason, place
 from router.worker_view import WorkerLoad, WorkerSnapshot
 from tandem.errors import RequestTooLarge
-from tests.unit.router.reference_costs import Asked, pair_cost
+from tests.unit.router.reference_costs import Asked, held, pair_cost
 from tests.unit.router.views import LAYOUT, demand_of, view_of, worker
 
 EXACT = CostModel(tie_ms=0.0, tie_share=0.0)
@@ -53,9 +53,13 @@ def ask_at_random(rng: Random, workers: list[WorkerSnapshot]) -> Asked:
     )
 
 
-def best_of(workers: list[WorkerSnapshot], asked: Asked, decode: WorkerSnapshot) -> float:
+def best_of(workers: list[WorkerSnapshot], asked: Asked, decode: WorkerSnapshot, model: CostModel) -> float:
     prefills = [w for w in workers if w.info.key.worker_id.startswith("p")]
-    return min(pair_cost(decode, prefill, workers, asked, EXACT) for prefill in [None, *prefills])
+    remote = min((pair_cost(decode, prefill, workers, asked, model) for prefill in prefills), default=inf)
+    most, uncached = model.max_local_prefill_tokens, asked.num_tokens - held(decode, asked)
+    if most is not None and remote < inf and uncached > max(most, model.local_prefill_tokens):
+        return remote
+    return min(remote, pair_cost(decode, None, workers, asked, model))
 
 
 def placed(workers: list[WorkerSnapshot], asked: Asked, model: CostModel, seed: int = 0) -> Placement:
@@ -73,13 +77,14 @@ def test_columns_cost_what_plain_python_costs() -> None:
         workers = cluster_at_random(rng)
         asked = ask_at_random(rng, workers)
         decoders = [w for w in workers if w.info.key.worker_id.startswith("d")]
-        costs = {w.info.key: best_of(workers, asked, w) for w in decoders}
+        model = replace(EXACT, max_local_prefill_tokens=rng.choice([None, 0, 300]))
+        costs = {w.info.key: best_of(workers, asked, w, model) for w in decoders}
         if not any(map(isfinite, costs.values())):
             with pytest.raises((NoDecodeWorker, RequestTooLarge)):
-                placed(workers, asked, EXACT)
+                placed(workers, asked, model)
             continue
         num_placed += 1
-        placement = placed(workers, asked, EXACT)
+        placement = placed(workers, asked, model)
         # What is explained sums up to what was compared ...
         shown = {cost.key: cost.total_ms for cost in placement.decode_candidates}
         assert shown == pytest.approx({key: cost for key, cost in costs.items() if cost < inf}, rel=1e-9)
@@ -121,7 +126,8 @@ def test_the_threshold_is_where_the_choice_turns() -> None:
         workers = [replace(w, load=replace(w.load, context_tokens=0)) for w in cluster_at_random(rng)]
         asked = replace(ask_at_random(rng, workers), replicate_tokens=0)
         with suppress(NoDecodeWorker, RequestTooLarge):
-            for cost in placed(workers, asked, EXACT).decode_candidates:
+            model = replace(EXACT, max_local_prefill_tokens=rng.choice([None, 300]))
+            for cost in placed(workers, asked, model).decode_candidates:
                 uncached, threshold = asked.num_tokens - cost.matched_tokens, cost.local_threshold_tokens
                 assert threshold is not None
                 if abs(uncached - threshold) > 1e-6 * uncached:
@@ -134,6 +140,9 @@ def test_thresholds() -> None:
     here = {"queue_ms": 10.0, "token_ms": 0.4, "link_ms": 0.1, "floor_tokens": 64}
     assert local_threshold(**here, handoff_ms=40.0) == pytest.approx(100.0)
     assert local_threshold(**here, handoff_ms=20.0) == 64.0
+    assert local_threshold(**here, handoff_ms=40.0, most_tokens=70) == 70.0
+    assert local_threshold(**here, handoff_ms=40.0, most_tokens=10) == 64.0
+    assert local_threshold(**here, handoff_ms=inf, most_tokens=10) == inf
     assert local_threshold(**{**here, "link_ms": 0.4}, handoff_ms=11.0) == inf
     assert local_threshold(**{**here, "link_ms": 0.5}, handoff_ms=9.0) == 64.0
 
@@ -165,6 +174,19 @@ def test_a_copy_is_made_by_whoever_waits_least() -> None:
     assert (copied.cached_tokens, copied.uncached_tokens) == (0, 1000)
     idle = [decode, worker("p0"), replace(holder, backlog_tokens=0)]
     assert placed(idle, replace(wanted, replicate_tokens=960), EXACT).affinity is Affinity.PREFIX
+
+
+def test_what_another_has_is_computed_again_the_less_the_more_are_waiting() -> None:
+    """The same queue ahead: with few requests about it is not worth waiting for, with many it is."""
+    decode, holder = worker("d0", active=30), worker("p1", backlog=500)
+    wanted = Asked(600, {"p1": 480})
+    idle = [decode, worker("p0"), holder]
+    assert placed(idle, wanted, EXACT).affinity is Affinity.SPREAD
+    crowded = [decode, worker("p0", active=1), replace(holder, num_active=1)]
+    assert placed(crowded, wanted, EXACT).affinity is Affinity.PREFIX
+    # Whether a prompt is handed over at all does not depend on what is not computed again.
+    costs = [placed(workers, wanted, EXACT).decode_candidates[0] for workers in (crowded, [decode, crowded[2]])]
+    assert costs[0].handoff_ms == costs[1].handoff_ms
 
 
 def test_cold_prompts_go_to_the_least_loaded_however_long_they_are() -> None:

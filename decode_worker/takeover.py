@@ -1,0 +1,83 @@
+"""Streams that change hands: whose router has gone, and to which router they go next."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from decode_worker.orphans import Orphanage
+from decode_worker.reports import refuse_order, tell_all
+from decode_worker.task import DecodeTask, TaskPhase
+from decode_worker.taskbook import TaskBook
+from tandem.errors import ServingError, StreamTaken, Unavailable
+from tandem.ids import RequestId
+from tandem.session_port import SessionPort
+from tandem.v1 import session_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+
+class Takeovers:
+    """One worker's. On the event loop's thread."""
+
+    def __init__(
+        self,
+        book: TaskBook,
+        *,
+        keep_s: float,
+        cancel: Callable[[DecodeTask], None],
+        go_on_here: Callable[[DecodeTask], None],
+    ) -> None:
+        """`go_on_here` is told of tasks that wait for a router's word on who computes their prompt."""
+        self._book = book
+        self._orphans = Orphanage(keep_s=keep_s)
+        self._cancel = cancel
+        self._go_on_here = go_on_here
+
+    def router_came(self, port: SessionPort) -> None:
+        """What it had in an earlier session here it has continued elsewhere."""
+        for task in self._orphans.of_router(port.router):
+            self._cancel(task)
+
+    def router_left(self, port: SessionPort) -> None:
+        """Its requests go on for a while."""
+        left, now_s = self._book.of_port(port), time.monotonic()
+        for task in left:
+            if not self._orphans.keep_s:
+                self._cancel(task)
+                continue
+            self._orphans.take_in(task, now_s=now_s)
+            if task.phase is TaskPhase.REROUTING:
+                self._go_on_here(task)
+        if left and self._orphans.keep_s:
+            asyncio.get_running_loop().call_later(self._orphans.keep_s, self._end_lapsed)
+
+    def adopt(self, port: SessionPort, adopt: pb.Adopt) -> None:
+        """Hand a stream to the router that asks for it, with all that was said of it; or refuse."""
+        orphan = self._orphans.give_away(RequestId(adopt.request_id))
+        task = orphan or self._book.of_request(adopt.request_id)
+        try:
+            former = self._pass_on(task, port, adopt)
+        except ServingError as error:
+            if orphan is not None:
+                self._cancel(orphan)
+            refuse_order(port, adopt.request_id, adopt.attempt, error)
+            return
+        refuse_order(*former, StreamTaken("the client has taken this stream elsewhere"))
+        if task is not None:
+            tell_all(task)
+
+    def _pass_on(self, task: DecodeTask | None, port: SessionPort, adopt: pb.Adopt) -> tuple[SessionPort, str, int]:
+        """Whose it was."""
+        with_logprobs = task is not None and task.request.params.num_logprobs is not None
+        if task is None or not task.told.can_tell_from(adopt.num_shown, with_logprobs=with_logprobs):
+            raise Unavailable("this answer is not here")
+        former = (task.port, adopt.request_id, task.attempt)
+        self._book.pass_on(task, port, adopt.attempt)
+        return former
+
+    def _end_lapsed(self) -> None:
+        for task in self._orphans.lapsed(time.monotonic()):
+            if not task.is_over:
+                _log.info("request %s: its router left and nobody took it over", task.request_id)
+            self._cancel(task)

@@ -1,0 +1,32 @@
+"""Workers that are killed, frozen or told to go under 32 live streams: every text is that of an undisturbed run."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.running_cluster import running
+from tests.kills.campaign import PATIENT, Workers
+from tests.kills.nursery import nursery
+from tests.streams.campaign import SHAPE, Blow, Campaign, learn, lines
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "blows",
+    [
+        {Blow.KILL: 8, Blow.FREEZE: 1, Blow.DRAIN: 1},
+        pytest.param({Blow.KILL: 200}, marks=pytest.mark.slow),
+        pytest.param({Blow.FREEZE: 20, Blow.DRAIN: 20}, marks=pytest.mark.slow),
+    ],
+    ids=["ten", "two-hundred-kills", "freezes-and-drains"],
+)
+async def test_no_stream_is_lost_or_differs(oracle, tmp_path: Path, blows: dict[Blow, int]) -> None:
+    num_blows = sum(blows.values())
+    with nursery(tmp_path) as command:
+        async with running(command=command, policy=PATIENT, **SHAPE) as cluster:
+            known = await learn(cluster.local.http_url, oracle, 9 if num_blows <= 10 else 24, seed=num_blows)
+            report = await Campaign(Workers(cluster, tmp_path), known, seed=num_blows).run(blows)
+    print(*lines(report), sep="\n")
+    assert not report.problems, "\n".join(lines(report))
+    assert len(report.struck) == num_blows
+    assert report.num_continued["worker_lost"] > num_blows

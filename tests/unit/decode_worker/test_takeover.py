@@ -1,0 +1,196 @@
+"""Streams whose router is gone: they go on, another router gets all of them, and nobody's do not last."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from decode_worker.worker import DecodeWorker
+from engine.host import EngineHost
+from tandem.errors import TransferError
+from tandem.ids import Incarnation
+from tandem.session_port import SessionPort
+from tandem.v1 import common_pb2 as common
+from tandem.v1 import session_pb2 as pb
+from tests.unit.decode_worker.test_worker import IDENTITY, LENGTH, PROMPT, TRANSFER, WAIT_S, Bench, expected, told
+from tests.unit.engine import ledger
+from tests.unit.engine.ledger_host import parts
+
+LONG = 60
+
+
+@asynccontextmanager
+async def worker(takeover_s: float = 30.0) -> AsyncIterator[Bench]:
+    faults: list[BaseException] = []
+    host = EngineHost(parts(), on_fatal=faults.append)
+    async with asyncio.TaskGroup() as group:
+        made = DecodeWorker(IDENTITY, host, group, takeover_s=takeover_s)
+        host.start(on_output=made.on_output, ports=tuple)
+        bench = Bench(host, made)
+        yield bench
+        await bench.worker.finish()
+        await bench.assert_empty()
+        await host.stop()
+    assert not faults
+
+
+def leave(bench: Bench) -> SessionPort:
+    """The bench's router is gone, and another one is there. Returns the former's port."""
+    former, bench.port = bench.port, SessionPort(Incarnation(3))
+    former.close()
+    bench.worker.closed(former)
+    return former
+
+
+def adopt(bench: Bench, *, attempt: int = 1 << 16, num_shown: int = 0, name: str = "r") -> None:
+    bench.order(adopt=pb.Adopt(request_id=name, attempt=attempt, num_shown=num_shown))
+
+
+async def until_finished(bench: Bench) -> None:
+    await bench.worker._idle.wait()
+
+
+async def test_another_router_gets_every_token_from_the_first() -> None:
+    async with worker() as bench:
+        bench.submit(prefill=False, max_tokens=LONG)
+        first = (await bench.heard("tokens")).deltas[0]
+        assert first.started.cached_tokens == 0
+        leave(bench)
+        adopt(bench, num_shown=1)
+        delta = (await bench.heard("tokens")).deltas[0]
+        assert (delta.attempt, delta.first_index, delta.HasField("started")) == (1 << 16, 0, True)
+        tokens = list(delta.token_ids)
+        while len(tokens) < LONG:
+            for delta in (await bench.heard("tokens")).deltas:
+                assert delta.first_index == len(tokens)
+                tokens += delta.token_ids
+        assert tokens == expected(LONG)
+        assert delta.finish.reason == common.FINISH_REASON_LENGTH
+
+
+async def test_an_answer_that_ended_meanwhile_is_kept_with_its_end() -> None:
+    async with worker() as bench:
+        bench.submit(prefill=False)
+        await bench.heard("tokens")
+        leave(bench)
+        await until_finished(bench)
+        adopt(bench, num_shown=1)
+        delta = (await bench.heard("tokens")).deltas[0]
+        assert list(delta.token_ids) == expected()
+        assert delta.finish.reason == common.FINISH_REASON_LENGTH
+        adopt(bench, attempt=2 << 16)
+        assert (await bench.heard("refused")).failure.code == "Unavailable", "it was given away once"
+
+
+async def test_nobodys_stream_ends_when_its_time_is_up() -> None:
+    async with worker(takeover_s=0.05) as bench:
+        bench.submit(prefill=False, max_tokens=100)
+        await bench.heard("tokens")
+        leave(bench)
+        async with asyncio.timeout(WAIT_S):
+            while len(bench.worker._takeovers._orphans):  # noqa: ASYNC110 - a timer ends it, and tells nobody
+                await asyncio.sleep(0.01)
+        assert bench.worker._idle.is_set()
+        adopt(bench)
+        assert (await bench.heard("refused")).failure.code == "Unavailable"
+
+
+async def test_without_a_time_it_ends_at_once() -> None:
+    async with worker(takeover_s=0.0) as bench:
+        bench.submit(prefill=False, max_tokens=100)
+        await bench.heard("tokens")
+        leave(bench)
+        assert bench.worker._idle.is_set()
+
+
+async def test_a_router_that_is_back_has_gone_on_elsewhere() -> None:
+    async with worker() as bench:
+        bench.submit(prefill=False, max_tokens=100)
+        await bench.heard("tokens")
+        former = leave(bench)
+        bench.worker.opened(SessionPort(Incarnation(4)))
+        assert not bench.worker._idle.is_set()
+        bench.worker.opened(SessionPort(former.router))
+        assert bench.worker._idle.is_set()
+
+
+async def test_whoever_has_it_is_told_that_it_was_taken() -> None:
+    async with worker() as bench:
+        bench.submit(prefill=False, max_tokens=100)
+        await bench.heard("tokens")
+        former, bench.port = bench.port, SessionPort(Incarnation(3))
+        adopt(bench)
+        while not (message := await former.next()).HasField("refused"):
+            assert message.HasField("tokens")
+        assert (message.refused.attempt, message.refused.failure.code) == (1, "StreamTaken")
+        delta = (await bench.heard("tokens")).deltas[0]
+        assert list(delta.token_ids) == expected(100)[: len(delta.token_ids)]
+        bench.worker.closed(former)
+        bench.order(cancel=pb.Cancel(request_id="r", attempt=1 << 16))
+        await until_finished(bench)
+
+
+async def test_the_same_router_may_go_on_under_another_attempt() -> None:
+    async with worker() as bench:
+        bench.submit(prefill=False, max_tokens=100)
+        await bench.heard("tokens")
+        adopt(bench)
+        while (delta := (await bench.heard("tokens")).deltas[0]).attempt != 1 << 16:
+            pass
+        tokens = list(delta.token_ids)
+        while len(tokens) < 100:
+            tokens += [t for d in (await bench.heard("tokens")).deltas for t in d.token_ids]
+        assert tokens == expected(100)
+
+
+async def test_a_prompt_under_way_arrives_for_the_next_router() -> None:
+    async with worker() as bench:
+        bench.submit()
+        blocks = await bench.bound(await bench.started())
+        leave(bench)
+        adopt(bench)
+        bench.owner.first_token(TRANSFER, told(expected()[0]))
+        bench.write(blocks, 0, len(blocks))
+        await bench.commit(blocks, expected()[0])
+        tokens: list[int] = []
+        while len(tokens) < LENGTH:
+            tokens += [t for d in (await bench.heard("tokens")).deltas for t in d.token_ids]
+        assert tokens == expected()
+
+
+@pytest.mark.parametrize("asked", ["before", "after"])
+async def test_nobody_is_asked_for_a_route_who_is_not_there(asked: str) -> None:
+    """A hand-off fails while no router has the stream: the prompt is computed here."""
+    async with worker() as bench:
+        bench.submit()
+        blocks = await bench.bound(await bench.started())
+        if asked == "after":
+            leave(bench)
+        bench.owner.failed(TRANSFER, (), TransferError("the link was lost"))
+        bench.owner.released(TRANSFER, blocks)
+        if asked == "before":
+            await bench.heard("transfer_failed")
+            leave(bench)
+        else:
+            await until_finished(bench)
+        adopt(bench)
+        tokens: list[int] = []
+        while len(tokens) < LENGTH:
+            tokens += [t for d in (await bench.heard("tokens")).deltas for t in d.token_ids]
+        assert tokens == expected()
+
+
+async def test_logprobs_that_nobody_kept_are_not_made_up() -> None:
+    """Of a stream that was itself continued here: the first tokens came without."""
+    async with worker() as bench:
+        sampling = common.SamplingParams(max_tokens=LONG, temperature=0.0, ignore_eos=True, num_logprobs=0)
+        order = pb.Submit(request_id="r", attempt=1, hash_root=ledger.ROOT, sampling=sampling)
+        order.prompt_token_ids.extend(PROMPT)
+        order.generated_token_ids.extend(expected()[:3])
+        bench.order(submit=order)
+        delta = (await bench.heard("tokens")).deltas[0]
+        assert delta.first_index == 3
+        leave(bench)
+        adopt(bench, num_shown=2)
+        assert (await bench.heard("refused")).failure.code == "Unavailable"
