@@ -1,8 +1,10 @@
 """A whole cluster on a virtual clock: one router, its workers, a trace; from the first arrival to the last end."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
+from typing import cast
 
 from cluster.simulator.event_queue import EventQueue
 from cluster.simulator.faults import Fault, FaultKind
@@ -16,11 +18,11 @@ from router.admission import Admission
 from router.placement import CostModel
 from router.placer import Placer
 from router.prefix_map import PrefixMap
-from router.session_events import Deliver, Inheritance, PrefillRoute, SubmitOrder
+from router.session_events import WorkerPort
 from router.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
 from router.workers import WorkerRegistry
 from tandem.errors import ConfigError, InvariantError
-from tandem.ids import Incarnation, RequestId, WorkerId
+from tandem.ids import Incarnation, WorkerId
 from tandem.kv_layout import KVLayout
 from tandem.roles import WorkerRole
 
@@ -31,25 +33,14 @@ def worker_name(role: WorkerRole, index: int) -> WorkerId:
 
 
 class NoPort:
-    """What a session would be: the simulated router sends its orders past it."""
+    """What a session would be: the simulated router sends its orders past it, and whatever is asked of it is nothing."""
 
-    def submit(self, order: SubmitOrder, deliver: Deliver) -> None:
-        """See WorkerPort."""
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return _nothing
 
-    def reroute(self, request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> None:
-        """See WorkerPort."""
 
-    def cancel(self, request_id: RequestId, attempt: int) -> None:
-        """See WorkerPort."""
-
-    def inherit(self, share: Inheritance, *, within_s: float, prefill_tokens_per_s: float) -> None:
-        """See WorkerPort."""
-
-    def settle(self) -> None:
-        """See WorkerPort."""
-
-    def resync(self) -> None:
-        """See WorkerPort."""
+def _nothing(*_args: object, **_options: object) -> None:
+    """Nobody is there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +143,7 @@ class Simulation:
         self.workers.lost(worker.info.key)
 
     def _join(self, info: WorkerInfo) -> None:
-        self.registry.joined(info, NoPort())
+        self.registry.joined(info, cast(WorkerPort, NoPort()))
         self.registry.prefix_changed(info.key, PrefixChange(first_sequence=0, snapshot=True, changes=()))
 
     def _join_sink(self) -> None:
