@@ -32,8 +32,11 @@ def worker_name(role: WorkerRole, index: int) -> WorkerId:
     return WorkerId(f"{role.value}-{index:04d}")
 
 
-class NoPort:
-    """What a session would be: the simulated router sends its orders past it, and whatever is asked of it is nothing."""
+class SimPort:
+    """What a session would be: the simulated router sends its orders past it, all that it may ask for is a snapshot."""
+
+    def __init__(self, resync: Callable[[], None]) -> None:
+        self.resync = resync
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return _nothing
@@ -103,7 +106,7 @@ class Simulation:
         )
         self.workers.live[key] = worker
         self.workers.all.append(worker)
-        self._join(info)
+        self._join(info, partial(self.workers.send_snapshot, worker))
         # Reports of workers do not come all at once.
         phase_s = self.spec.network.load_period_s * (index + 1) / (pool.num_workers + 1)
         self.events.in_background(phase_s, partial(self.workers.tell_load, worker))
@@ -142,15 +145,15 @@ class Simulation:
         self.registry.left(worker.info.key, "gone")
         self.workers.lost(worker.info.key)
 
-    def _join(self, info: WorkerInfo) -> None:
-        self.registry.joined(info, cast(WorkerPort, NoPort()))
+    def _join(self, info: WorkerInfo, resync: Callable[[], None]) -> None:
+        self.registry.joined(info, cast(WorkerPort, SimPort(resync)))
         self.registry.prefix_changed(info.key, PrefixChange(first_sequence=0, snapshot=True, changes=()))
 
     def _join_sink(self) -> None:
         """Nobody decodes: a decode worker in name only, with room for everything, where no prompt is computed."""
         key = WorkerKey(WorkerId("sink"), Incarnation(0))
         bytes_per_token = 1 if self.spec.prefill is None else self.spec.prefill.latency.kv_bytes_per_token
-        self._join(self._info(key, WorkerRole.DECODE, 2**40, bytes_per_token))
+        self._join(self._info(key, WorkerRole.DECODE, 2**40, bytes_per_token), _nothing)
         load = WorkerLoad(num_free_blocks=2**40, prefill_tokens_per_s=1e-3, decode_step_s=1e-9, kv_bytes_per_s=1e18)
         self.registry.load_changed(key, load)
 

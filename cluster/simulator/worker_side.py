@@ -149,6 +149,19 @@ class SimWorkers:
         )
         self._events.after(self._network.hop_s, partial(self._registry.prefix_changed, worker.info.key, change))
 
+    def send_snapshot(self, worker: SimWorker) -> None:
+        """The router has asked for the whole of a worker's prefix cache."""
+        if worker.is_dead:
+            return
+
+        def snapshot(scheduler: Scheduler) -> None:
+            next_seq, stored = scheduler.blocks.snapshot()
+            changes = tuple([(event.name, True) for event in stored])
+            change = PrefixChange(first_sequence=next_seq, snapshot=True, changes=changes)
+            self._events.after(self._network.hop_s, partial(self._registry.prefix_changed, worker.info.key, change))
+
+        self._events.after(self._network.hop_s, partial(worker.call, snapshot))
+
     def _admitted(self, admission: Admission) -> None:
         request = self.router.live.get(admission.request_id)
         if request is None:

@@ -99,6 +99,17 @@ def test_kv_that_the_decode_worker_holds_does_not_travel() -> None:
     assert 0 < simulation.workers.handoffs.num_kv_bytes < most
 
 
+def test_a_snapshot_tells_what_the_events_told() -> None:
+    simulation = simulated(cluster())
+    settle(simulation)
+    for key, worker in simulation.workers.live.items():
+        prefix_map = simulation.registry.prefix_map
+        before = prefix_map.num_blocks(key.worker_id)
+        simulation.registry.port(key).resync()
+        settle(simulation)
+        assert prefix_map.num_blocks(key.worker_id) == before == len(worker.scheduler.blocks.index)
+
+
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match="policy must be one of"):
         Simulation(cluster(), load(), Choosing(policy="best"), seed=1)
