@@ -207,7 +207,7 @@ def _answer(plans: Sequence[Plan]) -> str:
     against = (
         f"no {word} cluster keeps the promise within the GPUs allowed"
         if other is None
-        else f"the cheapest {word} one ({other.design.name}, {_ratio(other.sizes)}) takes {other.gpus}"
+        else f"the cheapest {word} one ({other.design.name}, {_ratio(other.sizes)}) needs {other.gpus}"
     )
     reasons = "; ".join(best.why) or "it is a single worker of each pool"
     return f"cheapest: {best.design.name}, {_ratio(best.sizes)}, {best.gpus} GPUs: {reasons}; {against}"

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import NamedTuple, Protocol
 
 from cluster.simulator.event_queue import EventQueue
@@ -92,6 +93,8 @@ class SimWorker:
         self._quiet: _Quiet | None = None
         self._serial = 0
         """Of the step under way: what another one was to end is void."""
+        self._frozen_from_s = inf
+        """Since when it is frozen, or was last."""
         self._frozen_until_s = 0.0
 
     def call(self, action: Call) -> None:
@@ -106,17 +109,27 @@ class SimWorker:
 
     def die(self) -> None:
         """The process is gone, with all that it held."""
-        self.num_tokens_at_end = 0 if self._quiet is None else self._num_ended(self._quiet)
+        self.num_tokens_at_end = (
+            0
+            if self._quiet is None
+            else self._num_ended(self._quiet, self._frozen_from_s if self.is_frozen else self._events.now)
+        )
         self.is_dead = True
         self._serial += 1
         self._calls.clear()
 
     def freeze(self, duration_s: float) -> None:
         """For so long nothing happens."""
+        self._frozen_from_s = self._events.now
         self._frozen_until_s = self._events.now + duration_s
 
-    def _num_ended(self, quiet: _Quiet) -> int:
-        run, gone_s = quiet.run, self._events.now - quiet.started_s
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it does nothing at the moment, and says nothing."""
+        return self._frozen_until_s > self._events.now
+
+    def _num_ended(self, quiet: _Quiet, now: float) -> int:
+        run, gone_s = quiet.run, now - quiet.started_s
         return bisect_right(
             range(1, run.num_steps),
             gone_s,
@@ -175,7 +188,7 @@ class SimWorker:
     def _cut(self, quiet: _Quiet) -> None:
         """Somebody wants to be heard: the step under way is the last."""
         self._quiet = None
-        self._await_quiet(quiet, self._num_ended(quiet) + 1)
+        self._await_quiet(quiet, self._num_ended(quiet, self._events.now) + 1)
 
     def _end_quiet(self, serial: int, quiet: _Quiet, num_steps: int, seconds: float) -> None:
         if self._is_void(serial, partial(self._end_quiet, serial, quiet, num_steps, seconds)):
@@ -192,7 +205,7 @@ class SimWorker:
         """Whether a step's end does not happen now: never, or when the worker thaws."""
         if serial != self._serial:
             return True
-        if self._frozen_until_s > self._events.now:
+        if self.is_frozen:
             self._events.at(self._frozen_until_s, again)
             return True
         return False

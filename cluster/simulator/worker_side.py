@@ -1,6 +1,6 @@
 """The workers of a simulation: orders to them, and their news: tokens, KV events, preemptions, load reports, losses."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 from cluster.simulator.event_queue import EventQueue
@@ -10,7 +10,7 @@ from cluster.simulator.router_side import SimRouter
 from cluster.simulator.settings import Network
 from cluster.simulator.sim_request import SimRequest
 from cluster.simulator.worker import SimWorker, Steps
-from engine.kv_events import KVEventBatch, Stored
+from engine.kv_events import Cleared, KVEventBatch, Stored
 from engine.request import RequestState, TokenEvent
 from engine.scheduler import Scheduler
 from engine.step import Admission, StepOutput
@@ -142,11 +142,10 @@ class SimWorkers:
         self.gaps.add(step_s, count)
 
     def _publish(self, worker: SimWorker, batch: KVEventBatch) -> None:
-        change = PrefixChange(
-            first_sequence=batch.first_seq,
-            snapshot=False,
-            changes=tuple([(event.name, type(event) is Stored) for event in _named(batch)]),
-        )
+        # Nobody clears a cache here.
+        named = [event for event in batch.events if not isinstance(event, Cleared)]
+        changes = tuple([(event.name, isinstance(event, Stored)) for event in named])
+        change = PrefixChange(first_sequence=batch.first_seq, snapshot=False, changes=changes)
         self._events.after(self._network.hop_s, partial(self._registry.prefix_changed, worker.info.key, change))
 
     def send_snapshot(self, worker: SimWorker) -> None:
@@ -219,8 +218,8 @@ class SimWorkers:
         """Report now, and again after every period, for as long as the worker lives."""
         if worker.is_dead:
             return
-        if not worker.has_news:
-            # Nothing was sent there either: the router would learn nothing.
+        if worker.is_frozen or not worker.has_news:
+            # Without news nothing was sent there either: the router would learn nothing.
             self._events.in_background(self._network.load_period_s, partial(self.tell_load, worker))
             return
         worker.has_news = worker.is_busy
@@ -246,8 +245,3 @@ def _is_on(request: SimRequest, key: WorkerKey) -> bool:
     prefill = assignment.placement.prefill
     awaits_prefill = request.engine is None or request.engine.state is RequestState.WAITING
     return assignment.decode == key or (awaits_prefill and prefill is not None and prefill.info.key == key)
-
-
-def _named(batch: KVEventBatch) -> Iterable[Stored]:
-    """A simulation never clears a cache: each event names a block."""
-    return batch.events  # type: ignore[return-value]
