@@ -127,9 +127,10 @@ def verdict(rows: list[Row]) -> str:
     best = max((row for row in rows if row[0]), key=lambda row: row[2].requests_per_s, default=None)
     if best is None or best[2].requests_per_s == colocated == 0.0:
         return "nobody holds the SLO at any rate tried"
-    split_rate = best[2].requests_per_s
+    split_rate, ratio = best[2].requests_per_s, f"{best[0]}:{best[1]}"
+    if not colocated or not split_rate:
+        winner, loser = (f"disaggregated {ratio}", "colocated") if split_rate else ("colocated", "disaggregated")
+        return f"{winner} wins: {loser} holds the SLO at no rate tried"
     if split_rate > colocated:
-        gain = f"{split_rate / colocated:.2f} times" if colocated else "against nothing by"
-        return f"disaggregated {best[0]}:{best[1]} wins: {gain} colocated"
-    loss = f"{colocated / split_rate:.2f} times" if split_rate else "against nothing by"
-    return f"colocated wins: {loss} the best ratio ({best[0]}:{best[1]})"
+        return f"disaggregated {ratio} wins: {split_rate / colocated:.2f} times colocated"
+    return f"colocated wins: {colocated / split_rate:.2f} times the best ratio ({ratio})"

@@ -109,11 +109,9 @@ class SimWorker:
 
     def die(self) -> None:
         """The process is gone, with all that it held."""
-        self.num_tokens_at_end = (
-            0
-            if self._quiet is None
-            else self._num_ended(self._quiet, self._frozen_from_s if self.is_frozen else self._events.now)
-        )
+        if self._quiet is not None:
+            last_s = self._frozen_from_s if self.is_frozen else self._events.now
+            self.num_tokens_at_end = self._num_ended(self._quiet, last_s)
         self.is_dead = True
         self._serial += 1
         self._calls.clear()
