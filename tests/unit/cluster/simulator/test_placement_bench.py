@@ -11,7 +11,7 @@ CASE = PlacementCase(num_workers=4, num_blocks=3_000)
 
 @pytest.fixture(scope="module")
 def result() -> PlacementResult:
-    trace = load(800, rate=20.0, prefix=256, prompt=400.0, turns=5.0)
+    trace = load(500, rate=20.0, prefix=256, prompt=400.0, turns=5.0)
     return compare_placement(trace, CASE, ("random", "least_load", "tandem"), seed=1)
 
 
