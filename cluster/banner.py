@@ -71,7 +71,7 @@ def changed_settings(config: BaseModel, defaults: BaseModel, prefix: str = "") -
     found: dict[str, str] = {}
     for name in type(config).model_fields:
         value, default = getattr(config, name), getattr(defaults, name)
-        if isinstance(value, BaseModel):
+        if isinstance(value, BaseModel) and isinstance(default, BaseModel):
             found |= changed_settings(value, default, f"{prefix}{name}.")
         elif value != default:
             found[f"{prefix}{name}"] = _shown(value)
@@ -83,6 +83,10 @@ def _shown(value: Any) -> str:
         return ", ".join(_shown(item) for item in value)
     if isinstance(value, SecretStr):
         return "(hidden)"
+    if isinstance(value, BaseModel):
+        return " of ".join(_shown(part) for _, part in value if part is not None)
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {_shown(part)}" for key, part in value.items())
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -9,11 +9,13 @@ from contextlib import AsyncExitStack
 from random import SystemRandom
 
 from router.admission import Admission
+from router.admission_assembly import make_gate
 from router.canary import CANARY_SALT, Canary
 from router.choice_run import DispatchSettings
 from router.dispatch import Dispatcher
 from router.fleet import WorkerFleet
 from router.frontend import Frontend, ModelInfo
+from router.gate import Gate
 from router.grpc.server import GrpcDoor, build_server
 from router.http.app import create_app
 from router.http.server import HttpDoor
@@ -67,12 +69,14 @@ async def serve(config: ClusterConfig, ready_fd: int | None, lifetime: Lifetime)
         if tokenizer.size > model.vocab_size:
             raise ConfigError(f"the tokenizer has {tokenizer.size} tokens, the model embeds {model.vocab_size}")
         metrics = RouterMetrics(model.name)
-        dispatcher = make_dispatcher(config, registry, metrics, secret)
+        admission = Admission(max_inflight=config.router.max_inflight_requests, clock=time.monotonic)
+        dispatcher = make_dispatcher(config, registry, metrics, secret, admission)
+        gate = make_gate(config, dispatcher, admission, registry, time.monotonic)
         frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret, tracer=tracer)
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
         readiness = Readiness(registry, metrics, canary.answering)
-        app = create_app(frontend, dispatcher, readiness, config.router, metrics)
-        server = build_server(frontend, dispatcher, config.router, metrics)
+        app = create_app(frontend, gate, readiness, config.router, metrics)
+        server = build_server(frontend, gate, config.router, metrics)
         where, drain_s = config.router.host, config.decode.drain_s
         http = await stack.enter_async_context(HttpDoor(app, host=where, port=config.router.port, grace_s=drain_s))
         door = GrpcDoor(server, host=where, port=config.router.grpc_port, grace_s=drain_s)
@@ -85,11 +89,11 @@ async def serve(config: ClusterConfig, ready_fd: int | None, lifetime: Lifetime)
         await lifetime.wait()
         readiness.drain()
         await canary.stop()
-        await drain(dispatcher, http, rpc, drain_s=drain_s)
+        await drain(gate, http, rpc, drain_s=drain_s)
 
 
 def make_dispatcher(
-    config: ClusterConfig, registry: WorkerRegistry, metrics: RouterMetrics, secret: bytes
+    config: ClusterConfig, registry: WorkerRegistry, metrics: RouterMetrics, secret: bytes, admission: Admission
 ) -> Dispatcher:
     """The core of the router over its live workers."""
     settings = config.router
@@ -101,7 +105,7 @@ def make_dispatcher(
     )
     return Dispatcher(
         placer=placer,
-        admission=Admission(max_inflight=settings.max_inflight_requests, clock=time.monotonic),
+        admission=admission,
         hasher=BlockHasher(secret),
         clock=time.monotonic,
         rng=SystemRandom(),
@@ -125,7 +129,7 @@ def _model_info(registry: WorkerRegistry) -> ModelInfo:
     )
 
 
-async def drain(dispatcher: Dispatcher, http: HttpDoor, rpc: GrpcDoor, *, drain_s: float) -> None:
+async def drain(dispatcher: Dispatcher | Gate, http: HttpDoor, rpc: GrpcDoor, *, drain_s: float) -> None:
     """Refuse what is new at both doors, let what was accepted end, close both: all within one bound.
 
     The doors listen until then, so that a client is told to go elsewhere rather than find nobody.

@@ -37,7 +37,7 @@ class Dispatcher:
         observer: DispatchObserver | None = None,
     ) -> None:
         self._admission = admission
-        room = WaitingRoom()
+        self._room = room = WaitingRoom()
         placer.registry.on_load = room.look
         self._around = Surroundings(
             placer=placer,
@@ -58,6 +58,11 @@ class Dispatcher:
     def num_inflight(self) -> int:
         """Requests accepted and not yet ended: zero when a drain is complete."""
         return self._admission.num_inflight
+
+    @property
+    def num_waiting_for_room(self) -> int:
+        """Accepted choices that every worker was too full for."""
+        return len(self._room)
 
     async def drain(self, *, most_s: float) -> None:
         """Refuse new requests from now on, at both doors; wait until those accepted have ended, or for `most_s`."""

@@ -1,0 +1,52 @@
+"""From the configuration to a gate before dispatch."""
+
+from collections.abc import Callable
+
+from router.admission import Admission
+from router.cluster_room import RoomPolicy
+from router.dispatch import Dispatcher
+from router.fair_admission import AdmissionPolicy, FairAdmission
+from router.gate import Gate
+from router.tenant_limits import Limiter
+from router.workers import WorkerRegistry
+from tandem.config import ClusterConfig, RouterConfig
+
+
+def admission_policy(config: RouterConfig, *, max_running: int) -> AdmissionPolicy:
+    """`max_running`: what a worker runs at once where the router's own bound is left open."""
+    queue = config.queue
+    return AdmissionPolicy(
+        max_requests=queue.max_requests,
+        max_tokens=queue.max_tokens,
+        max_queue_s=config.max_queue_s,
+        input_weight=queue.input_weight,
+        output_weight=queue.output_weight,
+        room=RoomPolicy(
+            worker_backlog_s=queue.worker_backlog_s,
+            max_running_per_worker=queue.max_running_per_worker or max_running,
+            max_itl_s=queue.max_itl_s,
+        ),
+    )
+
+
+def make_gate(
+    config: ClusterConfig,
+    dispatcher: Dispatcher,
+    admission: Admission,
+    registry: WorkerRegistry,
+    clock: Callable[[], float],
+) -> Gate:
+    """The gate of one router; `admission`: that of `dispatcher`, whose places bound what runs."""
+
+    def places(priority: int) -> int:
+        # Whom every worker was too full for goes first.
+        return 0 if dispatcher.num_waiting_for_room else admission.num_free(priority)
+
+    fair = FairAdmission(
+        workers=registry.snapshots,
+        places=places,
+        limiter=Limiter(config.router.limits, clock=clock),
+        policy=admission_policy(config.router, max_running=config.engine.max_running_requests),
+        clock=clock,
+    )
+    return Gate(dispatcher, fair, registry)
