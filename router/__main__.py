@@ -10,6 +10,7 @@ from random import SystemRandom
 
 from router.admission import Admission
 from router.admission_assembly import make_gate
+from router.admission_metrics import AdmissionMetrics
 from router.canary import CANARY_SALT, Canary
 from router.choice_run import DispatchSettings
 from router.dispatch import Dispatcher
@@ -72,6 +73,7 @@ async def serve(config: ClusterConfig, ready_fd: int | None, lifetime: Lifetime)
         admission = Admission(max_inflight=config.router.max_inflight_requests, clock=time.monotonic)
         dispatcher = make_dispatcher(config, registry, metrics, secret, admission)
         gate = make_gate(config, dispatcher, admission, registry, time.monotonic)
+        metrics.registry.register(AdmissionMetrics(gate.admission))
         frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret, tracer=tracer)
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
         readiness = Readiness(registry, metrics, canary.answering)

@@ -21,7 +21,7 @@ _BELIEVED_S = 0.5
 class RoomPolicy:
     """How much of a worker is used, and what stands for rates that nobody has measured."""
 
-    worker_backlog_s: float = 0.25
+    worker_backlog_s: float = 0.1
     max_running_per_worker: int = 256
     max_itl_s: float | None = None
     prior_prefill_tokens_per_s: float = 5_000.0
@@ -68,7 +68,8 @@ def look(workers: Iterable[WorkerSnapshot], policy: RoomPolicy, transit: InTrans
     willing = [w for w in decoders if not w.penalty_ms] or decoders
     computing = prefillers or willing
     rates = _rates(computing, policy.prior_prefill_tokens_per_s)
-    slack = sum(max(0.0, policy.worker_backlog_s * r - w.backlog_tokens) for w, r in zip(computing, rates, strict=True))
+    backlogs = [w.backlog_tokens if w.backlog_now is None else w.backlog_now for w in computing]
+    slack = sum(max(0.0, policy.worker_backlog_s * r - b) for b, r in zip(backlogs, rates, strict=True))
     return ClusterRoom(
         usable=bool(decoders),
         slots=sum(_slots(w, policy) for w in willing) - transit.num_requests,
@@ -76,7 +77,7 @@ def look(workers: Iterable[WorkerSnapshot], policy: RoomPolicy, transit: InTrans
         free_tokens=max(map(_free_tokens, willing), default=0.0),
         prefill_tokens_per_s=sum(rates) or policy.prior_prefill_tokens_per_s,
         measured_tokens_per_s=max((w.load.prefill_tokens_per_s for w in computing), default=0.0),
-        least_wait_s=min((w.backlog_tokens / r for w, r in zip(computing, rates, strict=True)), default=0.0),
+        least_wait_s=min((b / r for b, r in zip(backlogs, rates, strict=True)), default=0.0),
     )
 
 
@@ -87,13 +88,18 @@ def _rates(workers: Sequence[WorkerSnapshot], prior: float) -> list[float]:
 
 
 def _slots(worker: WorkerSnapshot, policy: RoomPolicy) -> int:
-    if worker.num_active and policy.max_itl_s is not None and worker.load.decode_step_s > policy.max_itl_s:
+    active = _num_active(worker)
+    if active and policy.max_itl_s is not None and worker.load.decode_step_s > policy.max_itl_s:
         return 0
-    return max(0, policy.max_running_per_worker - worker.num_active)
+    return max(0, policy.max_running_per_worker - active)
 
 
 def _free_tokens(worker: WorkerSnapshot) -> float:
-    return worker.load.num_free_blocks * worker.info.layout.block_size if worker.num_active else math.inf
+    return worker.load.num_free_blocks * worker.info.layout.block_size if _num_active(worker) else math.inf
+
+
+def _num_active(worker: WorkerSnapshot) -> int:
+    return worker.num_active if worker.num_active_now is None else worker.num_active_now
 
 
 class DrainMeter:

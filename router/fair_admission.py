@@ -34,6 +34,8 @@ class AdmissionPolicy:
     max_queue_s: float = 60.0
     input_weight: float = 1.0
     output_weight: float = 2.0
+    credit_s: float = 2.0
+    """Of the whole cluster's work: how far a tenant that begins to wait may be behind the others."""
     entry_share: float = 0.8
     """Of its time that a request may be predicted to take when it comes: predictions are no better than that, and
     whoever is let in should not be refused later."""
@@ -116,7 +118,8 @@ class FairAdmission:
 
     def oldest_s(self) -> float:
         """For how long the one has waited that has waited longest."""
-        return self._clock() - min((ticket.arrived_s for ticket in self._queue), default=self._clock())
+        now_s = self._clock()
+        return now_s - min((ticket.arrived_s for ticket in self._queue), default=now_s)
 
     def enter(self, wanted: Wanted) -> tuple[Entry, list[tuple[Entry, ServingError]]]:
         """Count a request in; it waits unless it has its turn at once. Also those that had to make room for it.
@@ -250,10 +253,10 @@ class FairAdmission:
         if late is not None:
             raise self._refuse(ticket, *late)
         if at_once:
-            self._counters.activate(ticket.tenant, ())
+            self._counters.activate(ticket.tenant, (), credit=self._credit(room))
             return []
         evicted = self._make_place(ticket, room)
-        self._queue.push(ticket)
+        self._queue.push(ticket, credit=self._credit(room))
         self._entries[ticket] = entry
         entry.waiting = True
         return evicted
@@ -315,13 +318,18 @@ class FairAdmission:
     def _wait_s(self, ticket: Ticket, room: ClusterRoom) -> float:
         if not len(self._queue) and self._has_room(room, ticket):
             return room.least_wait_s
-        return (self._queue.ahead_of(ticket).cost + ticket.cost) / self._rate(room) + room.least_wait_s
+        return (self._queue.ahead_of(ticket, credit=self._credit(room)).cost + ticket.cost) / self._rate(
+            room
+        ) + room.least_wait_s
 
     def _left_s(self, ticket: Ticket, room: ClusterRoom, now_s: float) -> float:
         left_s = ticket.arrived_s + self._policy.max_queue_s - now_s
         if ticket.deadline_s is None:
             return left_s
         return min(left_s, ticket.deadline_s - now_s - _compute_s(ticket, room))
+
+    def _credit(self, room: ClusterRoom) -> float:
+        return self._policy.credit_s * self._rate(room)
 
     def _rate(self, room: ClusterRoom) -> float:
         return self._meter.rate(room.prefill_tokens_per_s * self._policy.input_weight)

@@ -100,11 +100,11 @@ class FairQueue:
         """Those with somebody waiting."""
         return {tenant for lines in self._classes.values() for tenant in lines}
 
-    def push(self, ticket: Ticket) -> None:
-        """Begin to wait; a tenant that had nobody waiting is lifted to those that had."""
+    def push(self, ticket: Ticket, *, credit: float = 0.0) -> None:
+        """Begin to wait; a tenant that had nobody waiting is lifted to those that had, but for `credit`."""
         tenants = self.tenants
         if ticket.tenant not in tenants:
-            self._counters.activate(ticket.tenant, tenants)
+            self._counters.activate(ticket.tenant, tenants, credit=credit)
         self._classes.setdefault(ticket.priority, {}).setdefault(ticket.tenant, _Line()).add(ticket)
         self._size += 1
         self.num_tokens += ticket.num_tokens
@@ -128,7 +128,7 @@ class FairQueue:
         tenant = min(lines, key=lambda one: (self._counters.counter(one), lines[one].tickets[0].number))
         return lines[tenant].tickets[0]
 
-    def ahead_of(self, ticket: Ticket) -> Ahead:
+    def ahead_of(self, ticket: Ticket, *, credit: float = 0.0) -> Ahead:
         """What is served before a request, whether it waits already or not.
 
         Its turn comes when its tenant's counter has taken in all that the tenant has before it; every other tenant is
@@ -142,7 +142,7 @@ class FairQueue:
                 work += sum(line.work_tokens for line in lines.values())
         lines = self._classes.get(ticket.priority, {})
         own = lines[tenant].before(ticket.rank) if tenant in lines else Ahead(0.0, 0.0)
-        floor = min((counters.counter(one) for one in lines), default=0.0)
+        floor = min((counters.counter(one) for one in lines), default=0.0) - credit / counters.weight(tenant)
         turn = max(counters.counter(tenant), floor) + own.cost / counters.weight(tenant)
         for other, line in lines.items():
             if other != tenant and line.cost > 0.0:

@@ -3,7 +3,9 @@
 The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): input tokens are
 counted when a request is served, output tokens as they come, divided by the tenant's weight. A tenant that begins to
 wait is lifted to the least counter of those that wait, or to that of the last one served when nobody does, so that
-nobody saves up a claim while idle. Pure.
+nobody saves up a claim while idle. Unlike there, a bounded credit is left to it: who stays below its share is then
+served at once when several of its requests come together, as it would be alone. Two tenants that wait all the time
+never differ by more than that credit and a request. Pure.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,8 +36,8 @@ class VirtualCounters:
         """Its share."""
         return self._weight_of(tenant)
 
-    def activate(self, tenant: str, waiting: Iterable[str]) -> None:
-        """It begins to wait beside those that do."""
+    def activate(self, tenant: str, waiting: Iterable[str], *, credit: float = 0.0) -> None:
+        """It begins to wait beside those that do; `credit`: how far it may stay behind them, in cost."""
         others = [self.counter(other) for other in waiting if other != tenant]
         if others:
             floor = min(others)
@@ -43,7 +45,7 @@ class VirtualCounters:
             floor = self.counter(self._last_served)
         else:
             floor = 0.0
-        self._counters[tenant] = max(self.counter(tenant), floor)
+        self._counters[tenant] = max(self.counter(tenant), floor - credit / self._weight_of(tenant))
 
     def served(self, tenant: str, *, input_tokens: float) -> None:
         """A request of its has got its turn."""

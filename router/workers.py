@@ -43,11 +43,13 @@ class _Worker:
 
     __slots__ = (
         "answered_s",
+        "backlog_beside",
         "backlog_since_load",
         "draining",
         "info",
         "load",
         "num_assigned",
+        "num_beside",
         "num_since_load",
         "own_backlog",
         "penalised_until_s",
@@ -66,6 +68,15 @@ class _Worker:
         self.num_assigned = 0
         self.backlog_since_load = 0
         self.num_since_load = 0
+        # What others had under way there when it last reported.
+        self.backlog_beside = 0
+        self.num_beside = 0
+
+    def reported(self, load: WorkerLoad) -> None:
+        self.load = load
+        self.backlog_since_load = self.num_since_load = 0
+        self.backlog_beside = max(0, load.backlog_tokens - self.own_backlog)
+        self.num_beside = max(0, load.num_running + load.num_waiting - self.num_assigned)
 
     def snapshot(self, now_s: float) -> WorkerSnapshot:
         # Either count alone can be too low: the report is old, and knows other routers' requests.
@@ -75,6 +86,8 @@ class _Worker:
             load=self.load,
             backlog_tokens=max(self.own_backlog, self.load.backlog_tokens + self.backlog_since_load),
             num_active=max(self.num_assigned, told + self.num_since_load),
+            backlog_now=self.own_backlog + self.backlog_beside,
+            num_active_now=self.num_assigned + self.num_beside,
             draining=self.draining,
             penalty_ms=max(0.0, self.penalised_until_s - now_s) * 1e3,
             answered_s=self.answered_s,
@@ -130,8 +143,7 @@ class WorkerRegistry:
     def load_changed(self, key: WorkerKey, load: WorkerLoad) -> None:
         """A load report came."""
         if (worker := self._find(key)) is not None:
-            worker.load = load
-            worker.backlog_since_load = worker.num_since_load = 0
+            worker.reported(load)
             self.on_load(worker.snapshot(self._clock()))
 
     def prefix_changed(self, key: WorkerKey, change: PrefixChange) -> None:

@@ -151,8 +151,8 @@ class RouterConfig(Section):
     max_inflight_requests: PositiveInt = 1024
     """Requests that workers have at once; others wait in the queue."""
     max_queue_s: Seconds = 60.0
-    """A request that is predicted to wait longer for its turn, or beyond its own deadline for its first token, is refused
-    at once with a time to come back."""
+    """A request that is predicted to wait longer for its turn, or to get its first token after its own deadline, is
+    refused at once with a time to come back."""
     queue: QueueConfig = QueueConfig()
     limits: LimitsConfig = LimitsConfig()
     hedging: HedgingConfig | None = None

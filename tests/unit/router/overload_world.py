@@ -7,6 +7,7 @@ requests. Admission sees it as it sees a real one: through snapshots.
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count
 
 from router.fair_admission import AdmissionPolicy, Entry, FairAdmission, Wanted
@@ -19,10 +20,11 @@ from tandem.kv_layout import KVLayout
 from tandem.roles import WorkerRole
 
 LAYOUT = KVLayout(
-    model_fingerprint="m", dtype="float32", num_layers=1, num_kv_heads=1, head_size=8, block_size=16, tp_size=1
+    model_fingerprint="m", dtype="float32", num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, tp_size=1
 )
 
 
+@cache
 def info(name: str, *, num_blocks: int = 10_000, role: WorkerRole = WorkerRole.DECODE) -> WorkerInfo:
     return WorkerInfo(
         key=WorkerKey(WorkerId(name), Incarnation(1)),
@@ -130,9 +132,9 @@ class World:
         self.at(0.1, self._look)
         while self._events and self._events[0][0] <= until_s:
             before_s, self.now_s = self.now_s, self._events[0][0]
-            if self.admission.num_waiting and not any(w.backlog for w in self._workers):
-                if any(w.active < self.max_running for w in self._workers):
-                    self.idle_with_queue_s += self.now_s - before_s
+            idle = any(not w.backlog and w.active < self.max_running for w in self._workers)
+            if self.admission.num_waiting and idle:
+                self.idle_with_queue_s += self.now_s - before_s
             heapq.heappop(self._events)[2]()
 
     def _snapshots(self) -> list[WorkerSnapshot]:
