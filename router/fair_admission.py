@@ -34,11 +34,13 @@ class AdmissionPolicy:
     max_queue_s: float = 60.0
     input_weight: float = 1.0
     output_weight: float = 2.0
-    credit_s: float = 2.0
+    credit_s: float = 0.5
     """Of the whole cluster's work: how far a tenant that begins to wait may be behind the others."""
     entry_share: float = 0.8
-    """Of its time that a request may be predicted to take when it comes: predictions are no better than that, and
-    whoever is let in should not be refused later."""
+    """Of the time to its deadline that a request may be predicted to need when it comes: predictions are no better than
+    that, and whoever is let in should not be refused later."""
+    patience: float = 3.0
+    """Times `max_queue_s` that a request may be predicted to wait altogether once it was let in."""
     room: RoomPolicy = field(default_factory=RoomPolicy)
 
 
@@ -288,14 +290,16 @@ class FairAdmission:
         self.counts.rejected(Rejection.QUEUE_FULL, ticket.tenant)
         return Overloaded(f"{len(self._queue)} requests wait", retry_after_s=self._retry_after_s(ticket, wait_s, room))
 
-    def _lateness(self, ticket: Ticket, room: ClusterRoom, *, share: float) -> tuple[Rejection, float] | None:
-        """Why it would come too late if it had only that share of its time, and by how much in seconds."""
+    def _lateness(
+        self, ticket: Ticket, room: ClusterRoom, *, share: float, patience: float = 1.0
+    ) -> tuple[Rejection, float] | None:
+        """Why it would come too late with that share of the time to its deadline, and by how much in seconds."""
         now_s, wait_s = self._clock(), self._wait_s(ticket, room)
         if ticket.deadline_s is not None:
             over_s = wait_s + _compute_s(ticket, room) - share * (ticket.deadline_s - now_s)
             if over_s > 0.0:
                 return Rejection.DEADLINE, over_s
-        over_s = wait_s - share * (ticket.arrived_s + self._policy.max_queue_s - now_s)
+        over_s = now_s - ticket.arrived_s + wait_s - patience * self._policy.max_queue_s
         return (Rejection.QUEUE_TIME, over_s) if over_s > 0.0 else None
 
     def _refuse(self, ticket: Ticket, why: Rejection, over_s: float, *, waited: bool = False) -> ServingError:
@@ -323,7 +327,7 @@ class FairAdmission:
         ) + room.least_wait_s
 
     def _left_s(self, ticket: Ticket, room: ClusterRoom, now_s: float) -> float:
-        left_s = ticket.arrived_s + self._policy.max_queue_s - now_s
+        left_s = ticket.arrived_s + self._policy.patience * self._policy.max_queue_s - now_s
         if ticket.deadline_s is None:
             return left_s
         return min(left_s, ticket.deadline_s - now_s - _compute_s(ticket, room))

@@ -45,7 +45,11 @@ class VirtualCounters:
             floor = self.counter(self._last_served)
         else:
             floor = 0.0
-        self._counters[tenant] = max(self.counter(tenant), floor - credit / self._weight_of(tenant))
+        if (own := self._counters.get(tenant)) is None:
+            # Nobody comes with a credit: it is what one did not take while it could.
+            self._counters[tenant] = floor
+        else:
+            self._counters[tenant] = max(own, floor - credit / self._weight_of(tenant))
 
     def served(self, tenant: str, *, input_tokens: float) -> None:
         """A request of its has got its turn."""
