@@ -7,7 +7,7 @@ decided by `ChoiceProgress` and `Placer`. Orders to workers never wait, so the w
 import asyncio
 from functools import partial
 
-from router.choice_run import ChoiceRun, Surroundings, Waiting
+from router.choice_run import ChoiceRun
 from router.mailbox import (
     DeadlinePassed,
     FromWorker,
@@ -22,6 +22,7 @@ from router.mailbox import (
 )
 from router.requests import ChoiceDelta, RoutedRequest
 from router.session_events import AttemptEvent
+from router.surroundings import Surroundings, Waiting
 from router.waiting_room import Place
 from tandem.errors import DeadlineExceeded, Overloaded, StreamTaken
 from tandem.ids import BlockHash

@@ -5,6 +5,7 @@ the ledger of what it has sent, because a worker's own word on its load is alway
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from tandem.roles import WorkerRole
 logger = logging.getLogger(__name__)
 
 FAILURE_PENALTY_S = 2.0
+_REMEMBERED = 256
+"""Workers that left after they were told to."""
 
 
 class WorkerRejected(Exception):
@@ -103,6 +106,7 @@ class WorkerRegistry:
         self._workers: dict[WorkerId, _Worker] = {}
         self._watchers: set[Callable[[], None]] = set()
         self._successions = Successions(snapshots=self.snapshots, port=self.port, clock=clock)
+        self._left_in_order: deque[WorkerKey] = deque(maxlen=_REMEMBERED)
         self.on_load: Callable[[WorkerSnapshot], None] = _nobody
         """Called with every load report."""
 
@@ -130,8 +134,10 @@ class WorkerRegistry:
 
     def left(self, key: WorkerKey, reason: str) -> None:
         """A session is over."""
-        if self._find(key) is None:
+        if (worker := self._find(key)) is None:
             return
+        if worker.draining:
+            self._left_in_order.append(key)
         del self._workers[key.worker_id]
         self.prefix_map.drop_worker(key.worker_id)
         logger.log(
@@ -139,6 +145,11 @@ class WorkerRegistry:
         )
         self._successions.left(key)
         self._tell_watchers()
+
+    def went_in_order(self, key: WorkerKey) -> bool:
+        """Whether a worker that is gone, or about to go, had been told to."""
+        worker = self._find(key)
+        return key in self._left_in_order if worker is None else worker.draining
 
     def load_changed(self, key: WorkerKey, load: WorkerLoad) -> None:
         """A load report came."""
