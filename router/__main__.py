@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from random import SystemRandom
 
 from router.admission import Admission
-from router.admission_assembly import make_gate
+from router.admission_assembly import hedging_settings, make_gate
 from router.admission_metrics import AdmissionMetrics
 from router.canary import CANARY_SALT, Canary
 from router.choice_run import DispatchSettings
@@ -18,6 +18,7 @@ from router.fleet import WorkerFleet
 from router.frontend import Frontend, ModelInfo
 from router.gate import Gate
 from router.grpc.server import GrpcDoor, build_server
+from router.health_metrics import HealthMetrics
 from router.http.app import create_app
 from router.http.server import HttpDoor
 from router.metrics import RouterMetrics
@@ -74,6 +75,7 @@ async def serve(config: ClusterConfig, ready_fd: int | None, lifetime: Lifetime)
         dispatcher = make_dispatcher(config, registry, metrics, secret, admission)
         gate = make_gate(config, dispatcher, admission, registry, time.monotonic)
         metrics.registry.register(AdmissionMetrics(gate.admission))
+        metrics.registry.register(HealthMetrics(dispatcher.health, time.monotonic))
         frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret, tracer=tracer)
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
         readiness = Readiness(registry, metrics, canary.answering)
@@ -113,7 +115,9 @@ def make_dispatcher(
         rng=SystemRandom(),
         observer=metrics,
         settings=DispatchSettings(
-            max_attempts=settings.max_attempts, stream_buffer_tokens=settings.stream_buffer_tokens
+            max_attempts=settings.max_attempts,
+            stream_buffer_tokens=settings.stream_buffer_tokens,
+            hedging=hedging_settings(settings),
         ),
     )
 

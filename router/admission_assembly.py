@@ -7,6 +7,7 @@ from router.cluster_room import RoomPolicy
 from router.dispatch import Dispatcher
 from router.fair_admission import AdmissionPolicy, FairAdmission
 from router.gate import Gate
+from router.surroundings import HedgingSettings
 from router.tenant_limits import Limiter
 from router.workers import WorkerRegistry
 from tandem.config import ClusterConfig, RouterConfig
@@ -27,6 +28,12 @@ def admission_policy(config: RouterConfig, *, max_running: int) -> AdmissionPoli
             max_itl_s=queue.max_itl_s,
         ),
     )
+
+
+def hedging_settings(config: RouterConfig) -> HedgingSettings | None:
+    """None: off."""
+    asked = config.hedging
+    return None if asked is None else HedgingSettings(quantile=asked.quantile, budget=asked.budget)
 
 
 def make_gate(

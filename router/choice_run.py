@@ -124,6 +124,27 @@ class ChoiceRun:
         self._assignment, self._adopting = assignment, True
         self._around.observer.placed(assignment.placement.reason.value)
 
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the client has any."""
+        return bool(self._progress.token_ids)
+
+    @property
+    def worker(self) -> WorkerKey | None:
+        """Who decodes it at the moment."""
+        return None if self._assignment is None else self._assignment.decode
+
+    def runs(self, attempt: int) -> bool:
+        """Whether an attempt is the one under way."""
+        return self._assignment is not None and attempt == self._progress.attempt
+
+    def submit_beside(self, other: "ChoiceRun", *, apart: int) -> None:
+        """As `submit`, on another worker than `other` has, with attempts numbered `apart` from its."""
+        self._progress.attempt = other._progress.attempt + apart
+        if other.worker is not None:
+            self._progress.excluded.add(other.worker)
+        self.submit()
+
     def let_go(self) -> None:
         """Forget what runs without ending it: another reader has it."""
         self.waiting = None

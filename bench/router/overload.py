@@ -29,7 +29,7 @@ from bench.report import Row, figure
 TTFT_S = 1.0
 TPOT_S = 0.1
 PRESSED_QUEUE_S = 0.35
-"""Admission is told a third of what a first token may take: the rest is for computing it and for a machine that stalls."""
+"""A third of what a first token may take: the rest is for computing it, and for a machine that stalls."""
 FAIR_QUEUE_S = 5.0
 """So long that it is order alone that tells tenants apart."""
 PROMPT_TOKENS = 384
