@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
@@ -42,6 +43,8 @@ def main() -> int:
 
     err = Console(stderr=True, highlight=False)
     rows: list[Row] = []
+    # As Ctrl-C: what was started here must not outlive us.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         asyncio.run(_SUBJECTS[options.subject](options, rows, err))
     except (CannotMeasure, ConfigError) as error:

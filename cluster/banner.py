@@ -66,12 +66,15 @@ def curl_line(config: ClusterConfig, model: str) -> str:
     return " ".join([*parts, "-d", shlex.quote(json.dumps(body, ensure_ascii=False))])
 
 
-def changed_settings(config: BaseModel, defaults: BaseModel, prefix: str = "") -> dict[str, str]:
-    """Dotted names of the settings that differ from their defaults; secrets stay hidden."""
+def changed_settings(config: BaseModel, defaults: BaseModel | None, prefix: str = "") -> dict[str, str]:
+    """Dotted names of the settings that differ from their defaults; secrets stay hidden.
+
+    `defaults` is None for a section that is absent by default.
+    """
     found: dict[str, str] = {}
     for name in type(config).model_fields:
-        value, default = getattr(config, name), getattr(defaults, name)
-        if isinstance(value, BaseModel) and isinstance(default, BaseModel):
+        value, default = getattr(config, name), None if defaults is None else getattr(defaults, name)
+        if isinstance(value, BaseModel):
             found |= changed_settings(value, default, f"{prefix}{name}.")
         elif value != default:
             found[f"{prefix}{name}"] = _shown(value)

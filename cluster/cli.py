@@ -52,7 +52,12 @@ DecodeOption = Annotated[
 ]
 TransportOption = Annotated[
     str | None,
-    typer.Option("--transport", metavar="auto|shm|tcp", help="How KV travels.", rich_help_panel="Pools"),
+    typer.Option(
+        "--transport",
+        metavar="NAME",
+        help="How KV travels: auto, shm, tcp, nixl, torch_dist or cuda_ipc.",
+        rich_help_panel="Pools",
+    ),
 ]
 
 
@@ -119,9 +124,24 @@ def _overrides(
 
 
 @app.command(rich_help_panel=_PROCESSES)
-def router(config: RequiredConfig) -> None:
-    """Become the router of the cluster that the YAML describes."""
-    _become(["router", "--config", str(config)])
+def router(
+    config: RequiredConfig,
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", "-w", min=1, max=64, help="Processes that share the ports; [b]router.processes[/b]."),
+    ] = None,
+) -> None:
+    """Become the router of the cluster that the YAML describes; with several processes, the parent of them."""
+    from tandem.config import load
+
+    loaded = load(config, {"router.processes": workers})
+    if loaded.router.processes == 1:
+        return _become(["router", "--config", str(config)])
+    from rich.console import Console
+
+    from cluster.up import serve_routers
+
+    raise typer.Exit(asyncio.run(serve_routers(loaded, console=Console(stderr=True, highlight=False))))
 
 
 @app.command(rich_help_panel=_PROCESSES)

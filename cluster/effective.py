@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from cluster.supervisor import ProcessPlan, Role
-from tandem.config import ENV_PREFIX, ClusterConfig, PoolConfig, dump
+from tandem.config import ENV_PREFIX, ClusterConfig, PoolConfig, RouterConfig, dump
 from tandem.errors import ConfigError
 from tandem.hosts import join
 from tandem.model_path import BUILTIN
@@ -53,7 +53,7 @@ class PortDrawer:
         for held in self._held:
             held.close()
 
-    def draw(self, host: str, what: str = "host") -> int:
+    def draw(self, host: str, what: str) -> int:
         """A port that nobody listens on. Raises ConfigError when the host is not of this machine.
 
         From below the range that the kernel takes outgoing connections' ports from: between this moment and the
@@ -85,13 +85,10 @@ class PortDrawer:
 
 def make_effective(config: ClusterConfig) -> ClusterConfig:
     """Every address, port and the secret filled in. Raises ConfigError when a port is taken or a count contradicts."""
-    router = config.router
     with PortDrawer() as ports:
-        http = ports.claim(router.host, router.port, "router.port")
-        grpc = ports.claim(router.host, router.grpc_port, "router.grpc_port")
         return config.model_copy(
             update={
-                "router": router.model_copy(update={"port": http, "grpc_port": grpc}),
+                "router": _with_ports(config.router, ports),
                 "prefill": _with_addresses(config.prefill, "prefill", ports),
                 "decode": _with_addresses(config.decode, "decode", ports),
                 "secret": config.secret or SecretStr(secrets.token_urlsafe(32)),
@@ -99,9 +96,21 @@ def make_effective(config: ClusterConfig) -> ClusterConfig:
         )
 
 
+def with_router_ports(config: ClusterConfig) -> ClusterConfig:
+    """The doors' ports alone, on a host that may have no workers. Raises ConfigError when one is taken."""
+    with PortDrawer() as ports:
+        return config.model_copy(update={"router": _with_ports(config.router, ports)})
+
+
+def _with_ports(router: RouterConfig, ports: PortDrawer) -> RouterConfig:
+    http = ports.claim(router.host, router.port, "router.port")
+    grpc = ports.claim(router.host, router.grpc_port, "router.grpc_port")
+    return router.model_copy(update={"port": http, "grpc_port": grpc})
+
+
 def _with_addresses(pool: PoolConfig, name: str, ports: PortDrawer) -> PoolConfig:
     if not pool.addresses:
-        drawn = tuple(join(pool.host, ports.draw(pool.host)) for _ in range(pool.replicas))
+        drawn = tuple(join(pool.host, ports.draw(pool.host, f"{name}.host")) for _ in range(pool.replicas))
         return pool.model_copy(update={"addresses": drawn})
     if len(pool.addresses) != pool.replicas:
         raise ConfigError(
@@ -129,15 +138,28 @@ def plan_processes(config: ClusterConfig) -> list[ProcessPlan]:
         for role, pool in pools
         for i in range(pool.replicas)
     ]
+    return [*workers, *plan_routers(config)]
+
+
+def plan_routers(config: ClusterConfig) -> list[ProcessPlan]:
+    """Those that open the doors of this host."""
     drain_s = config.decode.drain_s + STOP_MARGIN_S
-    return [*workers, ProcessPlan(name=ROUTER_NAME, role=Role.ROUTER, drain_s=drain_s)]
+    count = config.router.processes
+    if count == 1:
+        return [ProcessPlan(name=ROUTER_NAME, role=Role.ROUTER, drain_s=drain_s)]
+    return [
+        ProcessPlan(name=f"{ROUTER_NAME}-{i}", role=Role.ROUTER, index=i, count=count, drain_s=drain_s)
+        for i in range(count)
+    ]
 
 
 def module_command(plan: ProcessPlan, config_path: Path, ready_fd: int) -> list[str]:
     """How a process of this plan is started: `python -m MODULE --config FILE …`."""
     command = [*module_prefix(plan.role), "--config", str(config_path)]
-    if plan.role is not Role.ROUTER:
+    if plan.role is not Role.ROUTER or plan.count > 1:
         command += ["--index", str(plan.index)]
+    if plan.role is Role.ROUTER and plan.count > 1:
+        command += ["--siblings", str(config_path.parent)]
     return [*command, "--ready-fd", str(ready_fd)]
 
 

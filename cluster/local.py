@@ -17,7 +17,15 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from cluster.child import Callbacks, Child
-from cluster.effective import child_environment, make_effective, module_command, plan_processes, written
+from cluster.effective import (
+    child_environment,
+    make_effective,
+    module_command,
+    plan_processes,
+    plan_routers,
+    with_router_ports,
+    written,
+)
 from cluster.supervisor import Action, Launch, Note, Phase, Policy, ProcessPlan, ProcessState, Role, Send, Supervisor
 from tandem.config import ClusterConfig
 from tandem.hosts import join
@@ -90,11 +98,13 @@ class LocalCluster:
         watcher: Watcher | None = None,
         policy: Policy | None = None,
         command: Command = module_command,
+        routers_only: bool = False,
     ) -> None:
-        self.config = make_effective(config)
+        """`routers_only`: the workers are elsewhere, as the configuration says."""
+        self.config = with_router_ports(config) if routers_only else make_effective(config)
         self._watcher = watcher or SilentWatcher()
         self._command = command
-        self._plans = {plan.name: plan for plan in plan_processes(self.config)}
+        self._plans = {plan.name: plan for plan in (plan_routers if routers_only else plan_processes)(self.config)}
         self._supervisor = Supervisor(list(self._plans.values()), policy or Policy())
         self._children: dict[str, Child] = {}
         self._ready: dict[str, Mapping[str, Any]] = {}
@@ -129,13 +139,19 @@ class LocalCluster:
     def http_url(self) -> str:
         """Base URL of the HTTP door."""
         address = join(self.config.router.host, self.config.router.port)
-        return str(self._ready.get("router", {}).get("http", f"http://{address}"))
+        return str(self._router_facts.get("http", f"http://{address}"))
 
     @property
     def grpc_address(self) -> str:
         """host:port of the gRPC door."""
         address = join(self.config.router.host, self.config.router.grpc_port)
-        return str(self._ready.get("router", {}).get("grpc", address))
+        return str(self._router_facts.get("grpc", address))
+
+    @property
+    def _router_facts(self) -> Mapping[str, Any]:
+        """Of any router process: they share their doors."""
+        routers = (name for name, plan in self._plans.items() if plan.role is Role.ROUTER)
+        return next((self._ready[name] for name in routers if name in self._ready), {})
 
     @property
     def processes(self) -> list[ProcessView]:

@@ -60,6 +60,8 @@ class ProcessPlan:
     name: str
     role: Role
     index: int = 0
+    count: int = 1
+    """Processes that share what this one does, such as a router's ports."""
     drain_s: float = 30.0
     """Most seconds from SIGTERM to SIGKILL."""
 

@@ -18,7 +18,7 @@ from cluster import banner
 from cluster.effective import module_command, resolve_model
 from cluster.local import ClusterFailed, Command, LocalCluster, ProcessView, StoppedEarly
 from cluster.sanitize import without_controls
-from cluster.supervisor import Note, ProcessState
+from cluster.supervisor import Note, ProcessState, Role
 from tandem.config import ClusterConfig
 
 EXIT_FAILED = 1
@@ -66,7 +66,7 @@ class ConsoleWatcher:
         if not self._starting:
             return
         if view.state is ProcessState.STARTING and view.name not in self._tasks:
-            what = "opening the doors" if view.name == "router" else "loading weights"
+            what = "opening the doors" if view.role is Role.ROUTER else "loading weights"
             self._tasks[view.name] = self._progress.add_task(what, total=1, name=view.name)
         elif view.state is ProcessState.READY:
             text = f"ready, pid {view.pid}, {view.address}"
@@ -121,12 +121,28 @@ async def serve(config: ClusterConfig, *, out: Console, err: Console) -> int:
     return await run_with(resolved, body, console=err, show_logs=True)
 
 
+async def serve_routers(config: ClusterConfig, *, console: Console) -> int:
+    """Run this host's router processes, and nothing else, until told to end; the exit code. Raises ConfigError."""
+
+    async def body(cluster: LocalCluster) -> int:
+        await cluster.wait_stopped()
+        return 0
+
+    return await run_with(resolve_model(config), body, console=console, show_logs=True, routers_only=True)
+
+
 async def run_with(
-    config: ClusterConfig, body: Body, *, console: Console, show_logs: bool, command: Command = module_command
+    config: ClusterConfig,
+    body: Body,
+    *,
+    console: Console,
+    show_logs: bool,
+    command: Command = module_command,
+    routers_only: bool = False,
 ) -> int:
     """Run `body` while a cluster serves, then drain it; the exit code."""
     watcher = ConsoleWatcher(console, show_logs=show_logs)
-    cluster = LocalCluster(config, watcher=watcher, command=command)
+    cluster = LocalCluster(config, watcher=watcher, command=command, routers_only=routers_only)
     interrupts = _Interrupts(cluster, console)
     loop = asyncio.get_running_loop()
     signals = [signal.SIGINT, signal.SIGTERM]

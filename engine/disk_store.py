@@ -1,9 +1,10 @@
 """Files of blocks and the threads that write and read them: the shell of `engine.disk_tier`.
 
 One folder belongs to one process, which holds a lock on it: several workers of one machine share a path, and each takes
-the first folder in it that nobody holds. What an earlier process left there is found at start: file by file, header
-and length are checked, and the content when it is read. Half-written and foreign files are removed, others than ours
-left alone. One thread writes and removes, in order; others read, so that nobody who waits waits for a write.
+a folder in it that nobody holds, the first with blocks like its own or else the first. What an earlier process left
+there is found at start: file by file, header and length are checked, and the content when it is read. Half-written and
+foreign files are removed, others than ours left alone. One thread writes and removes, in order; others read, so that
+nobody who waits waits for a write.
 
 Nothing is forced to the disk: what a power failure loses was a cache, and what it damages is found by its checksum.
 """
@@ -14,6 +15,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -69,7 +71,7 @@ class DiskStore:
         """
         self._identity = identity
         self._place = place
-        self._lock_fd, self.folder = _claim(path)
+        self._lock_fd, self.folder = _claim(path, identity)
         self._done: SimpleQueue[DiskDone] = SimpleQueue()
         self._on_read: Callable[[], None] = _nothing
         self._is_failing = False
@@ -139,7 +141,9 @@ class DiskStore:
         path, started_s = self._path(name), perf_counter()
         verdict = DiskVerdict.DONE
         try:
-            os.makedirs(os.path.dirname(path), mode=_FOLDER_MODE, exist_ok=True)
+            with suppress(FileExistsError):
+                # Never the folder itself: if it was removed, the lock on it is gone, too.
+                os.mkdir(os.path.dirname(path), mode=_FOLDER_MODE)
             write_block(path, self._place(slot), name=name, identity=self._identity)
         except OSError as error:
             # A disk that is full stays full for a while: once is enough.
@@ -171,25 +175,48 @@ class DiskStore:
         self._done.put(DiskDone(job=job, name=name, slot=slot, verdict=verdict, num_bytes=num_bytes, seconds=seconds))
 
 
-def _claim(path: Path) -> tuple[int, Path]:
-    """Lock the first folder of the path that nobody holds. Raises ConfigError."""
+def _claim(path: Path, identity: CacheIdentity) -> tuple[int, Path]:
+    """Lock a folder of the path that nobody holds. Raises ConfigError."""
     try:
-        for number in range(_MAX_FOLDERS):
-            folder = path / str(number)
-            folder.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
-            about = folder.lstat()
-            if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
-                raise ConfigError(f"engine.disk_cache_path: {folder} must be a folder that only its owner can open")
-            fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(fd)
-            else:
-                return fd, folder
+        # Workers of unlike pools start in any order, and whatever is not a folder's owner's is thrown away.
+        for numbers in (_marked(path, identity), range(_MAX_FOLDERS)):
+            for number in numbers:
+                folder = path / str(number)
+                if (fd := _lock(folder)) is not None:
+                    with suppress(OSError):  # of a full disk: then it is only not found first
+                        os.pwrite(fd, identity.digest, 0)
+                    return fd, folder
     except OSError as error:
         raise ConfigError(f"engine.disk_cache_path: {path}: {error.strerror}") from None
     raise ConfigError(f"engine.disk_cache_path: {path} is in use by {_MAX_FOLDERS} workers")
+
+
+def _marked(path: Path, identity: CacheIdentity) -> Sequence[int]:
+    """Folders whose last owner kept such blocks; a lock says whose it is."""
+    found: list[int] = []
+    for number in range(_MAX_FOLDERS):
+        with suppress(OSError):
+            if (path / str(number) / _LOCK).read_bytes() == identity.digest:
+                found.append(number)
+    return found
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that holds the folder, which is made if it is not there; None when another process has it.
+
+    Raises OSError, and ConfigError when others than the owner could open it.
+    """
+    folder.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
+        raise ConfigError(f"engine.disk_cache_path: {folder} must be a folder that only its owner can open")
+    fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
 
 
 def _files(folder: Path) -> Iterator[tuple[str, BlockHash | None]]:

@@ -9,6 +9,7 @@ from engine.block_mover import BlockMover
 from engine.cache_tiers import CacheTiers, TierSpec
 from engine.disk_store import DiskStore, file_bytes
 from engine.disk_tier import DiskSpec
+from tandem.disk_cache import contradiction
 from tandem.errors import ConfigError
 from tandem.kv_layout import KVLayout
 
@@ -62,18 +63,15 @@ def host_slots(sizes: TierSizes, layout: KVLayout, *, free_bytes: int) -> HostSl
 
 
 def _check_disk(sizes: TierSizes, layout: KVLayout) -> None:
-    if sizes.disk_cache_path is None and not sizes.disk_cache_bytes:
-        return
-    if sizes.disk_cache_path is None or not sizes.disk_cache_bytes:
-        raise ConfigError("engine.disk_cache_path and engine.disk_cache_bytes are set together or not at all")
-    if not sizes.host_cache_bytes:
-        raise ConfigError("engine.disk_cache_path needs engine.host_cache_bytes: blocks go to and from disk through it")
-    if layout.tp_size > 1:
-        raise ConfigError(
-            f"engine.disk_cache_path with tensor_parallel_size {layout.tp_size}: each rank has its share of a block in "
-            "memory of its own; blocks on disk are for one rank"
-        )
-    if sizes.disk_cache_bytes < file_bytes(layout.block_bytes):
+    reason = contradiction(
+        has_path=sizes.disk_cache_path is not None,
+        disk_cache_bytes=sizes.disk_cache_bytes,
+        host_cache_bytes=sizes.host_cache_bytes,
+        num_ranks=layout.tp_size,
+    )
+    if reason is not None:
+        raise ConfigError(reason)
+    if 0 < sizes.disk_cache_bytes < file_bytes(layout.block_bytes):
         raise ConfigError(
             f"engine.disk_cache_bytes is {sizes.disk_cache_bytes}; one KV block takes {file_bytes(layout.block_bytes)}"
         )

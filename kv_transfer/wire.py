@@ -43,7 +43,7 @@ MAX_GRANT_BYTES = 8 << 20
 MAX_TRANSPORTS = 8
 MAX_RENEWALS = 4096
 MAX_TEXT_CHARS = 4096
-MAX_LEASE_S = 3600.0
+MIN_LEASE_S, MAX_LEASE_S = 0.001, 3600.0
 MAX_WRITE_S = 3600.0
 MAX_LAYERS = 4096
 MAX_HEADS = 4096
@@ -198,7 +198,7 @@ def _decode_prefill(message: pb.Prefill, key: TransferKey | None) -> Prefill:
         _check("held_tokens", message.held_tokens, 0, len(message.token_ids) - 1)
     _check("request_id length", len(message.request_id), 1, MAX_ID_CHARS)
     _check("hash_root bytes", len(message.hash_root), HASH_BYTES, HASH_BYTES)
-    _check("lease_s", message.lease_s, 0.001, MAX_LEASE_S)
+    _check("lease_s", message.lease_s, MIN_LEASE_S, MAX_LEASE_S)
     timeout_s = message.timeout_s if message.HasField("timeout_s") else None
     if timeout_s is not None:
         _check("timeout_s", timeout_s, 0.0, math.inf)

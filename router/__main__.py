@@ -8,6 +8,9 @@ import time
 from contextlib import AsyncExitStack
 from random import SystemRandom
 
+import grpc.aio
+from fastapi import FastAPI
+
 from router.admission import Admission
 from router.admission_assembly import hedging_settings, make_gate
 from router.admission_metrics import AdmissionMetrics
@@ -27,6 +30,7 @@ from router.placer import Placer
 from router.prefix_map import PrefixMap
 from router.readiness import Readiness, first_worker
 from router.session import SessionSettings
+from router.siblings import Siblings
 from router.tokenizer import Tokenizer
 from router.workers import WorkerRegistry
 from tandem.block_hash import BlockHasher
@@ -34,7 +38,7 @@ from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.hosts import join, reachable
 from tandem.model_path import model_directory
-from tandem.process import Lifetime, announce, router_main
+from tandem.process import Lifetime, RouterPlace, announce, router_main
 from tandem.registry import StaticDirectory
 from tandem.rpc import ClusterAuth, open_channel
 from tandem.telemetry import open_tracer
@@ -44,7 +48,7 @@ from tandem.worker_identity import draw_incarnation
 _log = logging.getLogger(__name__)
 
 
-async def serve(config: ClusterConfig, ready_fd: int | None, lifetime: Lifetime) -> None:
+async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -> None:
     """Join the workers, open the doors, serve until told to stop, drain. What is entered last leaves first."""
     secret = cluster_secret(config)
     tokenizer = await asyncio.to_thread(Tokenizer.load, model_directory(config.model.path))
@@ -71,6 +75,9 @@ async def serve(config: ClusterConfig, ready_fd: int | None, lifetime: Lifetime)
         if tokenizer.size > model.vocab_size:
             raise ConfigError(f"the tokenizer has {tokenizer.size} tokens, the model embeds {model.vocab_size}")
         metrics = RouterMetrics(model.name)
+        if place.siblings is not None:
+            siblings = Siblings(place.siblings, index=place.index, render=metrics.render)
+            metrics.collect_with((await stack.enter_async_context(siblings)).figures)
         admission = Admission(max_inflight=config.router.max_inflight_requests, clock=time.monotonic)
         dispatcher = make_dispatcher(config, registry, metrics, secret, admission)
         gate = make_gate(config, dispatcher, admission, registry, time.monotonic)
@@ -80,20 +87,28 @@ async def serve(config: ClusterConfig, ready_fd: int | None, lifetime: Lifetime)
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
         readiness = Readiness(registry, metrics, canary.answering)
         app = create_app(frontend, gate, readiness, config.router, metrics)
-        server = build_server(frontend, gate, config.router, metrics)
+        server = build_server(frontend, gate, config.router, metrics, shares_port=place.siblings is not None)
         where, drain_s = config.router.host, config.decode.drain_s
-        http = await stack.enter_async_context(HttpDoor(app, host=where, port=config.router.port, grace_s=drain_s))
-        door = GrpcDoor(server, host=where, port=config.router.grpc_port, grace_s=drain_s)
-        rpc = await stack.enter_async_context(door)
+        http, rpc = await _open_doors(stack, config, place, app, server)
         await rpc.set_serving(True)
         await stack.enter_async_context(canary)
         shown = reachable(where)
-        announce(ready_fd, {"http": f"http://{join(shown, http.port)}", "grpc": join(shown, rpc.port)})
+        announce(place.ready_fd, {"http": f"http://{join(shown, http.port)}", "grpc": join(shown, rpc.port)})
         _log.info("router serves HTTP on %s:%d and gRPC on %s:%d", where, http.port, where, rpc.port)
         await lifetime.wait()
         readiness.drain()
         await canary.stop()
         await drain(gate, http, rpc, drain_s=drain_s)
+
+
+async def _open_doors(
+    stack: AsyncExitStack, config: ClusterConfig, place: RouterPlace, app: FastAPI, server: grpc.aio.Server
+) -> tuple[HttpDoor, GrpcDoor]:
+    where, drain_s = config.router.host, config.decode.drain_s
+    shared = place.siblings is not None
+    http = HttpDoor(app, host=where, port=config.router.port, grace_s=drain_s, shares_port=shared)
+    rpc = GrpcDoor(server, host=where, port=config.router.grpc_port, grace_s=drain_s)
+    return await stack.enter_async_context(http), await stack.enter_async_context(rpc)
 
 
 def make_dispatcher(

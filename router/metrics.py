@@ -6,7 +6,7 @@ Label values are ours alone, never a client's words.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -43,6 +43,7 @@ class RouterMetrics:
         self.registry = CollectorRegistry()
         self._model = (model_name, _ENGINE)
         self._refresh: Callable[[], None] = _nothing
+        self._collect: Callable[[], Awaitable[bytes]] | None = None
         self.waiting = self._gauge("vllm:num_requests_waiting", "Requests without a first token yet")
         self.running = self._gauge("vllm:num_requests_running", "Requests that are streaming tokens")
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of started requests")
@@ -91,6 +92,14 @@ class RouterMetrics:
     def on_render(self, refresh: Callable[[], None]) -> None:
         """`refresh` brings gauges up to date before each scrape."""
         self._refresh = refresh
+
+    def collect_with(self, collect: Callable[[], Awaitable[bytes]]) -> None:
+        """A scrape is answered with what `collect` brings, of this process and others."""
+        self._collect = collect
+
+    async def collect(self) -> bytes:
+        """What a scrape is answered with."""
+        return self.render() if self._collect is None else await self._collect()
 
     def render(self) -> bytes:
         """The text exposition format."""

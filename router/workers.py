@@ -138,11 +138,10 @@ class WorkerRegistry:
             return
         if worker.draining:
             self._left_in_order.append(key)
+        is_expected = worker.draining or reason == CLOSED_HERE
         del self._workers[key.worker_id]
         self.prefix_map.drop_worker(key.worker_id)
-        logger.log(
-            logging.INFO if reason == CLOSED_HERE else logging.WARNING, "worker %s left: %s", key.worker_id, reason
-        )
+        logger.log(logging.INFO if is_expected else logging.WARNING, "worker %s left: %s", key.worker_id, reason)
         self._successions.left(key)
         self._tell_watchers()
 

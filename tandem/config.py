@@ -11,9 +11,11 @@ from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BeforeValidator, Field, PositiveInt, SecretStr, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from tandem.admission_config import BearerKey, HedgingConfig, LimitsConfig, QueueConfig
 from tandem.config_section import Seconds, Section
+from tandem.disk_cache import contradiction
 from tandem.errors import ConfigError
 from tandem.kv_agreement import cannot_travel_as
 from tandem.kv_layout import AUTO_DTYPE
@@ -119,8 +121,9 @@ class TransferConfig(Section):
     isolated_network: bool = False
     """Nobody but this cluster can reach the network between its workers. nixl and torch_dist neither encrypt nor
     authenticate what they move, so off a single machine they start only with `true`."""
-    lease_s: Seconds = 2.0
-    """A hand-off whose peer is silent this long is given up."""
+    lease_s: float = Field(default=2.0, ge=0.5, le=3600.0)
+    """A hand-off whose peer is silent this long is given up. A live peer speaks every 0.1 s at best, so a much shorter
+    lease would end by itself."""
     chunk_bytes: PositiveInt = 8 << 20
     """Most bytes under one checksum."""
     tcp_streams: int = Field(default=2, ge=1, le=16)
@@ -141,6 +144,9 @@ class RouterConfig(Section):
     host: str = "127.0.0.1"
     port: Port = 8000
     grpc_port: Port = 8001
+    processes: int = Field(default=1, ge=1, le=64)
+    """Router processes of one host that share its ports, for more cores. Each keeps a session to every worker; bounds
+    such as `max_inflight_requests` are of each."""
     api_keys: tuple[BearerKey, ...] = ()
     """Bearer keys, each a text or `{key, tenant}`; empty means that no key is asked for."""
     max_body_bytes: PositiveInt = 8 << 20
@@ -225,6 +231,14 @@ class ClusterConfig(Section):
         kv_dtype = self.engine_of(pool).kv_dtype
         return self.model.dtype if kv_dtype == AUTO_DTYPE else kv_dtype
 
+    def _no_disk_cache(self) -> str | None:
+        return contradiction(
+            has_path=self.engine.disk_cache_path is not None,
+            disk_cache_bytes=self.engine.disk_cache_bytes,
+            host_cache_bytes=self.engine.host_cache_bytes,
+            num_ranks=max(pool.tensor_parallel_size for pool in (self.prefill, self.decode) if pool.replicas),
+        )
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.decode.replicas < 1:
@@ -240,6 +254,8 @@ class ClusterConfig(Section):
             source, destination = (self._cached_in(pool) for pool in (self.prefill, self.decode))
             if reason := cannot_travel_as(source, self.transfer.wire_dtype, destination):
                 raise ValueError(f"transfer.{reason}")
+        if reason := self._no_disk_cache():
+            raise ValueError(reason)
         if self.engine.prefill_chunk_tokens > self.engine.max_batched_tokens:
             raise ValueError("engine.prefill_chunk_tokens must not exceed engine.max_batched_tokens")
         return self
@@ -276,8 +292,14 @@ def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Clust
     try:
         return ClusterConfig.model_validate(data)
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc'])) or 'configuration'}: {e['msg']}" for e in error.errors()]
-        raise ConfigError("; ".join(lines)) from None
+        raise ConfigError("; ".join(_told(one) for one in error.errors())) from None
+
+
+def _told(error: ErrorDetails) -> str:
+    """One mistake, beginning with the setting's name; those between sections name theirs in their own words."""
+    name = ".".join(map(str, error["loc"]))
+    reason = "there is no such setting" if error["type"] == "extra_forbidden" else error["msg"]
+    return f"{name}: {reason}" if name else reason.removeprefix("Value error, ")
 
 
 def dump(config: ClusterConfig) -> str:

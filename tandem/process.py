@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,10 +67,27 @@ def worker_main(
     return _run(args.config, f"{role.value}-{args.index}", lambda c, life: serve(c, args.index, args.ready_fd, life))
 
 
-def router_main(serve: Callable[["ClusterConfig", int | None, Lifetime], Awaitable[None]]) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterPlace:
+    """One router process among those that share a host's doors."""
+
+    ready_fd: int | None = None
+    index: int = 0
+    siblings: Path | None = None
+    """Folder where they find each other; None of one that is alone."""
+
+
+def router_main(serve: Callable[["ClusterConfig", RouterPlace, Lifetime], Awaitable[None]]) -> int:
     """The command line of a router, down to its exit code."""
-    args = _parser("router", "the front doors of a cluster").parse_args()
-    return _run(args.config, "router", lambda config, lifetime: serve(config, args.ready_fd, lifetime))
+    parser = _parser("router", "the front doors of a cluster")
+    parser.add_argument("--index", type=int, default=0, help="which of the processes that share the doors this is")
+    parser.add_argument(
+        "--siblings", type=Path, help="folder where those find each other; without it this one is alone"
+    )
+    args = parser.parse_args()
+    place = RouterPlace(ready_fd=args.ready_fd, index=args.index, siblings=args.siblings)
+    name = "router" if place.siblings is None else f"router-{place.index}"
+    return _run(args.config, name, lambda config, lifetime: serve(config, place, lifetime))
 
 
 def _parser(prog: str, description: str) -> argparse.ArgumentParser:
@@ -87,13 +105,22 @@ def _run(path: Path, name: str, main: Callable[["ClusterConfig", Lifetime], Awai
         config = load(path)
         configure(config.log_level, name)
         _runner()(_with_signals(lambda lifetime: main(config, lifetime)))
-    except (ConfigError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2 if isinstance(error, ConfigError) else 1
-    except Exception:  # noqa: BLE001 - the process's outermost frame: log it, and let the exit code tell
+    except Exception as caught:  # noqa: BLE001 - the process's outermost frame: tell it, and let the exit code tell
+        error = _blamed(caught)
+        if isinstance(error, (ConfigError, OSError)):
+            sys.stderr.write(f"error: {error}\n")
+            return 2 if isinstance(error, ConfigError) else 1
         _log.critical("this process cannot go on", exc_info=True)
         return 1
     return 0
+
+
+def _blamed(caught: Exception) -> Exception:
+    """A wrong setting found while tasks ran comes in their group; its own line says all there is to say."""
+    error = caught
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error if isinstance(error, ConfigError) else caught
 
 
 def _runner() -> Callable[[Any], None]:

@@ -19,7 +19,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--peer", nargs="+", choices=PEER_NAMES, metavar="PEER", help=f"some of: {', '.join(PEER_NAMES)}; all if absent"
     )
     peers.add_argument("--no-peers", action="store_true", help="Tandem and the machine's limits alone")
-    parser.add_argument("--rounds", type=_positive, metavar="N", help=f"interleaved rounds; {ROUNDS}, fewer if slow")
+    parser.add_argument(
+        "--rounds", type=_positive, metavar="N", help=f"interleaved rounds of rates; {ROUNDS}, fewer if slow"
+    )
     parser.add_argument("--mib", type=_positive, default=PAYLOAD_MIB, metavar="N", help="MiB moved each time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the rates; needs matplotlib")

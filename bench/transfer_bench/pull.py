@@ -66,9 +66,11 @@ async def rows(note: Callable[[str], None], *, shape: str = REFERENCE) -> list[R
         )
         async with running(setup) as cluster, Client(cluster.url) as client:
             talk = _Talk(cluster, client, SHAPES[shape].vocab_size)
-            turns = [turn for _ in range(_ROUNDS) for turn in await talk.round()]
-        for turn in turns:
-            note(f"{transport} {_told(turn)}")
+            turns: list[Turn] = []
+            for _ in range(_ROUNDS):
+                turns += (newest := await talk.round())
+                for turn in newest:
+                    note(f"{transport} {_told(turn)}")
         found += pull_rows(transport, turns)
     return found
 

@@ -16,6 +16,7 @@ from engine.layers.attention import AttentionPlan, AttentionSpec
 from engine.layers.norm import HeadNorm
 from engine.layers.rope import RotaryEmbedding
 from engine.model_config import ModelConfig
+from engine.parallel.group import ParallelGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,10 +59,13 @@ class Decoder:
         *,
         backend: Backend,
         fingerprint: str,
+        group: ParallelGroup,
     ) -> None:
+        """`group`: the ranks of which each has such a decoder, with its part of the weights."""
         self.config = config
         self.backend = backend
         self.fingerprint = fingerprint
+        self._group = group
         self.embedding = weights.embedding
         self.layers = tuple(weights.layers)
         self.norm = weights.norm
@@ -133,6 +137,8 @@ class Decoder:
             attended = plan.attend(index, qkv)
             if index == last and wanted is not None:
                 if not len(wanted):
+                    # No sum follows: rank 0 would end a step whose last keys and values others have yet to write.
+                    self._group.meet()
                     return residual[:0], None
                 residual, attended = residual.index_select(0, wanted), attended.index_select(0, wanted)
             delta = layer.output(attended, residual)

@@ -119,7 +119,7 @@ class _Loader:
         layers = [self._layer(f"model.layers.{i}.") for i in range(config.num_layers)]
         weights = DecoderWeights(embedding=embedding, layers=layers, norm=self._norm("model.norm"), head=head)
         fingerprint = self._source.fingerprint(config)
-        return Decoder(self._shard.config, weights, backend=backend, fingerprint=fingerprint)
+        return Decoder(self._shard.config, weights, backend=backend, fingerprint=fingerprint, group=self._group)
 
     def _ends(self) -> tuple[Embedding, Projection]:
         table = self._table("model.embed_tokens.weight")

@@ -30,6 +30,10 @@ class ParallelGroup(Protocol):
         """On rank 0 every rank's tensor, all of one shape, in order; on the others nothing. Raises RankLost."""
         ...
 
+    def meet(self) -> None:
+        """What every rank asked of its device before this call comes before what any asks after it. Raises RankLost."""
+        ...
+
 
 class SoloGroup:
     """A model on one rank."""
@@ -44,3 +48,6 @@ class SoloGroup:
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """All there is."""
         return [tensor]
+
+    def meet(self) -> None:
+        """Nobody is waited for."""

@@ -62,6 +62,7 @@ class TorchGroup:
         self.size = size
         # Two ranks' sum has but one order.
         self._most_bytes_in_order = sys.maxsize if fixed_order and size > 2 else 0 if is_cuda else _SMALL_BYTES
+        self._device = device
         self._store_fd = store_fd
         self._backend: _Collectives | None = None
         timeout = timedelta(seconds=timeout_s)
@@ -75,7 +76,7 @@ class TorchGroup:
             raise RankLost(f"rank {rank} did not meet the others: {error}") from None
         try:
             # NCCL connects at its first call; better now than in a request.
-            self.all_reduce_(torch.zeros(1, device=device))
+            self.meet()
         except RankLost:
             self._leave()
             raise
@@ -97,6 +98,10 @@ class TorchGroup:
         options.rootRank = 0
         self._run(lambda backend: backend.gather([parts] if parts else [], [whole], options))
         return parts
+
+    def meet(self) -> None:
+        """See ParallelGroup."""
+        self.all_reduce_(torch.zeros(1, device=self._device))
 
     def close(self) -> None:
         """Give everything up; the other ranks are gone, or about to be. Twice does no harm."""

@@ -1,4 +1,4 @@
-"""Taking in connections for as long as a receiving end lives."""
+"""Taking in connections for as long as a receiving end lives, each for a thread of its own."""
 
 import logging
 import socket
@@ -23,3 +23,16 @@ def accepted(server: socket.socket, closing: threading.Event, name: str) -> Iter
             log.warning("no %s peer can be accepted now: %s", name, error)
             continue
         yield sock
+
+
+def begins(thread: threading.Thread, name: str) -> bool:
+    """Start the thread that serves a connection; False when the process can have no more threads now.
+
+    That passes, too, and must not end the thread that accepts.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        log.warning("no %s peer can be served now: %s", name, error)
+        return False
+    return True

@@ -170,9 +170,9 @@ def _chosen(choice: str, place: Place) -> list[str]:
     if choice == AUTO:
         return [name for name, one in _TRANSPORTS.items() if one.unasked(place) and one.obstacle(place) is None]
     if choice not in _TRANSPORTS:
-        raise ConfigError(f"KV transport {choice!r:.40} is none of {', '.join((AUTO, *NAMES))}")
+        raise ConfigError(f"transfer.transport is {choice!r:.40}: it is none of {', '.join((AUTO, *NAMES))}")
     if (obstacle := _TRANSPORTS[choice].obstacle(place)) is not None:
-        raise ConfigError(f"KV transport {choice!r}: {obstacle}")
+        raise ConfigError(f"transfer.transport is {choice!r}: {obstacle}")
     return [choice]
 
 

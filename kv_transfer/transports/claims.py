@@ -21,7 +21,7 @@ from kv_transfer.landing import Landing
 from kv_transfer.messages import CellRange, TransferKey, TransportOffer
 from kv_transfer.transport import QuietListener
 from kv_transfer.transports import claim_wire
-from kv_transfer.transports.accepting import accepted
+from kv_transfer.transports.accepting import accepted, begins
 from kv_transfer.transports.claim_wire import Kind
 from kv_transfer.transports.grants import TOKEN_BYTES, GrantTable
 from tandem.errors import TransferError
@@ -135,11 +135,13 @@ class ClaimReceiver(ABC):
                 if self._closing.is_set() or len(self._writers) >= MAX_WRITERS:
                     sock.close()
                     continue
-                self._writers.add(writer)
                 # Under the lock, so that close() finds a thread that it can join.
                 thread_name = f"kv-{self._name}-peer"
                 writer.thread = threading.Thread(target=self._serve, args=(writer,), name=thread_name, daemon=True)
-                writer.thread.start()
+                if not begins(writer.thread, self._name):
+                    sock.close()
+                    continue
+                self._writers.add(writer)
 
     def _serve(self, writer: Writer) -> None:
         try:

@@ -17,7 +17,7 @@ from kv_transfer.messages import CellRange, TransferKey, TransportOffer
 from kv_transfer.mover import load_mover
 from kv_transfer.transport import QuietListener
 from kv_transfer.transports import tcp_wire
-from kv_transfer.transports.accepting import accepted
+from kv_transfer.transports.accepting import accepted, begins
 from kv_transfer.transports.grants import TOKEN_BYTES, GrantTable
 from kv_transfer.transports.tcp_channel import Channel, PlainChannel, hang_up
 from kv_transfer.transports.tcp_inbound import Inbound, Peer, answer, next_header
@@ -123,9 +123,11 @@ class TcpReceiver:
                 del self._greeting[oldest]
                 oldest.hang_up()
             thread = threading.Thread(target=self._serve, args=(channel,), name="kv-tcp-peer", daemon=True)
+            if not begins(thread, NAME):
+                channel.close()
+                return
             self._connections[channel] = thread
             self._greeting[channel] = None
-            thread.start()
 
     def _serve(self, channel: Channel) -> None:
         name, peer = 0, Peer()

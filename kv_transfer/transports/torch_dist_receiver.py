@@ -21,7 +21,7 @@ from kv_transfer.messages import CellRange, TransferKey, TransportOffer
 from kv_transfer.region import KVRegion
 from kv_transfer.transport import QuietListener
 from kv_transfer.transports import claim_wire, communicator, torch_dist_wire
-from kv_transfer.transports.accepting import accepted
+from kv_transfer.transports.accepting import accepted, begins
 from kv_transfer.transports.claims import HELLO_S, MAX_WRITERS, hang_up
 from kv_transfer.transports.communicator import GLOO, RECEIVER, SLOTS, Bytes, Communicator, CommunicatorBroken
 from kv_transfer.transports.dial import advert_of, keep_alive, listen
@@ -97,8 +97,10 @@ class TorchDistReceiver:
                     sock.close()
                     continue
                 thread = threading.Thread(target=self._serve, args=(sock,), name="kv-dist-peer", daemon=True)
+                if not begins(thread, NAME):
+                    sock.close()
+                    continue
                 self._peers[sock] = thread
-                thread.start()
 
     def _serve(self, sock: socket.socket) -> None:
         group: Communicator | None = None

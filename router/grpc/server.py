@@ -22,12 +22,18 @@ SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
 def build_server(
-    frontend: Frontend, generator: Generator, config: RouterConfig, metrics: RouterMetrics
+    frontend: Frontend,
+    generator: Generator,
+    config: RouterConfig,
+    metrics: RouterMetrics,
+    *,
+    shares_port: bool = False,
 ) -> grpc.aio.Server:
     """A server of `tandem.v1.Inference` alone, bound to nothing yet."""
     options = dict(rpc.SERVER_OPTIONS)
     options["grpc.max_receive_message_length"] = config.max_body_bytes
     options["grpc.max_metadata_size"] = MAX_METADATA_BYTES
+    options["grpc.so_reuseport"] = int(shares_port)
     server = grpc.aio.server(interceptors=(StatusInterceptor(metrics),), options=tuple(options.items()))
     service = InferenceService(frontend, generator, ApiKeys(config.api_keys), metrics)
     add_InferenceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated

@@ -131,7 +131,7 @@ def _operator_routes(readiness: Readiness, metrics: RouterMetrics) -> APIRouter:
 
     @routes.get("/metrics", response_model=None)
     async def render_metrics() -> Response:
-        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await metrics.collect(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @routes.get("/version")
     async def version() -> dict[str, str]:

@@ -55,7 +55,9 @@ class _Server(uvicorn.Server):
 class HttpDoor:
     """Listens while entered; leaving stops new connections and lets running requests end within `grace_s`."""
 
-    def __init__(self, app: FastAPI, *, host: str, port: int, grace_s: float = 30.0) -> None:
+    def __init__(self, app: FastAPI, *, host: str, port: int, grace_s: float = 30.0, shares_port: bool = False) -> None:
+        """`shares_port`: other processes listen on it, too; the kernel gives each connection to one of them."""
+        self._shares_port = shares_port
         self._host = host
         self._grace_s = grace_s
         self.port = port
@@ -79,7 +81,9 @@ class HttpDoor:
     async def __aenter__(self) -> Self:
         """Raises OSError when the address is taken."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        self._socket = socket.create_server((self._host, self.port), family=family, backlog=_BACKLOG)
+        self._socket = socket.create_server(
+            (self._host, self.port), family=family, backlog=_BACKLOG, reuse_port=self._shares_port
+        )
         self.port = self._socket.getsockname()[1]
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         return self

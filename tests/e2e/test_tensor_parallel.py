@@ -13,9 +13,16 @@ from tests.e2e.oracle import prompts
 from tests.e2e.running_cluster import WAIT_S, running
 
 MAX_TOKENS = 24
+# Most steps of a prompt sample nothing: what ends them is not what ends the others.
+CHUNKED = {"engine__prefill_chunk_tokens": 64, "engine__max_batched_tokens": 256}
 WAYS = {
     "colocated-4": {"prefill__replicas": 0, "decode__tensor_parallel_size": 4},
-    "shm-2": {"transfer__transport": "shm", "prefill__tensor_parallel_size": 2, "decode__tensor_parallel_size": 2},
+    "shm-2": {
+        "transfer__transport": "shm",
+        "prefill__tensor_parallel_size": 2,
+        "decode__tensor_parallel_size": 2,
+        **CHUNKED,
+    },
     "tcp-1-2": {"transfer__transport": "tcp", "prefill__tensor_parallel_size": 1, "decode__tensor_parallel_size": 2},
 }
 LONG_WAYS = {
@@ -24,7 +31,12 @@ LONG_WAYS = {
     "shm-4": {"transfer__transport": "shm", "prefill__tensor_parallel_size": 4, "decode__tensor_parallel_size": 4},
     "shm-2-1": {"transfer__transport": "shm", "prefill__tensor_parallel_size": 2, "decode__tensor_parallel_size": 1},
     "shm-1-4": {"transfer__transport": "shm", "prefill__tensor_parallel_size": 1, "decode__tensor_parallel_size": 4},
-    "tcp-4-2": {"transfer__transport": "tcp", "prefill__tensor_parallel_size": 4, "decode__tensor_parallel_size": 2},
+    "tcp-4-2": {
+        "transfer__transport": "tcp",
+        "prefill__tensor_parallel_size": 4,
+        "decode__tensor_parallel_size": 2,
+        **CHUNKED,
+    },
 }
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

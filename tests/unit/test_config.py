@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kv_transfer.wire import MAX_LEASE_S, MIN_LEASE_S
 from tandem.config import MAX_REPLICAS, dump, load
 from tandem.errors import ConfigError
 
@@ -34,6 +35,15 @@ from tandem.errors import ConfigError
         ("{prefill: {kv_dtype: int8}, decode: {kv_dtype: fp8_e4m3}}", "prefill.kv_dtype"),
         ("{transfer: {wire_dtype: bfloat16}}", "transfer.wire_dtype: no conversion from float32 to bfloat16"),
         ("{transfer: {wire_dtype: int8}, decode: {kv_dtype: fp8_e4m3}}", "transfer.wire_dtype"),
+        ("transfer: {lease_s: 0.1}", "transfer.lease_s: Input should be greater than or equal to 0.5"),
+        ("transfer: {lease_s: 3601}", "transfer.lease_s: Input should be less than or equal to 3600"),
+        ("transfer: {transprot: tcp}", "transfer.transprot: there is no such setting"),
+        ("engine: {disk_cache_bytes: 1}", "engine.disk_cache_path and engine.disk_cache_bytes are set together"),
+        ("engine: {disk_cache_path: x, disk_cache_bytes: 1}", "engine.disk_cache_path needs engine.host_cache_bytes"),
+        (
+            "engine: {disk_cache_path: x, disk_cache_bytes: 1, host_cache_bytes: 1}\ndecode: {tensor_parallel_size: 2}",
+            "engine.disk_cache_path with tensor_parallel_size 2",
+        ),
     ],
 )
 def test_a_configuration_that_cannot_run_is_refused_by_name(tmp_path: Path, text: str, told: str) -> None:
@@ -42,6 +52,12 @@ def test_a_configuration_that_cannot_run_is_refused_by_name(tmp_path: Path, text
     with pytest.raises(ConfigError) as refusal:
         load(path)
     assert told in str(refusal.value)
+    assert "Value error" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("lease_s", [0.5, 3600.0])
+def test_every_lease_that_may_be_set_may_be_asked_of_a_peer(lease_s: float) -> None:
+    assert MIN_LEASE_S <= load(None, {"transfer.lease_s": lease_s}).transfer.lease_s <= MAX_LEASE_S
 
 
 def test_a_variable_that_is_no_yaml_is_named_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def test_a_taken_port_is_named_before_anything_starts():
         (PoolConfig(replicas=1, addresses=("127.0.0.1:4001", "127.0.0.1:4002")), "names 2 workers"),
         (PoolConfig(replicas=1, addresses=("localhost",)), "not host:port"),
         (PoolConfig(replicas=1, addresses=("127.0.0.1:99999",)), "not host:port"),
-        (PoolConfig(replicas=1, host="203.0.113.1"), "cannot listen on 203.0.113.1"),
+        (PoolConfig(replicas=1, host="203.0.113.1"), "decode.host: cannot listen on 203.0.113.1"),
     ],
 )
 def test_contradictions_are_refused(decode, message):
@@ -180,4 +180,10 @@ def test_defaults_are_not_settings_and_bytes_have_units():
     assert banner.changed_settings(ClusterConfig(), ClusterConfig()) == {}
     changed = banner.changed_settings(load(None, {"decode.replicas": 3, "model.dtype": "bfloat16"}), ClusterConfig())
     assert changed == {"decode.replicas": "3", "model.dtype": "bfloat16"}
+    absent_by_default = load(None, {f"transfer.tls.{name}": f"{name}.pem" for name in ("cert", "key", "ca")})
+    assert banner.changed_settings(absent_by_default, ClusterConfig()) == {
+        "transfer.tls.cert": "cert.pem",
+        "transfer.tls.key": "key.pem",
+        "transfer.tls.ca": "ca.pem",
+    }
     assert [banner.format_bytes(n) for n in (12, 1536, 5 << 30, 3 << 40)] == ["12 B", "1.5 KiB", "5.0 GiB", "3.0 TiB"]

@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -98,6 +99,19 @@ def test_a_folder_that_others_can_open_is_refused(tmp_path):
         Rig(file)
 
 
+def test_a_folder_that_was_removed_is_not_made_anew_without_its_lock(tmp_path, caplog):
+    rig = Rig(tmp_path / "cache")
+    rig.write(NAMES[1])
+    shutil.rmtree(tmp_path / "cache")
+    assert rig.write(NAMES[2]).verdict is DiskVerdict.FAILED
+    assert rig.read(NAMES[1]).verdict is DiskVerdict.GONE
+    assert "No such file or directory" in caplog.text
+    rig.store.close()
+    later = Rig(tmp_path / "cache")
+    assert later.write(NAMES[2]).verdict is DiskVerdict.DONE
+    later.store.close()
+
+
 def test_workers_of_one_path_have_folders_of_their_own(tmp_path):
     one, two = Rig(tmp_path), Rig(tmp_path)
     assert one.store.folder != two.store.folder
@@ -107,6 +121,18 @@ def test_workers_of_one_path_have_folders_of_their_own(tmp_path):
     assert again.store.folder == folder
     for rig in (again, two):
         rig.store.close()
+
+
+def test_workers_of_unlike_pools_find_their_own_in_whatever_order_they_start(tmp_path):
+    kinds = [IDENTITY, replace(IDENTITY, digest=b"another caches id"[:16])]
+    for rig in [Rig(tmp_path, kind) for kind in kinds]:
+        rig.write(NAMES[1])
+        rig.store.close()
+    for order in (kinds[::-1], kinds):
+        rigs = [Rig(tmp_path, kind) for kind in order]
+        for rig in rigs:
+            assert (rig.found.names, rig.found.num_removed) == ((NAMES[1],), 0)
+            rig.store.close()
 
 
 def test_a_later_process_finds_what_was_written_in_order_of_use(tmp_path):

@@ -243,3 +243,28 @@ def test_a_receiver_listens_again_after_its_process_ran_out_of_descriptors(
     assert "Too many open files" in caplog.text
     receiver.close()
     os.close(target.fd)
+
+
+@pytest.mark.parametrize("choice", ["tcp", "shm"])
+def test_a_receiver_listens_again_after_its_process_ran_out_of_threads(
+    choice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = make_region(seed=0)
+    refused = threading.Event()
+    start = threading.Thread.start
+
+    def crowded(self: threading.Thread) -> None:
+        if not self.name.endswith("-peer") or refused.is_set():
+            return start(self)
+        refused.set()
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", crowded)
+    [receiver] = open_receivers(target, choice=choice)
+    for _ in range(2):  # the first one is hung up on, the second one is heard
+        with knock(receiver) as sock, suppress(ConnectionResetError, BrokenPipeError):
+            sock.sendall(bytes(200))
+            assert sock.recv(64) == b"", "hung up on"
+    assert "can't start new thread" in caplog.text
+    receiver.close()
+    os.close(target.fd)

@@ -248,6 +248,16 @@ def test_penalty_runs_out(registry: WorkerRegistry) -> None:
     assert next(w for w in registry.snapshots() if w.info.key == key).penalty_ms == pytest.approx(2000.0)
 
 
+def test_only_a_worker_that_did_not_say_so_leaves_with_a_warning(
+    registry: WorkerRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = [worker(name).info.key for name in ("d0", "p0")]
+    registry.draining(keys[0], "the worker was told to stop")
+    for key in keys:
+        registry.left(key, "the worker closed the session")
+    assert [record.args[0] for record in caplog.records if record.levelname == "WARNING" and record.args] == ["p0"]
+
+
 def test_another_model_may_come_when_all_have_left(registry: WorkerRegistry) -> None:
     other = replace(worker("d9").info, model_name="other")
     with pytest.raises(WorkerRejected, match="model is 'other'"):

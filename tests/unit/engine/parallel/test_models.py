@@ -2,6 +2,7 @@
 
 import queue
 import random
+import threading
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tests.unit.engine.paged_harness import (
     random_tokens,
     reference_model,
 )
-from tests.unit.engine.parallel.thread_ranks import run_ranks
+from tests.unit.engine.parallel.thread_ranks import TIMEOUT_S, run_ranks
 
 TOLERANCE = 1e-4
 OUTPUT = 8
@@ -94,7 +95,7 @@ class CountingGroup:
     def __init__(self, group: TorchGroup) -> None:
         self.rank, self.size = group.rank, group.size
         self._group = group
-        self.counts = {"sums": 0, "gathers": 0, "rows": 0}
+        self.counts = {"sums": 0, "gathers": 0, "meetings": 0, "rows": 0}
 
     def all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
         self.counts["sums"] += 1
@@ -104,6 +105,10 @@ class CountingGroup:
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         self.counts["gathers"] += 1
         return self._group.gather(tensor)
+
+    def meet(self) -> None:
+        self.counts["meetings"] += 1
+        self._group.meet()
 
     def spent(self) -> dict[str, int]:
         """Since the last call."""
@@ -117,7 +122,7 @@ def test_a_step_makes_two_sums_a_layer_one_for_the_embedding_and_one_gather(dire
     def work(group):
         counting = CountingGroup(group)
         session = Session(load_model(directory, group=counting), num_blocks=80)
-        assert counting.spent() == {"sums": 0, "gathers": 0, "rows": 0}, "loading says nothing to others"
+        assert not any(counting.spent().values()), "loading says nothing to others"
         tokens = random_tokens(random.Random(4), 20)
         spent = []
         requests = [session.request(tokens, capacity=40) for _ in range(2)]
@@ -134,7 +139,64 @@ def test_a_step_makes_two_sums_a_layer_one_for_the_embedding_and_one_gather(dire
     for spent in run_ranks(2, work):
         # What samples nothing ends behind the last layer's keys and values; what samples drops the other rows there.
         assert spent == [
-            {"sums": sums - 2, "gathers": 0, "rows": 13 * (sums - 2)},
-            {"sums": sums, "gathers": 1, "rows": 27 * (sums - 2) + 2 * 2},
-            {"sums": sums, "gathers": 1, "rows": 2 * sums},
+            {"sums": sums - 2, "gathers": 0, "meetings": 1, "rows": 13 * (sums - 2)},
+            {"sums": sums, "gathers": 1, "meetings": 0, "rows": 27 * (sums - 2) + 2 * 2},
+            {"sums": sums, "gathers": 1, "meetings": 0, "rows": 2 * sums},
         ]
+
+
+class LateKeys:
+    """A rank's attention, which leaves the last layer's keys and values only once rank 0 has gone as far as it can."""
+
+    def __init__(self, attention, last_layer: int, may_write: threading.Event, written: threading.Event) -> None:
+        self._attention = attention
+        self._last_layer = last_layer
+        self._may_write = may_write
+        self._written = written
+
+    def plan(self, inputs):
+        self._plan = self._attention.plan(inputs)
+        return self
+
+    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        if layer == self._last_layer:
+            assert self._may_write.wait(TIMEOUT_S)
+        attended = self._plan.attend(layer, qkv)
+        if layer == self._last_layer:
+            self._written.set()
+        return attended
+
+
+class HeardGroup(CountingGroup):
+    """Rank 0, of which one hears that it waits for the others."""
+
+    def __init__(self, group: TorchGroup, waits: threading.Event) -> None:
+        super().__init__(group)
+        self._waits = waits
+
+    def meet(self) -> None:
+        self._waits.set()
+        super().meet()
+
+
+def test_a_step_without_a_sample_ends_behind_every_rank_s_last_keys(directory) -> None:
+    """Rank 0 sends what such a step has computed to decode workers at once, of all ranks' parts of the pool."""
+    last_layer = load_model_config(directory).num_layers - 1
+    as_far_as_it_can, written = threading.Event(), threading.Event()
+
+    def work(group):
+        heard = HeardGroup(group, as_far_as_it_can) if group.rank == 0 else group
+        session = Session(load_model(directory, group=heard), num_blocks=80)
+        request = session.request(random_tokens(random.Random(4), 20), capacity=40)
+        batch = Batch(items=(BatchItem(request=request, start=0, num_tokens=9, samples=False),))
+        runner = session.runner
+        if group.rank:
+            attention = runner.model.backend.attention(runner.model.attention_spec, session.cache)
+            late = LateKeys(attention, last_layer, as_far_as_it_can, written)
+            runner = ModelRunner(runner.model, session.cache, attention=late)
+        runner.compute(build_step_inputs(batch, session.cache.block_size))
+        was_written = written.is_set()
+        as_far_as_it_can.set()
+        return was_written
+
+    assert all(run_ranks(2, work))

@@ -88,3 +88,4 @@ def test_a_group_of_one_changes_nothing() -> None:
     tensor = torch.ones(3)
     assert SoloGroup().all_reduce_(tensor) is tensor
     assert SoloGroup().gather(tensor) == [tensor]
+    SoloGroup().meet()

@@ -1,0 +1,81 @@
+"""Router processes that share one host's doors (`router.processes`): each can tell the figures of all of them.
+
+Which process answers a scrape is the kernel's choice, so whoever does asks the others, over sockets in a folder that
+only their user can enter. One that does not answer in time is left out: it is starting, or gone.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from router.metric_merge import merge
+
+ANSWER_S = 0.5
+MAX_BYTES = 16 << 20
+_log = logging.getLogger(__name__)
+
+
+class Siblings:
+    """One process's place among them; an async context manager."""
+
+    def __init__(self, folder: Path, *, index: int, render: Callable[[], bytes]) -> None:
+        """`render` gives this process's own figures."""
+        self._folder = folder
+        self._path = folder / f"router-{index}.sock"
+        self._render = render
+        self._server: asyncio.Server | None = None
+
+    async def __aenter__(self) -> Self:
+        """Raises OSError when the folder is not to be written to."""
+        self._path.unlink(missing_ok=True)  # of an earlier life
+        self._server = await asyncio.start_unix_server(self._answer, self._path)
+        self._path.chmod(0o600)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._path.unlink(missing_ok=True)
+
+    async def figures(self) -> bytes:
+        """Of all that answer."""
+        others = [path for path in sorted(self._folder.glob("router-*.sock")) if path != self._path]
+        told = await asyncio.gather(*map(self._ask, others))
+        try:
+            return await asyncio.to_thread(merge, [self._render(), *filter(None, told)])
+        except ValueError:
+            _log.exception("figures of another router process cannot be read")
+            return self._render()
+
+    async def _ask(self, path: Path) -> bytes | None:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                reader, writer = await asyncio.open_unix_connection(path, limit=MAX_BYTES)
+                try:
+                    return await _all_of(reader)
+                finally:
+                    writer.close()
+        except (OSError, TimeoutError):
+            return None
+
+    async def _answer(self, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            writer.write(self._render())
+            await writer.drain()
+        writer.close()
+
+
+async def _all_of(reader: asyncio.StreamReader) -> bytes | None:
+    """To the end; None when there is no end within the bound."""
+    text = bytearray()
+    while part := await reader.read(1 << 16):
+        text += part
+        if len(text) > MAX_BYTES:
+            return None
+    return bytes(text)

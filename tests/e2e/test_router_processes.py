@@ -1,0 +1,57 @@
+"""Several router processes behind one port: one cluster to its clients, whichever of them answers, whichever dies."""
+
+import asyncio
+import signal
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from tests.e2e.running_cluster import WAIT_S, body, running
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+ASKED = 24
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def cluster():
+    async with running(router__processes=3) as made:
+        yield made
+
+
+async def ask(cluster, prompt, num_tokens=8):
+    """Over a connection of its own: the kernel chooses the process."""
+    async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, trust_env=False) as http:
+        response = await http.post("/v1/completions", json=body(prompt, num_tokens))
+        assert response.status_code == 200, response.text
+        return response.json()["choices"][0]["token_ids"]
+
+
+async def figure(cluster, name, **labels):
+    """As whoever answers tells it."""
+    async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, trust_env=False) as http:
+        text = (await http.get("/metrics")).text
+    lines = [line for line in text.splitlines() if line.startswith(name)]
+    return sum(float(line.split()[-1]) for line in lines if all(f'{k}="{v}"' in line for k, v in labels.items()))
+
+
+async def test_the_figures_are_those_of_all(cluster, oracle):
+    prompt = oracle.story(9500, 60)
+    expected = oracle.tokens(prompt, 8)
+    assert await asyncio.gather(*(ask(cluster, prompt) for _ in range(ASKED))) == [expected] * ASKED
+    told = [await figure(cluster, "vllm:request_success_total") for _ in range(6)]
+    assert told == [ASKED] * 6, "whichever process was asked"
+    assert await figure(cluster, "tandem_workers", role="decode", state="live") == 1
+    names = {view.name for view in cluster.local.processes}
+    assert {"router-0", "router-1", "router-2"} <= names
+
+
+async def test_one_of_them_dies_and_comes_back(cluster, oracle):
+    prompt, pid = oracle.story(9501, 60), cluster.pid("router-1")
+    expected = oracle.tokens(prompt, 8)
+    cluster.local.kill("router-1", signal.SIGKILL)
+    while cluster.pid("router-1") == pid:  # noqa: ASYNC110 - the supervisor learns of it by itself
+        await asyncio.sleep(0.01)
+    assert await asyncio.gather(*(ask(cluster, prompt) for _ in range(ASKED))) == [expected] * ASKED
+    await cluster.local.wait_ready("router-1", after_pid=pid)
+    assert await asyncio.gather(*(ask(cluster, prompt) for _ in range(ASKED))) == [expected] * ASKED

@@ -1,0 +1,88 @@
+"""Figures of several processes: what each counted adds up, what all know alike does not."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.metric_merge import merge
+from router.metrics import RouterMetrics
+from router.siblings import Siblings
+
+MODEL = {"model_name": "m", "engine": "router"}
+
+
+def counted(requests: int, *, ttft_s: float) -> RouterMetrics:
+    metrics = RouterMetrics("m")
+    for _ in range(requests):
+        metrics.succeeded("stop")
+        metrics.ttft.observe(ttft_s)
+        metrics.running.inc()
+    metrics.workers("decode", "live", 2)
+    return metrics
+
+
+def samples(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (s.name, tuple(sorted(s.labels.items()))): s.value
+        for family in text_string_to_metric_families(text.decode())
+        for s in family.samples
+    }
+
+
+def value(text: bytes, name: str, **labels: str) -> float:
+    return samples(text)[name, tuple(sorted(labels.items()))]
+
+
+def test_counts_add_up_and_what_is_known_of_workers_does_not() -> None:
+    text = merge([counted(2, ttft_s=0.03).render(), counted(5, ttft_s=3.0).render()])
+    assert value(text, "vllm:request_success_total", **MODEL, finished_reason="stop") == 7
+    assert value(text, "vllm:num_requests_running", **MODEL) == 7
+    assert value(text, "vllm:time_to_first_token_seconds_count", **MODEL) == 7
+    assert value(text, "vllm:time_to_first_token_seconds_bucket", **MODEL, le="0.04") == 2
+    assert value(text, "vllm:time_to_first_token_seconds_sum", **MODEL) == pytest.approx(15.06)
+    assert value(text, "tandem_workers", role="decode", state="live") == 2
+
+
+def test_workers_own_totals_are_not_multiplied() -> None:
+    lines = b'# TYPE tandem_worker_fetched_tokens_total counter\ntandem_worker_fetched_tokens_total{worker="d"} %d\n'
+    assert value(merge([lines % 40, lines % 42]), "tandem_worker_fetched_tokens_total", worker="d") == 42
+
+
+def test_one_process_alone_reads_as_before() -> None:
+    text = counted(3, ttft_s=0.5).render()
+    assert samples(merge([text])) == samples(text)
+
+
+async def test_whoever_is_asked_tells_of_all(tmp_path: Path) -> None:
+    rendered = [counted(number, ttft_s=0.1).render() for number in (1, 2, 3)]
+    (tmp_path / "router-9.sock").touch()  # of one that has died
+    async with (
+        Siblings(tmp_path, index=0, render=lambda: rendered[0]) as first,
+        Siblings(tmp_path, index=1, render=lambda: rendered[1]),
+        Siblings(tmp_path, index=2, render=lambda: rendered[2]) as third,
+    ):
+        for one in (first, third):
+            text = await one.figures()
+            assert value(text, "vllm:request_success_total", **MODEL, finished_reason="stop") == 6
+        assert (tmp_path / "router-0.sock").stat().st_mode & 0o077 == 0
+    assert os.listdir(tmp_path) == ["router-9.sock"]
+
+
+async def test_one_that_does_not_answer_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.siblings.ANSWER_S", 0.05)
+    left = asyncio.Event()
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+        left.set()
+
+    silent = await asyncio.start_unix_server(say_nothing, tmp_path / "router-1.sock")
+    async with Siblings(tmp_path, index=0, render=counted(4, ttft_s=0.1).render) as one:
+        text = await one.figures()
+    assert value(text, "vllm:request_success_total", **MODEL, finished_reason="stop") == 4
+    await left.wait()
+    silent.close()

@@ -1,0 +1,39 @@
+"""How a process ends that cannot start, as whoever started it sees it."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tandem.errors import ConfigError
+from tandem.process import router_main
+
+
+async def _fail_in_a_task_group(*_: object) -> None:
+    async with asyncio.TaskGroup():
+        raise ConfigError("transfer.transport is 'nixl': it is not here")
+
+
+async def _fail_in_two_tasks(*_: object) -> None:
+    barrier = asyncio.Barrier(2)
+
+    async def fail(error: Exception) -> None:
+        await barrier.wait()
+        raise error
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(fail(ConfigError("one thing")))
+        tasks.create_task(fail(RuntimeError("another")))
+
+
+def test_a_wrong_setting_is_one_line_wherever_it_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("{}", encoding="utf-8")
+    monkeypatch.setattr("tandem.process.configure", lambda *_: None)
+    monkeypatch.setattr("sys.argv", ["router", "--config", str(path)])
+    assert router_main(_fail_in_a_task_group) == 2
+    assert capsys.readouterr().err == "error: transfer.transport is 'nixl': it is not here\n"
+    assert router_main(_fail_in_two_tasks) == 1
+    assert not capsys.readouterr().err.startswith("error:")
