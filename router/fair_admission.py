@@ -39,7 +39,7 @@ class AdmissionPolicy:
     entry_share: float = 0.8
     """Of the time to its deadline that a request may be predicted to need when it comes: predictions are no better than
     that, and whoever is let in should not be refused later."""
-    patience: float = 3.0
+    patience: float = 4.0
     """Times `max_queue_s` that a request may be predicted to wait altogether once it was let in."""
     room: RoomPolicy = field(default_factory=RoomPolicy)
 
