@@ -21,7 +21,7 @@ _BELIEVED_S = 0.5
 class RoomPolicy:
     """How much of a worker is used, and what stands for rates that nobody has measured."""
 
-    worker_backlog_s: float = 0.1
+    worker_backlog_s: float = 0.25
     max_running_per_worker: int = 256
     max_itl_s: float | None = None
     prior_prefill_tokens_per_s: float = 5_000.0

@@ -55,7 +55,7 @@ class QueueConfig(Section):
     """Beyond it the tenant with the longest line is turned away with 429."""
     max_tokens: PositiveInt = 4_000_000
     """Of all waiting prompts."""
-    worker_backlog_s: Seconds = 0.1
+    worker_backlog_s: Seconds = 0.25
     """Work that is kept ahead of each worker, so that none is idle between two requests; what is in its own queue
     nobody can overtake any more."""
     max_running_per_worker: PositiveInt | None = None
