@@ -57,7 +57,7 @@ class Setup:
         """The YAML's content; `ports`: HTTP, gRPC, prefill, decode."""
         router: dict[str, Any] = {"port": ports[0], "grpc_port": ports[1]}
         if self.local_prefill_tokens is not None:
-            router["local_prefill_tokens"] = self.local_prefill_tokens
+            router |= dict.fromkeys(("local_prefill_tokens", "max_local_prefill_tokens"), self.local_prefill_tokens)
         engine: dict[str, Any] = {"prefill_chunk_tokens": self.prefill_chunk_tokens, "device": "cpu"}
         if self.num_threads is not None:
             engine["num_threads"] = self.num_threads

@@ -72,6 +72,14 @@ def up(  # noqa: PLR0913  # one parameter per option
     prefill: PrefillOption = None,
     decode: DecodeOption = None,
     transport: TransportOption = None,
+    redis: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="A Redis that routers and workers share, such as redis://host:6379; rediss:// for TLS.",
+            rich_help_panel="Pools",
+        ),
+    ] = None,
     config: ConfigOption = None,
 ) -> None:
     """Start a whole cluster on this machine and keep it alive. Ctrl-C drains and stops."""
@@ -85,6 +93,7 @@ def up(  # noqa: PLR0913  # one parameter per option
         "router.host": host,
         "router.port": port,
         "router.grpc_port": grpc_port,
+        "redis.url": redis,
     }
     err = Console(stderr=True, highlight=False)
     raise typer.Exit(asyncio.run(serve(load(config, overrides), out=Console(highlight=False), err=err)))

@@ -17,6 +17,7 @@ from fabric.region import region_of
 from fabric.service import FabricPlan, Spawn, open_fabric
 from kv_transfer.transports.shared_pool import SharedPool
 from kv_transfer.transports.tcp_settings import TcpSettings
+from tandem.board.assembly import make_publisher, publish
 from tandem.config import ClusterConfig
 from tandem.ids import WorkerId
 from tandem.model_path import model_name
@@ -53,17 +54,18 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         host = EngineHost(parts, on_fatal=lifetime.fail)
         tracer = open_tracer(stack, config.telemetry, service="tandem-decode", instance=identity.worker_id)
         worker = DecodeWorker(identity, host, tasks, tracer, takeover_s=config.router.takeover_s)
-        sessions = WorkerSessions(worker)
+        publisher = make_publisher(config.redis, cluster_secret(config), identity)
+        sessions = WorkerSessions(worker, publisher)
         worker.legator = Legator(host, lambda: sessions.ports)
-        host.start(on_output=worker.on_output, ports=lambda: sessions.ports)
+        host.start(on_output=worker.on_output, ports=lambda: sessions.event_sinks)
         stack.push_async_callback(host.stop)
         await _with_fabric(stack, server, worker, host, config, tcp, tasks.create_task)
         add_WorkerServicer_to_server(sessions, server)  # type: ignore[no-untyped-call]
         await server.start()
         stack.push_async_callback(server.stop, 0.5)
         stack.callback(sessions.finish)
-        loads = tasks.create_task(sessions.tell_load())
-        stack.callback(loads.cancel)
+        stack.callback(tasks.create_task(sessions.tell_load()).cancel)
+        await publish(stack, publisher, host)
         announce(ready_fd, {**identity.facts(), **parts.facts(), "load_s": round(time.monotonic() - started_s, 3)})
         _log.info("decode worker %s serves at %s", identity.worker_id, identity.address)
         await lifetime.wait()

@@ -92,10 +92,11 @@ class DecodeWorker:
     def opened(self, port: SessionPort) -> None:
         """A router joined."""
         self._takeovers.router_came(port)
-        self._host.send_snapshot(port)
+        if port.wants_events:
+            self._host.send_snapshot(port)
 
     def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
-        """About a request, or about a cache that is left by somebody."""
+        """About a request, a cache that is left by somebody, or what is cached here."""
         kind = message.WhichOneof("kind")
         if kind == "submit":
             self._submit(port, message.submit)
@@ -111,6 +112,8 @@ class DecodeWorker:
             self.fabric.heir.inherit(port, message.inherit)
         elif kind == "settled" and self.legator is not None:
             self.legator.settled(port)
+        elif kind == "resync":
+            self._host.send_snapshot(port)
 
     def closed(self, port: SessionPort) -> None:
         """A router left: its requests go on for a while, in case that another one takes them over."""

@@ -21,7 +21,7 @@ from engine.step import LayersDone, Load, StepOutput
 from engine.tier_assembly import keep_cached
 from engine.wire import events_to_pb, load_to_pb, stored_to_pb
 from tandem.errors import ServingError
-from tandem.session_port import SessionPort
+from tandem.session_port import EventSink
 from tandem.v1 import session_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class EngineHost:
         self._on_fatal = on_fatal
         self._has_failed = False
         self._read = asyncio.Event()
-        self._ports: Callable[[], Iterable[SessionPort]] = tuple
+        self._ports: Callable[[], Iterable[EventSink]] = tuple
         self._load: Load = parts.scheduler.load()
         self._loop = asyncio.get_running_loop()
         self._engine = Engine(
@@ -63,7 +63,7 @@ class EngineHost:
         self,
         *,
         on_output: Callable[[StepOutput], None],
-        ports: Callable[[], Iterable[SessionPort]],
+        ports: Callable[[], Iterable[EventSink]],
         on_layers: Callable[[LayersDone], None] | None = None,
     ) -> None:
         """Start the engine's thread. Both callbacks run on the event loop; `ports` hear of the prefix cache.
@@ -124,12 +124,12 @@ class EngineHost:
             kv_bytes_per_s=self.kv_bytes_per_s,
         )
 
-    def send_snapshot(self, port: SessionPort) -> None:
-        """Send a router the whole prefix cache, from which later events count."""
+    def send_snapshot(self, sink: EventSink) -> None:
+        """Send the whole prefix cache, from which later events count."""
 
         def snapshot(scheduler: Scheduler) -> None:
             next_seq, stored = scheduler.blocks.snapshot()
-            self._tell(lambda _: port.send_snapshot(next_seq, stored_to_pb(stored)), None)
+            self._tell(lambda _: sink.send_snapshot(next_seq, stored_to_pb(stored)), None)
 
         self.post(snapshot)
 
@@ -162,9 +162,9 @@ class EngineHost:
         if not batch.events:
             return
         changes = events_to_pb(batch.events)
-        for port in self._ports():
-            if changes is None or not port.send_events(batch.first_seq, changes):
-                self.send_snapshot(port)
+        for sink in self._ports():
+            if changes is None or not sink.send_events(batch.first_seq, changes):
+                self.send_snapshot(sink)
 
 
 def _ignore(_output: StepOutput) -> None:

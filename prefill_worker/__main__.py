@@ -16,6 +16,7 @@ from kv_transfer.region import KVRegion
 from kv_transfer.transports.shared_pool import SharedPool
 from prefill_worker.config import engine_spec
 from prefill_worker.worker import PrefillWorker
+from tandem.board.assembly import make_publisher, publish
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.ids import WorkerId
@@ -52,9 +53,10 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         )
         host = EngineHost(parts, on_fatal=lifetime.fail)
         worker = PrefillWorker(identity, host)
-        sessions = WorkerSessions(worker)
+        publisher = make_publisher(config.redis, cluster_secret(config), identity)
+        sessions = WorkerSessions(worker, publisher)
         worker.legator = Legator(host, lambda: sessions.ports)
-        host.start(on_output=worker.on_output, on_layers=worker.on_layers, ports=lambda: sessions.ports)
+        host.start(on_output=worker.on_output, on_layers=worker.on_layers, ports=lambda: sessions.event_sinks)
         stack.push_async_callback(host.stop)
         plan = FabricPlan(
             identity=identity,
@@ -74,8 +76,8 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         await server.start()
         stack.push_async_callback(server.stop, 0.5)
         stack.callback(sessions.finish)
-        loads = tasks.create_task(sessions.tell_load())
-        stack.callback(loads.cancel)
+        stack.callback(tasks.create_task(sessions.tell_load()).cancel)
+        await publish(stack, publisher, host)
         announce(ready_fd, {**identity.facts(), **parts.facts(), "load_s": round(time.monotonic() - started_s, 3)})
         _log.info("prefill worker %s serves at %s", identity.worker_id, identity.address)
         await lifetime.wait()

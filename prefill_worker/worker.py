@@ -47,7 +47,8 @@ class PrefillWorker:
 
     def opened(self, port: SessionPort) -> None:
         """A router joined."""
-        self._host.send_snapshot(port)
+        if port.wants_events:
+            self._host.send_snapshot(port)
 
     def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
         """Routers order from decode workers; this pool hears only of prompts, from those."""
@@ -60,6 +61,8 @@ class PrefillWorker:
             self.fabric.heir.inherit(port, message.inherit)
         elif message.HasField("settled") and self.legator is not None:
             self.legator.settled(port)
+        elif message.HasField("resync"):
+            self._host.send_snapshot(port)
 
     def closed(self, port: SessionPort) -> None:
         """A router left; its requests end with their decode workers."""

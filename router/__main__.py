@@ -13,19 +13,20 @@ from fastapi import FastAPI
 
 from router.admission import Admission
 from router.admission_assembly import hedging_settings, make_gate
-from router.admission_metrics import AdmissionMetrics
+from router.board import RouterBoard
+from router.board_metrics import BoardMetrics
 from router.canary import CANARY_SALT, Canary
 from router.choice_run import DispatchSettings
+from router.costs import CostModel
+from router.decisions import DecisionLog
 from router.dispatch import Dispatcher
 from router.fleet import WorkerFleet
 from router.frontend import Frontend, ModelInfo
 from router.gate import Gate
 from router.grpc.server import GrpcDoor, build_server
-from router.health_metrics import HealthMetrics
 from router.http.app import create_app
 from router.http.server import HttpDoor
 from router.metrics import RouterMetrics
-from router.placement import CostModel
 from router.placer import Placer
 from router.prefix_map import PrefixMap
 from router.readiness import Readiness, first_worker
@@ -34,12 +35,13 @@ from router.siblings import Siblings
 from router.tokenizer import Tokenizer
 from router.workers import WorkerRegistry
 from tandem.block_hash import BlockHasher
+from tandem.board.settings import board_settings
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.hosts import join, reachable
 from tandem.model_path import model_directory
 from tandem.process import Lifetime, RouterPlace, announce, router_main
-from tandem.registry import StaticDirectory
+from tandem.registry import StaticDirectory, WorkerDirectory
 from tandem.rpc import ClusterAuth, open_channel
 from tandem.telemetry import open_tracer
 from tandem.worker_config import cluster_secret
@@ -53,40 +55,30 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
     secret = cluster_secret(config)
     tokenizer = await asyncio.to_thread(Tokenizer.load, model_directory(config.model.path))
     registry = WorkerRegistry(prefix_map=PrefixMap(), clock=time.monotonic)
-    fleet = WorkerFleet(
-        directory=StaticDirectory(prefill=config.prefill.addresses, decode=config.decode.addresses),
-        listener=registry,
-        channel_factory=open_channel,
-        rng=SystemRandom(),
-        settings=SessionSettings(
-            metadata=ClusterAuth(secret).client_metadata(),
-            incarnation=draw_incarnation(),
-            silence_s=config.router.worker_silence_s,
-        ),
-    )
     async with AsyncExitStack() as stack:
         tracer = open_tracer(
             stack, config.telemetry, service="tandem-router", instance=f"router.{socket.gethostname()}"
         )
-        await stack.enter_async_context(fleet)
+        board = await _join_workers(stack, config, registry, secret)
         if not await first_worker(registry, lifetime):
             return
         model = _model_info(registry)
         if tokenizer.size > model.vocab_size:
             raise ConfigError(f"the tokenizer has {tokenizer.size} tokens, the model embeds {model.vocab_size}")
         metrics = RouterMetrics(model.name)
+        if board is not None:
+            metrics.registry.register(BoardMetrics(board))
         if place.siblings is not None:
             siblings = Siblings(place.siblings, index=place.index, render=metrics.render)
             metrics.collect_with((await stack.enter_async_context(siblings)).figures)
+        decisions = DecisionLog(config.router.decisions_kept, clock=time.monotonic)
         admission = Admission(max_inflight=config.router.max_inflight_requests, clock=time.monotonic)
-        dispatcher = make_dispatcher(config, registry, metrics, secret, admission)
-        gate = make_gate(config, dispatcher, admission, registry, time.monotonic)
-        metrics.registry.register(AdmissionMetrics(gate.admission))
-        metrics.registry.register(HealthMetrics(dispatcher.health, time.monotonic))
+        dispatcher = make_dispatcher(config, registry, metrics, secret, decisions, admission)
+        gate = make_gate(config, dispatcher, admission, registry, time.monotonic, metrics.registry)
         frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret, tracer=tracer)
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
         readiness = Readiness(registry, metrics, canary.answering)
-        app = create_app(frontend, gate, readiness, config.router, metrics)
+        app = create_app(frontend, gate, readiness, config.router, metrics, decisions)
         server = build_server(frontend, gate, config.router, metrics, shares_port=place.siblings is not None)
         where, drain_s = config.router.host, config.decode.drain_s
         http, rpc = await _open_doors(stack, config, place, app, server)
@@ -101,6 +93,33 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         await drain(gate, http, rpc, drain_s=drain_s)
 
 
+async def _join_workers(
+    stack: AsyncExitStack, config: ClusterConfig, registry: WorkerRegistry, secret: bytes
+) -> RouterBoard | None:
+    """Keep sessions to all workers; with Redis, those that it tells of are among them, and it tells what they hold."""
+    stated = StaticDirectory(prefill=config.prefill.addresses, decode=config.decode.addresses)
+    directory: WorkerDirectory = stated
+    incarnation, settings = draw_incarnation(), board_settings(config.redis)
+    board: RouterBoard | None = None
+    if settings is not None:
+        board = RouterBoard(settings, secret=secret, router=incarnation, registry=registry, stated=stated.addresses)
+        directory = (await stack.enter_async_context(board)).directory
+    fleet = WorkerFleet(
+        directory=directory,
+        listener=registry,
+        channel_factory=open_channel,
+        rng=SystemRandom(),
+        settings=SessionSettings(
+            metadata=ClusterAuth(secret).client_metadata(),
+            incarnation=incarnation,
+            silence_s=config.router.worker_silence_s,
+            reads_board=board is not None,
+        ),
+    )
+    await stack.enter_async_context(fleet)
+    return board
+
+
 async def _open_doors(
     stack: AsyncExitStack, config: ClusterConfig, place: RouterPlace, app: FastAPI, server: grpc.aio.Server
 ) -> tuple[HttpDoor, GrpcDoor]:
@@ -112,15 +131,25 @@ async def _open_doors(
 
 
 def make_dispatcher(
-    config: ClusterConfig, registry: WorkerRegistry, metrics: RouterMetrics, secret: bytes, admission: Admission
+    config: ClusterConfig,
+    registry: WorkerRegistry,
+    metrics: RouterMetrics,
+    secret: bytes,
+    decisions: DecisionLog,
+    admission: Admission,
 ) -> Dispatcher:
     """The core of the router over its live workers."""
     settings = config.router
     placer = Placer(
         registry=registry,
-        model=CostModel(local_prefill_tokens=settings.local_prefill_tokens),
+        model=CostModel(
+            local_prefill_tokens=settings.local_prefill_tokens,
+            max_local_prefill_tokens=settings.max_local_prefill_tokens,
+        ),
         rng=SystemRandom(),
         clock=time.monotonic,
+        decisions=decisions,
+        observer=metrics.placement,
     )
     return Dispatcher(
         placer=placer,

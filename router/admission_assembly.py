@@ -2,11 +2,15 @@
 
 from collections.abc import Callable
 
+from prometheus_client import CollectorRegistry
+
 from router.admission import Admission
+from router.admission_metrics import AdmissionMetrics
 from router.cluster_room import RoomPolicy
 from router.dispatch import Dispatcher
 from router.fair_admission import AdmissionPolicy, FairAdmission
 from router.gate import Gate
+from router.health_metrics import HealthMetrics
 from router.surroundings import HedgingSettings
 from router.tenant_limits import Limiter
 from router.workers import WorkerRegistry
@@ -42,8 +46,12 @@ def make_gate(
     admission: Admission,
     registry: WorkerRegistry,
     clock: Callable[[], float],
+    metrics: CollectorRegistry,
 ) -> Gate:
-    """The gate of one router; `admission`: that of `dispatcher`, whose places bound what runs."""
+    """The gate of one router; `admission`: that of `dispatcher`, whose places bound what runs.
+
+    What it and `dispatcher` know is shown in `metrics` from now on.
+    """
 
     def places(priority: int) -> int:
         # Whom every worker was too full for goes first.
@@ -56,4 +64,6 @@ def make_gate(
         policy=admission_policy(config.router, max_running=config.engine.max_running_requests),
         clock=clock,
     )
+    metrics.register(AdmissionMetrics(fair))
+    metrics.register(HealthMetrics(dispatcher.health, clock))
     return Gate(dispatcher, fair, registry)

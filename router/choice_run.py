@@ -103,6 +103,8 @@ class ChoiceRun:
                 continue
             self._assignment, self.waiting, self._proven = assignment, None, False
             self._around.health.placed(self._request_id, self._workers(assignment))
+            if self._request.only_worker is None:
+                self._placer.record(assignment, self._request_id)
             self._around.observer.placed(assignment.placement.reason.value)
 
     def _adopt(self) -> None:
@@ -201,6 +203,8 @@ class ChoiceRun:
             return self._retry(assignment, RetryReason.WORKER_FAULT, InternalError("tokens were lost"))
         self._adopting = False
         self._placer.prompt_computed(assignment)
+        if arrived.started is not None:
+            self._placer.found_cached(assignment, arrived.started.cached_tokens)
         if tokens:
             self._placer.registry.answered(assignment.decode)
             if not self._proven:

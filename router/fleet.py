@@ -1,4 +1,7 @@
-"""Keeps a session to every worker that the directory names: connects, and connects again after a loss."""
+"""Keeps a session to every worker that the directory names: connects, and connects again after a loss.
+
+A session that is up outlives its address: a directory that forgets a worker only ends the attempts to reach it.
+"""
 
 import asyncio
 import logging
@@ -55,6 +58,9 @@ class WorkerFleet:
         self._backoff = backoff or Backoff()
         self._stack = AsyncExitStack()
         self._follower: asyncio.Task[None] | None = None
+        self._wanted: frozenset[WorkerAddress] = frozenset()
+        self._keepers: dict[WorkerAddress, asyncio.Task[None]] = {}
+        self._in_session: set[WorkerAddress] = set()
 
     async def __aenter__(self) -> "WorkerFleet":
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
@@ -70,10 +76,11 @@ class WorkerFleet:
         await self._stack.aclose()
 
     async def _follow(self) -> None:
-        keepers: dict[WorkerAddress, asyncio.Task[None]] = {}
+        keepers = self._keepers
         async with asyncio.TaskGroup() as tasks:
             async for addresses in self._directory.watch():
-                for gone in keepers.keys() - addresses:
+                self._wanted = addresses
+                for gone in keepers.keys() - addresses - self._in_session:
                     keepers.pop(gone).cancel()
                 for new in addresses - keepers.keys():
                     keepers[new] = tasks.create_task(self._keep(new))
@@ -81,13 +88,15 @@ class WorkerFleet:
     async def _keep(self, address: WorkerAddress) -> None:
         num_failures = 0
         told = ""
-        while True:
+        while address in self._wanted:
             reason, lived = await self._converse(address)
             num_failures = 1 if lived else num_failures + 1
             if not lived and reason != told:
                 logger.warning("no session with %s: %s", address.address, reason)
             told = reason
             await asyncio.sleep(self._backoff.wait_s(num_failures, self._rng))
+        # Only here after a session that had outlived its address: whoever ends a keeper otherwise removes it.
+        del self._keepers[address]
 
     async def _converse(self, address: WorkerAddress) -> tuple[str, bool]:
         """One session; returns why it ended, and whether it was ever up."""
@@ -96,7 +105,11 @@ class WorkerFleet:
                 session = await WorkerSession.open(channel, self._settings)
                 if session.info.role is not address.role:
                     return f"expected a {address.role.value} worker, found a {session.info.role.value} worker", False
-                return await session.converse(self._listener), True
+                self._in_session.add(address)
+                try:
+                    return await session.converse(self._listener), True
+                finally:
+                    self._in_session.discard(address)
             except grpc.aio.AioRpcError as error:
                 return f"{error.code().name}: {error.details()}", False
             except TimeoutError:

@@ -12,6 +12,8 @@ from typing import Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from router.board_metrics import PublishMetrics
+from router.placement_metrics import PlacementMetrics
 from router.requests import ChoiceFinish
 from router.tier_metrics import TierMetrics
 from router.transfer_metrics import TransferMetrics
@@ -83,11 +85,10 @@ class RouterMetrics:
         self._kv_usage = Gauge(
             "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", _LABELS, registry=self.registry
         )
-        self._transfers = TransferMetrics()
-        self.registry.register(self._transfers)
-        self._tiers = TierMetrics()
-        self.registry.register(self._tiers)
-        self._prefix_blocks = Gauge("tandem_prefix_map_blocks", "Block names in the prefix map", registry=self.registry)
+        self._transfers, self._tiers, self._publishing = TransferMetrics(), TierMetrics(), PublishMetrics()
+        for collector in (self._transfers, self._tiers, self._publishing):
+            self.registry.register(collector)
+        self.placement = PlacementMetrics(self.registry)
 
     def on_render(self, refresh: Callable[[], None]) -> None:
         """`refresh` brings gauges up to date before each scrape."""
@@ -141,6 +142,7 @@ class RouterMetrics:
         self._kv_usage.clear()
         self._transfers.show(snapshots)
         self._tiers.show(snapshots)
+        self._publishing.show(tuple(snapshots))
         for snapshot in snapshots:
             info, load = snapshot.info, snapshot.load
             worker = (info.key.worker_id, info.role.value)
@@ -154,10 +156,6 @@ class RouterMetrics:
             self._requests.labels(*worker, "running").set(load.num_running)
             self._requests.labels(*worker, "waiting").set(load.num_waiting)
             self._kv_usage.labels(self._model[0], info.key.worker_id).set(used / info.num_blocks)
-
-    def prefix_map_size(self, num_blocks: int) -> None:
-        """Block names the router knows, over all workers."""
-        self._prefix_blocks.set(num_blocks)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, _LABELS, registry=self.registry).labels(*self._model)

@@ -4,14 +4,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from router.costs import CostModel
+from router.decisions import Decision, DecisionLog, PlacementObserver
 from router.holders import Confirmed, best_holder
-from router.placement import CostModel, Demand, Placement, PlacementReason, place, place_prefill
+from router.placement import Affinity, Demand, Placement, PlacementReason, place, place_prefill
+from router.pools import ClusterView
+from router.replication import HotPrefixes, ReplicationPolicy
 from router.session_events import WorkerPort
 from router.worker_view import WorkerKey, WorkerSnapshot
 from router.workers import WorkerRegistry
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.errors import InvariantError
-from tandem.ids import BlockHash, Incarnation, WorkerId
+from tandem.ids import BlockHash, Incarnation, RequestId, WorkerId
 from tandem.prefix_holder import PrefixHolder
 
 
@@ -29,6 +33,10 @@ class Assignment:
     """Not known to be computed yet."""
     holder: PrefixHolder | None = None
     """Who is thought to hold more of the prefix than `computing`."""
+    seconds: float = 0.0
+    """That the choice took."""
+    decision: Decision | None = None
+    """What is shown of it; None until it is recorded."""
 
     @property
     def decode(self) -> WorkerKey:
@@ -39,11 +47,24 @@ class Assignment:
 class Placer:
     """Applies the pure placement to the live workers."""
 
-    def __init__(self, *, registry: WorkerRegistry, model: CostModel, rng: Random, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        *,
+        registry: WorkerRegistry,
+        model: CostModel,
+        rng: Random,
+        clock: Callable[[], float],
+        replication: ReplicationPolicy | None = None,
+        decisions: DecisionLog | None = None,
+        observer: PlacementObserver | None = None,
+    ) -> None:
         self.registry = registry
         self._model = model
         self._rng = rng
         self._clock = clock
+        self._hot = HotPrefixes(replication or ReplicationPolicy())
+        self._decisions = decisions
+        self._observer = observer
 
     def assign(
         self,
@@ -57,10 +78,10 @@ class Placer:
 
         Raises NoDecodeWorker or RequestTooLarge.
         """
-        registry = self.registry
-        demand = self._demand(num_tokens, names, excluded, pool_tokens_above)
-        workers = registry.snapshots()
-        placement = place(demand, workers, self._model, self._rng)
+        registry, begun_s = self.registry, self._clock()
+        view = registry.view()
+        demand = self._demand(num_tokens, names, view, excluded, pool_tokens_above)
+        placement = place(demand, view, self._model, self._rng)
         decode, computing = placement.decode.info.key, placement.computing.info.key
         port = registry.port(decode)
         if port is None:
@@ -71,14 +92,18 @@ class Placer:
             names=names,
             num_tokens=num_tokens,
             computing=computing,
-            tokens_to_compute=placement.uncached_tokens,
-            holder=best_holder(demand, placement.computing, workers, self._confirmed(names)),
+            tokens_to_compute=placement.work_tokens,
+            holder=best_holder(demand, placement.computing.info, view, self._confirmed(names)),
         )
-        registry.assign(decode, 0 if placement.prefill else placement.uncached_tokens)
+        self._count_heat(demand, placement, names)
+        registry.assign(decode, 0 if placement.prefill else placement.work_tokens)
         if placement.prefill:
-            registry.assign(computing, placement.uncached_tokens)
+            registry.assign(computing, placement.work_tokens)
         # Only where it is computed: the decode worker's copy exists when the hand-off has committed, not before.
-        registry.prefix_map.expect(computing.worker_id, names, now_s=self._clock())
+        registry.prefix_map.expect(computing.worker_id, names, now_s=begun_s)
+        if placement.prefill:
+            registry.prefix_map.use(decode.worker_id, names[: placement.held_by_decode // HASH_BLOCK_TOKENS])
+        assignment.seconds = self._clock() - begun_s
         return assignment
 
     def adopt(self, worker: Incarnation, *, num_tokens: int, names: Sequence[BlockHash]) -> Assignment | None:
@@ -94,7 +119,6 @@ class Placer:
             cached_tokens=num_tokens,
             uncached_tokens=0,
             predicted_ms=0.0,
-            candidates=(),
         )
         self.registry.assign(found.info.key, 0)
         return Assignment(
@@ -106,30 +130,62 @@ class Placer:
             tokens_to_compute=0,
         )
 
+    def record(self, assignment: Assignment, request_id: RequestId) -> None:
+        """Keep, show and count the decision, under the choice's id; nobody hears of one that is not recorded."""
+        placement, holder = assignment.placement, assignment.holder
+        assignment.decision = Decision(
+            request_id=request_id,
+            at_s=self._clock(),
+            num_tokens=assignment.num_tokens,
+            placement=placement,
+            holder=None if holder is None else holder.worker_id,
+            seconds=assignment.seconds,
+        )
+        if self._decisions is not None:
+            self._decisions.add(assignment.decision)
+        if self._observer is not None:
+            self._observer.decided(
+                reason=placement.reason.value, affinity=placement.affinity.value, seconds=assignment.seconds
+            )
+
     def reassign_prefill(self, assignment: Assignment, excluded: frozenset[WorkerKey]) -> WorkerSnapshot | None:
         """Another prefill worker after a failed hand-off; None: the decode worker computes the prompt itself."""
         self._stop_computing(assignment)
-        demand = self._demand(assignment.num_tokens, assignment.names, excluded)
-        workers = self.registry.snapshots()
-        prefill = place_prefill(demand, assignment.placement.decode, workers, self._model, self._rng)
-        confirmed = self._confirmed(assignment.names)
-        assignment.holder = best_holder(demand, prefill, workers, confirmed) if prefill else None
-        self._compute_on(assignment, assignment.decode if prefill is None else prefill.info.key)
+        view = self.registry.view()
+        demand = self._demand(assignment.num_tokens, assignment.names, view, excluded)
+        found = place_prefill(demand, assignment.placement.decode, view, self._model, self._rng)
+        if found is None:
+            assignment.holder = None
+            self._compute_on(assignment, assignment.decode, assignment.num_tokens)
+            return None
+        prefill, work = found
+        assignment.holder = best_holder(demand, prefill.info, view, self._confirmed(assignment.names))
+        self._compute_on(assignment, prefill.info.key, work)
         return prefill
 
     def compute_locally(self, assignment: Assignment) -> None:
         """No further prefill worker is tried."""
         self._stop_computing(assignment)
-        self._compute_on(assignment, assignment.decode)
+        self._compute_on(assignment, assignment.decode, assignment.num_tokens)
 
     def prompt_computed(self, assignment: Assignment) -> None:
         """The first token came."""
         if assignment.tokens_to_compute:
             self.registry.computed(assignment.computing, assignment.tokens_to_compute)
+            self.registry.prefix_map.computed(assignment.computing.worker_id, assignment.names, now_s=self._clock())
             assignment.tokens_to_compute = 0
         if assignment.computing != assignment.decode:
             self.registry.release(assignment.computing)
             assignment.computing = assignment.decode
+
+    def found_cached(self, assignment: Assignment, num_tokens: int) -> None:
+        """So many tokens need not be computed, by the word of who computed the others."""
+        if (decision := assignment.decision) is None or decision.actual_cached_tokens is not None:
+            return
+        decision.actual_cached_tokens = num_tokens
+        if self._observer is not None and not decision.rerouted:
+            predicted = decision.placement.cached_tokens
+            self._observer.compared(predicted_tokens=predicted, actual_tokens=num_tokens)
 
     def release(self, assignment: Assignment) -> None:
         """The attempt is over, well or not."""
@@ -141,13 +197,21 @@ class Placer:
             self.registry.prefix_map.revoke(assignment.computing.worker_id, assignment.names)
         self.prompt_computed(assignment)
 
-    def _compute_on(self, assignment: Assignment, key: WorkerKey) -> None:
+    def _compute_on(self, assignment: Assignment, key: WorkerKey, num_tokens: int) -> None:
         assignment.computing = key
-        assignment.tokens_to_compute = assignment.num_tokens
-        self.registry.assign(key, assignment.num_tokens)
+        assignment.tokens_to_compute = num_tokens
+        if assignment.decision is not None:
+            assignment.decision.rerouted.append(key.worker_id)
+        self.registry.assign(key, num_tokens)
         if key == assignment.decode:
             self.registry.release(key)
         self.registry.prefix_map.expect(key.worker_id, assignment.names, now_s=self._clock())
+
+    def _count_heat(self, demand: Demand, placement: Placement, names: Sequence[BlockHash]) -> None:
+        compute_ms, uncached = placement.compute_ms, placement.uncached_tokens
+        self._hot.asked(names, work_ms=compute_ms, tokens=uncached, now_s=demand.now_s)
+        if placement.affinity is Affinity.REPLICA:
+            self._hot.copied(names, demand.replicate_tokens, placement.cached_tokens, now_s=demand.now_s)
 
     def _confirmed(self, names: Sequence[BlockHash]) -> Confirmed:
         prefix_map = self.registry.prefix_map
@@ -161,15 +225,23 @@ class Placer:
         self,
         num_tokens: int,
         names: Sequence[BlockHash],
+        view: ClusterView,
         excluded: frozenset[WorkerKey],
         pool_tokens_above: int = 0,
     ) -> Demand:
-        prefix_map = self.registry.prefix_map
-        prefix_map.expire(self._clock())
-        matched = prefix_map.longest_prefix(names)
+        prefix_map, now_s = self.registry.prefix_map, self._clock()
+        prefix_map.expire(now_s)
+        matched = prefix_map.match(names) * HASH_BLOCK_TOKENS
+        slots = (view.prefill if len(view.prefill.roster) else view.decode).roster.slots
+
+        def num_holders(tokens: int) -> int:
+            return int((matched[slots] >= tokens).sum())
+
         return Demand(
             num_tokens=num_tokens,
-            matched_tokens={worker: blocks * HASH_BLOCK_TOKENS for worker, blocks in matched.items()},
+            matched=matched,
             excluded=excluded,
             pool_tokens_above=pool_tokens_above,
+            replicate_tokens=self._hot.wanted_tokens(names, num_holders, now_s),
+            now_s=now_s,
         )

@@ -42,7 +42,8 @@ class Readiness:
         for role in WorkerRole:
             self._metrics.workers(role.value, "live", sum(w.info.role is role for w in workers))
         self._metrics.worker_loads(workers)
-        self._metrics.prefix_map_size(len(self._registry.prefix_map))
+        known = self._registry.prefix_map
+        self._metrics.placement.prefix_map(num_blocks=len(known), num_approximate=known.num_approximate)
 
 
 async def first_worker(registry: WorkerRegistry, lifetime: Lifetime) -> bool:

@@ -39,6 +39,7 @@ from router.session_wire import (
     prefix_change_from_pb,
     refused_from_pb,
     reroute_to_pb,
+    resync_to_pb,
     settled_to_pb,
     submit_to_pb,
     tokens_from_pb,
@@ -64,6 +65,8 @@ class SessionSettings:
     """Proves that the router belongs to the cluster."""
     incarnation: Incarnation
     """Of the router's process."""
+    reads_board: bool = False
+    """Cache events of workers that publish them come over Redis."""
     hello_timeout_s: float = 5.0
     silence_s: float = 1.5
     """Workers report their load four times a second."""
@@ -106,7 +109,7 @@ class WorkerSession:
         self._settings = settings
         self._attempts: dict[RequestId, _Attempt] = {}
         # Bounded: submits by `max_queued_submits`, reroutes and cancels by the attempts that they concern. Inherits
-        # and settles by the workers that drain: each is heard once, and names this worker once.
+        # and settles by the workers that drain: each is heard once, and names this worker once. Resyncs by time.
         self._outgoing: deque[pb.RouterMessage] = deque()
         self._has_outgoing = asyncio.Event()
         self._ended = False
@@ -121,7 +124,7 @@ class WorkerSession:
         """Exchange HELLOs. Raises ProtocolError, grpc.aio.AioRpcError or TimeoutError."""
         call = WorkerStub(channel).Session(metadata=tuple(settings.metadata))  # type: ignore[no-untyped-call]  # generated
         async with asyncio.timeout(settings.hello_timeout_s):
-            await call.write(hello_to_pb(settings.incarnation))
+            await call.write(hello_to_pb(settings.incarnation, reads_board=settings.reads_board))
             first = await call.read()
         if first is grpc.aio.EOF:
             raise ProtocolError(f"the stream ended before hello: {await call.details()}")
@@ -174,6 +177,10 @@ class WorkerSession:
     def settle(self) -> None:
         """See WorkerPort."""
         self._send(settled_to_pb())
+
+    def resync(self) -> None:
+        """See WorkerPort."""
+        self._send(resync_to_pb())
 
     def _begin(self, request_id: RequestId, attempt: _Attempt) -> None:
         if self._ended:

@@ -159,3 +159,7 @@ class WorkerPort(Protocol):
     def settle(self) -> None:
         """Answer a Bequest: nobody fetches any of it, any more or at all."""
         ...
+
+    def resync(self) -> None:
+        """Ask for a snapshot of the worker's prefix cache; it comes as any change of it does."""
+        ...

@@ -12,7 +12,7 @@ from router.session_events import (
     TransferFailed,
 )
 from router.transfer_wire import transfers_from_pb
-from router.worker_view import CacheTierLoad, PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
+from router.worker_view import BoardReport, CacheTierLoad, PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
 from tandem.cached_chain import chains_from_pb, chains_to_pb
 from tandem.errors import InvalidRequest
 from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
@@ -44,9 +44,10 @@ class ProtocolError(Exception):
     """The peer said something that the session's protocol does not have; names what."""
 
 
-def hello_to_pb(incarnation: Incarnation) -> pb.RouterMessage:
+def hello_to_pb(incarnation: Incarnation, *, reads_board: bool = False) -> pb.RouterMessage:
     """The router's first message."""
-    return pb.RouterMessage(hello=pb.RouterHello(protocol_version=PROTOCOL_VERSION, incarnation=incarnation))
+    hello = pb.RouterHello(protocol_version=PROTOCOL_VERSION, incarnation=incarnation, reads_board=reads_board)
+    return pb.RouterMessage(hello=hello)
 
 
 def adopt_to_pb(request_id: RequestId, attempt: int, num_shown: int) -> pb.RouterMessage:
@@ -176,9 +177,18 @@ def load_from_pb(load: pb.LoadSnapshot) -> WorkerLoad:
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         decode_step_s=load.decode_step_s,
         kv_bytes_per_s=load.kv_bytes_per_s,
+        context_tokens=load.context_tokens,
         num_quarantined_blocks=load.num_quarantined_blocks,
         transfers=transfers_from_pb(load.transfers) if load.HasField("transfers") else None,
         cache_tiers=tuple(map(_tier_from_pb, load.cache_tiers[:_MAX_TIERS])),
+        report_number=load.report_number,
+        board=_board_from_pb(load.board) if load.HasField("board") else None,
+    )
+
+
+def _board_from_pb(board: pb.BoardReport) -> BoardReport:
+    return BoardReport(
+        is_up=board.up, connects=board.connects, entries=board.entries, states=board.states, lag_s=board.lag_s
     )
 
 
@@ -234,6 +244,11 @@ def inherit_to_pb(share: Inheritance, *, within_s: float, prefill_tokens_per_s: 
 def settled_to_pb() -> pb.RouterMessage:
     """To a draining worker."""
     return pb.RouterMessage(settled=pb.Settled())
+
+
+def resync_to_pb() -> pb.RouterMessage:
+    """The question for a worker's whole prefix cache."""
+    return pb.RouterMessage(resync=pb.Resync())
 
 
 def leaver_from_pb(inherited: pb.Inherited) -> WorkerKey:

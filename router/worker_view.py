@@ -136,6 +136,18 @@ class TransferReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BoardReport:
+    """How a worker fares in publishing its cache events through Redis: totals since its start, and gauges of now."""
+
+    is_up: bool
+    connects: int
+    entries: int
+    states: int
+    lag_s: float
+    """Age of the oldest change that is not there yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
     """A worker's latest word on its work. A rate of 0 was not measured yet."""
 
@@ -148,10 +160,17 @@ class WorkerLoad:
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
     kv_bytes_per_s: float = 0.0
+    context_tokens: int = 0
+    """Tokens of context at which a prompt token takes twice as long to compute as without any. The rate is then the one
+    without context, and backlogs count such tokens. 0: not told; the rate is that of whatever was computed lately."""
     num_quarantined_blocks: int = 0
     cache_tiers: tuple[CacheTierLoad, ...] = ()
     transfers: TransferReport | None = None
     """None of a worker that moves no KV, or has not told yet."""
+    report_number: int = 0
+    """Every router hears the same reports under the same numbers."""
+    board: BoardReport | None = None
+    """None of a worker that does not publish there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

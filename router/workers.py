@@ -9,11 +9,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from router.peer_load import NO_PEERS, PeerShare
+from router.pools import ClusterView
 from router.prefix_map import PrefixMap
 from router.session_events import CLOSED_HERE, Bequest, WorkerPort
 from router.succession import Successions
+from router.worker_record import WorkerRecord
+from router.worker_table import WorkerTable
 from router.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad, WorkerSnapshot
 from tandem.block_hash import HASH_BLOCK_TOKENS
+from tandem.board.entries import Share
 from tandem.ids import WorkerId
 from tandem.roles import WorkerRole
 
@@ -41,94 +46,43 @@ class ClusterStatus:
     workers: tuple[WorkerSnapshot, ...]
 
 
-class _Worker:
-    """One live worker's mutable record."""
-
-    __slots__ = (
-        "answered_s",
-        "backlog_beside",
-        "backlog_since_load",
-        "draining",
-        "info",
-        "load",
-        "num_assigned",
-        "num_beside",
-        "num_since_load",
-        "own_backlog",
-        "penalised_until_s",
-        "port",
-    )
-
-    def __init__(self, info: WorkerInfo, port: WorkerPort, now_s: float) -> None:
-        self.info = info
-        self.answered_s = now_s
-        self.port = port
-        self.load = WorkerLoad(num_free_blocks=info.num_blocks)
-        self.draining = False
-        self.penalised_until_s = 0.0
-        # What this router has under way there, and how much of it the last load report cannot know of.
-        self.own_backlog = 0
-        self.num_assigned = 0
-        self.backlog_since_load = 0
-        self.num_since_load = 0
-        # What others had under way there when it last reported.
-        self.backlog_beside = 0
-        self.num_beside = 0
-
-    def reported(self, load: WorkerLoad) -> None:
-        self.load = load
-        self.backlog_since_load = self.num_since_load = 0
-        self.backlog_beside = max(0, load.backlog_tokens - self.own_backlog)
-        self.num_beside = max(0, load.num_running + load.num_waiting - self.num_assigned)
-
-    def snapshot(self, now_s: float) -> WorkerSnapshot:
-        # Either count alone can be too low: the report is old, and knows other routers' requests.
-        told = self.load.num_running + self.load.num_waiting
-        return WorkerSnapshot(
-            info=self.info,
-            load=self.load,
-            backlog_tokens=max(self.own_backlog, self.load.backlog_tokens + self.backlog_since_load),
-            num_active=max(self.num_assigned, told + self.num_since_load),
-            backlog_now=self.own_backlog + self.backlog_beside,
-            num_active_now=self.num_assigned + self.num_beside,
-            draining=self.draining,
-            penalty_ms=max(0.0, self.penalised_until_s - now_s) * 1e3,
-            answered_s=self.answered_s,
-        )
-
-
 class WorkerRegistry:
     """All live workers of both pools."""
 
     def __init__(self, *, prefix_map: PrefixMap, clock: Callable[[], float]) -> None:
         self.prefix_map = prefix_map
         self._clock = clock
-        self._workers: dict[WorkerId, _Worker] = {}
+        self._workers: dict[WorkerId, WorkerRecord] = {}
+        self._table = WorkerTable()
         self._watchers: set[Callable[[], None]] = set()
         self._successions = Successions(snapshots=self.snapshots, port=self.port, clock=clock)
         self._left_in_order: deque[WorkerKey] = deque(maxlen=_REMEMBERED)
         self.on_load: Callable[[WorkerSnapshot], None] = _nobody
         """Called with every load report."""
+        self.peer_loads: Callable[[WorkerKey, int], PeerShare] = _no_peers
+        """What other routers have at a worker, beside its report of that number; see `peers_changed`."""
 
     def joined(self, info: WorkerInfo, port: WorkerPort) -> None:
         """A session is up. Raises WorkerRejected for a worker of another model, or an id that is taken."""
         key = info.key
         if key.worker_id in self._workers:
             raise WorkerRejected(f"worker id {key.worker_id} is taken by a live worker")
-        for other in self._workers.values():
+        # All live workers agree in this: any one of them speaks for the cluster.
+        if (other := next(iter(self._workers.values()), None)) is not None:
             for field, theirs, ours in (
                 ("model", info.model_name, other.info.model_name),
                 ("model_fingerprint", info.layout.model_fingerprint, other.info.layout.model_fingerprint),
             ):
                 if theirs != ours:
                     raise WorkerRejected(f"{field} is {theirs!r}; the cluster serves {ours!r}")
-        self._workers[key.worker_id] = _Worker(info, port, self._clock())
         block_size = info.layout.block_size
-        self.prefix_map.add_worker(
+        slot = self.prefix_map.add_worker(
             key.worker_id,
             capacity=max(1, info.cache_tokens // block_size),
             names_per_block=max(1, block_size // HASH_BLOCK_TOKENS),
         )
+        self._workers[key.worker_id] = WorkerRecord(info, port, slot=slot, now_s=self._clock())
+        self._table.changed()
         logger.info("%s worker %s joined with %d blocks", info.role.value, key.worker_id, info.num_blocks)
         self._tell_watchers()
 
@@ -140,6 +94,7 @@ class WorkerRegistry:
             self._left_in_order.append(key)
         is_expected = worker.draining or reason == CLOSED_HERE
         del self._workers[key.worker_id]
+        self._table.changed()
         self.prefix_map.drop_worker(key.worker_id)
         logger.log(logging.INFO if is_expected else logging.WARNING, "worker %s left: %s", key.worker_id, reason)
         self._successions.left(key)
@@ -153,8 +108,22 @@ class WorkerRegistry:
     def load_changed(self, key: WorkerKey, load: WorkerLoad) -> None:
         """A load report came."""
         if (worker := self._find(key)) is not None:
+            now_s = self._clock()
             worker.reported(load)
-            self.on_load(worker.snapshot(self._clock()))
+            worker.loaded_elsewhere(self.peer_loads(key, load.report_number))
+            if self.prefix_map.lacks_snapshot(key.worker_id, now_s):
+                logger.warning("worker %s tells nothing of its cache any more; asked to tell all of it", key.worker_id)
+                worker.port.resync()
+            self.on_load(worker.snapshot(now_s))
+
+    def peers_changed(self) -> None:
+        """Other routers have something else under way than before."""
+        for worker in self._workers.values():
+            worker.loaded_elsewhere(self.peer_loads(worker.info.key, worker.load.report_number))
+
+    def in_flight(self) -> tuple[Share, ...]:
+        """What this router has under way at each worker, for other routers; workers with nothing are left out."""
+        return tuple(w.share() for w in self._workers.values() if w.num_assigned or w.num_since_load)
 
     def prefix_changed(self, key: WorkerKey, change: PrefixChange) -> None:
         """Cache events came."""
@@ -164,7 +133,7 @@ class WorkerRegistry:
     def draining(self, key: WorkerKey, reason: str) -> None:
         """The worker takes no more requests and will leave when it has finished those it has."""
         if (worker := self._find(key)) is not None:
-            worker.draining = True
+            worker.drains()
             logger.info("worker %s is draining: %s", key.worker_id, reason)
 
     def bequeathed(self, key: WorkerKey, bequest: Bequest) -> None:
@@ -181,6 +150,10 @@ class WorkerRegistry:
         now_s = self._clock()
         return [worker.snapshot(now_s) for worker in self._workers.values()]
 
+    def view(self) -> ClusterView:
+        """All live workers as placement sees them; holds until the registry is next told something."""
+        return self._table.view(self._workers.values())
+
     def port(self, key: WorkerKey) -> WorkerPort | None:
         """The way to a worker, or None when that process is gone."""
         worker = self._find(key)
@@ -189,20 +162,22 @@ class WorkerRegistry:
     def assign(self, key: WorkerKey, tokens_to_compute: int) -> None:
         """A request was sent there."""
         if (worker := self._find(key)) is not None:
-            worker.own_backlog += tokens_to_compute
-            worker.backlog_since_load += tokens_to_compute
-            worker.num_assigned += 1
-            worker.num_since_load += 1
+            worker.assigned(tokens_to_compute)
 
     def computed(self, key: WorkerKey, tokens: int) -> None:
         """Tokens that were assigned have been computed, or never will be."""
         if (worker := self._find(key)) is not None:
-            worker.own_backlog -= tokens
+            worker.computed(tokens)
 
     def release(self, key: WorkerKey) -> None:
         """An assigned request is over there."""
         if (worker := self._find(key)) is not None:
-            worker.num_assigned -= 1
+            worker.released()
+
+    def loaded_elsewhere(self, key: WorkerKey, share: PeerShare) -> None:
+        """What other routers have under way there; holds until `peers_changed`, or the worker's next report."""
+        if (worker := self._find(key)) is not None:
+            worker.loaded_elsewhere(share)
 
     def answered(self, key: WorkerKey) -> None:
         """A new token came from there: its engine lives."""
@@ -212,7 +187,7 @@ class WorkerRegistry:
     def penalise(self, key: WorkerKey, duration_s: float) -> None:
         """After a refusal or failure: placement counts the time that is left of it as cost."""
         if (worker := self._find(key)) is not None:
-            worker.penalised_until_s = max(worker.penalised_until_s, self._clock() + duration_s)
+            worker.penalised(self._clock() + duration_s)
 
     def watch(self, callback: Callable[[], None]) -> None:
         """Call back whenever a worker joined or left, until `unwatch`."""
@@ -234,13 +209,18 @@ class WorkerRegistry:
             workers=workers,
         )
 
-    def _find(self, key: WorkerKey) -> _Worker | None:
+    def _find(self, key: WorkerKey) -> WorkerRecord | None:
         worker = self._workers.get(key.worker_id)
         return worker if worker is not None and worker.info.key == key else None
 
     def _tell_watchers(self) -> None:
         for callback in tuple(self._watchers):
             callback()
+
+
+def _no_peers(_key: WorkerKey, _report_number: int) -> PeerShare:
+    """With one router."""
+    return NO_PEERS
 
 
 def _nobody(_: WorkerSnapshot) -> None:

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, SecretStr, ValidationE
 from pydantic_core import ErrorDetails
 
 from tandem.admission_config import BearerKey, HedgingConfig, LimitsConfig, QueueConfig
+from tandem.board.settings import board_settings
 from tandem.config_section import Seconds, Section
 from tandem.disk_cache import contradiction
 from tandem.errors import ConfigError
@@ -165,7 +166,13 @@ class RouterConfig(Section):
     """null: none."""
     request_timeout_s: Seconds = 600.0
     local_prefill_tokens: int = Field(default=64, ge=0)
-    """Uncached prompt tokens up to which the decode worker prefills itself."""
+    """Uncached prompt tokens up to which the decode worker prefills itself, whatever a hand-off would cost."""
+    max_local_prefill_tokens: int | None = Field(default=None, ge=0)
+    """Uncached prompt tokens beyond which a decode worker never prefills while a prefill worker takes requests; null:
+    whatever is predicted to cost less. The same number as `local_prefill_tokens`: that alone decides."""
+    decisions_kept: int = Field(default=512, ge=0, le=65_536)
+    """The last placements, shown at /debug/decisions to whoever has an API key; 0: none, and there is no such page.
+    Each takes some 100 bytes per worker."""
     max_attempts: PositiveInt = 4
     """Workers tried for one request before it fails."""
     worker_silence_s: Seconds = 1.5
@@ -208,6 +215,24 @@ class TelemetryConfig(Section):
     """Share of requests that are traced; a client that brings a `traceparent` decides for itself."""
 
 
+class RedisConfig(Section):
+    """What routers and workers share: where cached prefixes are, who is there, what each router has under way."""
+
+    url: SecretStr | None = None
+    """redis://[user:password@]host[:port][/database], rediss:// for TLS; null: workers tell their one router directly.
+    Needs the `redis` extra on every machine."""
+    password: SecretStr | None = None
+    """In place of one in the URL."""
+    ca: str | None = None
+    """PEM file of the authority that signed the certificate of a rediss:// server; the system's own when absent."""
+    cluster: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] = "tandem"
+    """What the keys begin with: clusters that share a Redis differ in it."""
+    timeout_s: Annotated[float, Field(ge=0.05, le=30.0)] = 1.0
+    """Longest wait for a connection or an answer. No request ever waits for either."""
+    lease_s: Annotated[float, Field(ge=1.0, le=300.0)] = 3.0
+    """How long a worker's or router's entries outlive it."""
+
+
 class ClusterConfig(Section):
     """Everything."""
 
@@ -218,6 +243,7 @@ class ClusterConfig(Section):
     prefill: PoolConfig = PoolConfig()
     decode: PoolConfig = PoolConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    redis: RedisConfig = RedisConfig()
     secret: SecretStr | None = None
     """Keys block names and authenticates workers and routers to each other; `tandem up` draws one when absent."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -256,6 +282,10 @@ class ClusterConfig(Section):
                 raise ValueError(f"transfer.{reason}")
         if reason := self._no_disk_cache():
             raise ValueError(reason)
+        try:
+            board_settings(self.redis)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
         if self.engine.prefill_chunk_tokens > self.engine.max_batched_tokens:
             raise ValueError("engine.prefill_chunk_tokens must not exceed engine.max_batched_tokens")
         return self

@@ -43,8 +43,8 @@ class StaticDirectory:
             if address in seen:
                 raise ConfigError(f"{role.value}.addresses: {address} stands twice")
             seen.add(address)
-        self._addresses = frozenset(WorkerAddress(role=role, address=address) for role, address in stated)
+        self.addresses = frozenset(WorkerAddress(role=role, address=address) for role, address in stated)
 
     async def watch(self) -> AsyncIterator[frozenset[WorkerAddress]]:
         """The one set there will ever be."""
-        yield self._addresses
+        yield self.addresses

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 from tandem.ids import Incarnation
 from tandem.v1 import session_pb2 as pb
@@ -14,11 +15,25 @@ MAX_QUEUED_MESSAGES = 16_384
 _log = logging.getLogger(__name__)
 
 
+class EventSink(Protocol):
+    """Whoever is told of the prefix cache: first all of it, then its changes."""
+
+    def send_snapshot(self, next_event: int, stored: Sequence[pb.KVEvent]) -> None:
+        """The whole prefix cache; later events count from `next_event`."""
+        ...
+
+    def send_events(self, first: int, events: Sequence[pb.KVEvent]) -> bool:
+        """Changes numbered from `first`. False when some are missing: a snapshot must follow."""
+        ...
+
+
 class SessionPort:
     """The way to one router."""
 
-    def __init__(self, router: Incarnation) -> None:
+    def __init__(self, router: Incarnation, *, wants_events: bool = True) -> None:
+        """`wants_events`: the router does not hear of the prefix cache in another way."""
         self.router = router
+        self.wants_events = wants_events
         self.closed = False
         self._finished = False
         self._queue: deque[pb.WorkerMessage] = deque()

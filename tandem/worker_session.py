@@ -6,12 +6,13 @@ it everything that its router had here.
 """
 
 import asyncio
+from itertools import count
 from typing import Any, Protocol
 
 import grpc
 
 from tandem.ids import Incarnation
-from tandem.session_port import PROTOCOL_VERSION, SessionPort
+from tandem.session_port import PROTOCOL_VERSION, EventSink, SessionPort
 from tandem.v1 import session_pb2 as pb
 from tandem.v1.session_pb2_grpc import WorkerServicer
 
@@ -27,7 +28,7 @@ class SessionHandler(Protocol):
         ...
 
     def opened(self, port: SessionPort) -> None:
-        """A router is here: send it a snapshot of the prefix cache, then events."""
+        """A router is here: if it wants them, send it a snapshot of the prefix cache, then events."""
         ...
 
     def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
@@ -43,11 +44,22 @@ class SessionHandler(Protocol):
         ...
 
 
+class Publisher(EventSink, Protocol):
+    """Tells all routers at once of the prefix cache (`tandem.board.publisher`)."""
+
+    def report(self) -> pb.BoardReport:
+        """How publishing fares."""
+        ...
+
+
 class WorkerSessions(WorkerServicer):
     """All sessions of one worker; the `Worker` service."""
 
-    def __init__(self, handler: SessionHandler) -> None:
+    def __init__(self, handler: SessionHandler, publisher: Publisher | None = None) -> None:
+        """`publisher`: routers that hear it are not told of the prefix cache in their sessions."""
         self._handler = handler
+        self._publisher = publisher
+        self._report_numbers = count(1)
         self._ports: set[SessionPort] = set()
         self._draining: str | None = None
 
@@ -55,6 +67,12 @@ class WorkerSessions(WorkerServicer):
     def ports(self) -> frozenset[SessionPort]:
         """Live sessions."""
         return frozenset(self._ports)
+
+    @property
+    def event_sinks(self) -> list[EventSink]:
+        """Who is told of the prefix cache."""
+        sinks: list[EventSink] = [port for port in self._ports if port.wants_events]
+        return sinks if self._publisher is None else [*sinks, self._publisher]
 
     def broadcast(self, message: pb.WorkerMessage) -> None:
         """Tell every router."""
@@ -74,7 +92,11 @@ class WorkerSessions(WorkerServicer):
     async def tell_load(self) -> None:
         """Send load reports for ever, so that a router notices a worker that fell silent."""
         while True:
-            self.broadcast(pb.WorkerMessage(load=await self._handler.load()))
+            load = await self._handler.load()
+            load.report_number = next(self._report_numbers)
+            if self._publisher is not None:
+                load.board.CopyFrom(self._publisher.report())
+            self.broadcast(pb.WorkerMessage(load=load))
             await asyncio.sleep(LOAD_PERIOD_S)
 
     async def Session(self, _requests: Any, context: Any) -> None:
@@ -85,7 +107,8 @@ class WorkerSessions(WorkerServicer):
         if first.hello.protocol_version != PROTOCOL_VERSION:
             reason = f"protocol version {first.hello.protocol_version}, not {PROTOCOL_VERSION}"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
-        port = SessionPort(Incarnation(first.hello.incarnation))
+        is_told = self._publisher is not None and first.hello.reads_board
+        port = SessionPort(Incarnation(first.hello.incarnation), wants_events=not is_told)
         port.send(pb.WorkerMessage(hello=self._handler.hello()))
         if self._draining is not None:
             port.send(pb.WorkerMessage(draining=pb.Draining(reason=self._draining)))

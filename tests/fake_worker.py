@@ -154,7 +154,8 @@ class FakeWorker(WorkerServicer):
             transports=["tcp"],
         )
         self.first_messages: list[pb.WorkerMessage] = []
-        """Sent on each session right after HELLO."""
+        """Sent on each session right after HELLO, and again when asked for the whole prefix cache."""
+        self.num_resyncs = 0
         self.submissions: asyncio.Queue[Submission] = asyncio.Queue()
         """Every submit that arrived, in order."""
         self.adoptions: asyncio.Queue[pb.Adopt] = asyncio.Queue()
@@ -226,6 +227,10 @@ class FakeWorker(WorkerServicer):
                 self._live[message.cancel.request_id].cancelled.set()
             case "reroute":
                 self._live[message.reroute.request_id].reroutes.put_nowait(message.reroute)
+            case "resync":
+                self.num_resyncs += 1
+                for answer in self.first_messages:
+                    self.send(answer)
         return []
 
     def _give_away(self, adopt: pb.Adopt) -> None:

@@ -8,8 +8,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.auth import ApiKeys
+from router.decisions import DecisionLog
 from router.frontend import Frontend
 from router.http import errors
+from router.http.debug import DecisionRoutes
 from router.http.generation import GenerationRoutes
 from router.http.json_body import BodyBounds, read_object
 from router.http.middleware import Envelope
@@ -31,9 +33,17 @@ class Readiness(Protocol):
 
 
 def create_app(
-    frontend: Frontend, generator: Generator, readiness: Readiness, config: RouterConfig, metrics: RouterMetrics
+    frontend: Frontend,
+    generator: Generator,
+    readiness: Readiness,
+    config: RouterConfig,
+    metrics: RouterMetrics,
+    decisions: DecisionLog | None = None,
 ) -> FastAPI:
-    """The ASGI application. It owns nothing: whoever made the parts closes them."""
+    """The ASGI application. It owns nothing: whoever made the parts closes them.
+
+    `decisions`: shown at /debug/decisions; there is no such page when none are kept.
+    """
     app = FastAPI(title="Tandem", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     errors.install(app)
     keys = ApiKeys(config.api_keys)
@@ -50,6 +60,8 @@ def create_app(
     public.add_api_route("/v1/models/{name:path}", texts.model, methods=["GET"])
     public.add_api_route("/tokenize", texts.tokenize, methods=["POST"])
     public.add_api_route("/detokenize", texts.detokenize, methods=["POST"])
+    if decisions is not None and decisions.most:
+        public.add_api_route("/debug/decisions", DecisionRoutes(decisions).show, methods=["GET"], response_model=None)
     app.include_router(public)
     app.include_router(_operator_routes(readiness, metrics))
     app.add_middleware(Envelope, metrics=metrics)

@@ -18,7 +18,7 @@ WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
 
 class RouterMessage(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "reroute", "inherit", "settled", "adopt")
+    __slots__ = ("hello", "submit", "cancel", "reroute", "inherit", "settled", "adopt", "resync")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class RouterMessage(_message.Message):
     INHERIT_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     ADOPT_FIELD_NUMBER: _ClassVar[int]
+    RESYNC_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     submit: Submit
     cancel: Cancel
@@ -33,15 +34,18 @@ class RouterMessage(_message.Message):
     inherit: Inherit
     settled: Settled
     adopt: Adopt
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., reroute: _Optional[_Union[Reroute, _Mapping]] = ..., inherit: _Optional[_Union[Inherit, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ...) -> None: ...
+    resync: Resync
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., reroute: _Optional[_Union[Reroute, _Mapping]] = ..., inherit: _Optional[_Union[Inherit, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
-    __slots__ = ("protocol_version", "incarnation")
+    __slots__ = ("protocol_version", "incarnation", "reads_board")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    READS_BOARD_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     incarnation: int
-    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    reads_board: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., reads_board: bool = ...) -> None: ...
 
 class PrefillRoute(_message.Message):
     __slots__ = ("worker_id", "incarnation", "address", "transfer_id", "attempt", "holder")
@@ -247,6 +251,10 @@ class KVEvents(_message.Message):
     events: _containers.RepeatedCompositeFieldContainer[KVEvent]
     def __init__(self, first_sequence: _Optional[int] = ..., cleared: bool = ..., events: _Optional[_Iterable[_Union[KVEvent, _Mapping]]] = ...) -> None: ...
 
+class Resync(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class KVEvent(_message.Message):
     __slots__ = ("block_hash", "stored")
     BLOCK_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -256,7 +264,7 @@ class KVEvent(_message.Message):
     def __init__(self, block_hash: _Optional[bytes] = ..., stored: bool = ...) -> None: ...
 
 class LoadSnapshot(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "backlog_tokens", "num_free_blocks", "num_total_blocks", "prefill_tokens_per_s", "decode_step_s", "kv_bytes_per_s", "num_quarantined_blocks", "cache_tiers", "transfers")
+    __slots__ = ("num_running", "num_waiting", "backlog_tokens", "num_free_blocks", "num_total_blocks", "prefill_tokens_per_s", "decode_step_s", "kv_bytes_per_s", "num_quarantined_blocks", "cache_tiers", "context_tokens", "transfers", "report_number", "board")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     BACKLOG_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -267,7 +275,10 @@ class LoadSnapshot(_message.Message):
     KV_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     NUM_QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CACHE_TIERS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    REPORT_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BOARD_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     backlog_tokens: int
@@ -278,8 +289,25 @@ class LoadSnapshot(_message.Message):
     kv_bytes_per_s: float
     num_quarantined_blocks: int
     cache_tiers: _containers.RepeatedCompositeFieldContainer[CacheTier]
+    context_tokens: int
     transfers: TransferReport
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., kv_bytes_per_s: _Optional[float] = ..., num_quarantined_blocks: _Optional[int] = ..., cache_tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ..., transfers: _Optional[_Union[TransferReport, _Mapping]] = ...) -> None: ...
+    report_number: int
+    board: BoardReport
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., kv_bytes_per_s: _Optional[float] = ..., num_quarantined_blocks: _Optional[int] = ..., cache_tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ..., context_tokens: _Optional[int] = ..., transfers: _Optional[_Union[TransferReport, _Mapping]] = ..., report_number: _Optional[int] = ..., board: _Optional[_Union[BoardReport, _Mapping]] = ...) -> None: ...
+
+class BoardReport(_message.Message):
+    __slots__ = ("up", "connects", "entries", "states", "lag_s")
+    UP_FIELD_NUMBER: _ClassVar[int]
+    CONNECTS_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    LAG_S_FIELD_NUMBER: _ClassVar[int]
+    up: bool
+    connects: int
+    entries: int
+    states: int
+    lag_s: float
+    def __init__(self, up: bool = ..., connects: _Optional[int] = ..., entries: _Optional[int] = ..., states: _Optional[int] = ..., lag_s: _Optional[float] = ...) -> None: ...
 
 class CacheTier(_message.Message):
     __slots__ = ("tier", "num_blocks", "capacity_blocks", "hits", "misses", "stores", "evictions", "stored_bytes", "store_s", "loaded_bytes", "load_s", "dropped", "damaged", "late")

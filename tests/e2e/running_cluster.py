@@ -157,6 +157,15 @@ def body(prompt: Sequence[int], max_tokens: int, **more: Any) -> dict[str, Any]:
     return {"prompt": list(prompt), "max_tokens": max_tokens, **fixed, **more}
 
 
+_SETTINGS = {
+    "router.port": 0,
+    "router.grpc_port": 0,
+    "engine.num_threads": 1,
+    # Tests of hand-offs need hand-offs: here computing is so cheap that routers would often rather have none.
+    "router.max_local_prefill_tokens": 64,
+}
+
+
 @asynccontextmanager
 async def running(
     *, command: Command = module_command, policy: Policy | None = None, **overrides: Any
@@ -166,7 +175,7 @@ async def running(
     `command`: how each process is started. `policy`: how patient its supervisor is.
     """
     dotted = {name.replace("__", "."): value for name, value in overrides.items()}
-    config = load(None, {"router.port": 0, "router.grpc_port": 0, "engine.num_threads": 1, **dotted})
+    config = load(None, {**_SETTINGS, **dotted})
     logs = Logs()
     limits = httpx.Limits(max_connections=None)
     async with (

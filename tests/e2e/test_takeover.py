@@ -23,7 +23,7 @@ SEEN = 12
 async def second_router(cluster):
     """Another `python -m router` of the same YAML and workers, as a second replica is."""
     with PortDrawer() as ports:
-        http, grpc = ports.draw("127.0.0.1"), ports.draw("127.0.0.1")
+        http, grpc = (ports.draw("127.0.0.1", "router.host") for _ in range(2))
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "router", "--config", str(cluster.local._config_path)),
         env={**os.environ, "TANDEM_ROUTER__PORT": str(http), "TANDEM_ROUTER__GRPC_PORT": str(grpc)},

@@ -40,9 +40,16 @@ PURE = (
     "kv_transfer.sender",
     "router.admission",
     "router.attempts",
+    "router.board_view",
+    "router.peer_load",
     "router.placement",
     "router.prefix_map",
     "router.workers",
+    "tandem.board.breaker",
+    "tandem.board.entries",
+    "tandem.board.journal",
+    "tandem.board.keys",
+    "tandem.board.settings",
     "tandem.kv_agreement",
     "cluster.supervisor",
     "fabric.destinations",
@@ -128,8 +135,8 @@ def test_pure_modules_run_without_the_world(module: str) -> None:
     assert done.stdout.split() == []
 
 
-def test_the_router_starts_without_torch() -> None:
-    code = "import sys, router.__main__; print('torch' in sys.modules)"
+def test_the_router_starts_without_torch_and_without_the_client_of_redis() -> None:
+    code = "import sys; sys.modules['redis'] = None; import router.__main__; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
@@ -141,6 +148,6 @@ def test_gpu_code_imports_with_little_installed() -> None:
         f"import sys\nfor name in {absent!r}: sys.modules[name] = None\n"
         "import engine.assembly, engine.host, decode_worker.worker, prefill_worker.worker\n"
         "import kv_transfer.receiver_hub, kv_transfer.sender_hub, kv_transfer.transports.catalogue\n"
-        "import tandem.worker_session, tandem.rpc, tandem.process\n"
+        "import tandem.board.publisher, tandem.worker_session, tandem.rpc, tandem.process\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -100,3 +100,52 @@ async def test_what_is_queued_is_written_before_a_finish_and_not_before_a_close(
     assert (await port.next() is not None) == (end == "finish")
     port.send(pb.WorkerMessage(draining=pb.Draining(reason="late")))
     assert await port.next() is None
+
+
+class Board:
+    """A publisher."""
+
+    def send_snapshot(self, next_event: int, stored: Any) -> None:
+        raise AssertionError("of the sessions' making")
+
+    send_events = send_snapshot
+
+    def report(self) -> pb.BoardReport:
+        return pb.BoardReport(up=True, entries=3)
+
+
+class Router(StuckRouter):
+    """Reads whatever comes."""
+
+    def __init__(self, *, reads_board: bool) -> None:
+        self.written = []
+        self._hello = [
+            pb.RouterMessage(hello=pb.RouterHello(protocol_version=1, incarnation=7, reads_board=reads_board))
+        ]
+
+    async def write(self, message: Any) -> None:
+        self.written.append(message)
+
+
+@pytest.mark.parametrize(
+    ("publishes", "reads", "is_told"), [(True, True, False), (True, False, True), (False, True, True)]
+)
+async def test_whoever_hears_of_the_cache_on_the_board_does_not_hear_it_in_the_session(
+    publishes: bool, reads: bool, is_told: bool
+) -> None:
+    handler, router, board = Handler(), Router(reads_board=reads), Board()
+    sessions = WorkerSessions(handler, board if publishes else None)
+    session = asyncio.create_task(sessions.Session(None, router))
+    port = await handler.port
+    assert port.wants_events == is_told
+    assert sessions.event_sinks == [*([port] if is_told else []), *([board] if publishes else [])]
+    telling = asyncio.create_task(sessions.tell_load())
+    while len(router.written) < 2:  # noqa: ASYNC110 - nobody tells a router's side
+        await asyncio.sleep(0)
+    telling.cancel()
+    load = router.written[1].load
+    assert load.report_number == 1
+    assert load.HasField("board") == publishes
+    assert load.board.entries == 3 * publishes
+    port.close()
+    await session

@@ -30,7 +30,17 @@ def test_help_is_by_section():
     for expected in ("Run a cluster here", "Run one process", "Use a cluster", "Look around", "--install-completion"):
         assert expected in done.stdout
     shown = tandem("up", "--help").stdout
-    for option in ("--model", "--dtype", "--host", "--port", "--grpc-port", "--prefill", "--decode", "--config"):
+    for option in (
+        "--model",
+        "--dtype",
+        "--host",
+        "--port",
+        "--grpc-port",
+        "--prefill",
+        "--decode",
+        "--redis",
+        "--config",
+    ):
         assert option in shown
 
 
@@ -58,6 +68,7 @@ def test_light_commands_never_load_torch():
         (("up", "--model", "/nonexistent"), "error: model.path: /nonexistent is neither"),
         (("demo", "--config", "/nonexistent.yaml"), "error: /nonexistent.yaml: "),
         (("up", "--port", "70000"), "error: router.port: "),
+        (("up", "--redis", "localhost:6379"), "error: redis.url is not redis[s]://"),
     ],
 )
 def test_a_wrong_setting_is_one_line_and_exit_code_2(arguments, message):

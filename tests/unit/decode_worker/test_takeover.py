@@ -1,15 +1,19 @@
 """Streams whose router is gone: they go on, another router gets all of them, and nobody's do not last."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from decode_worker.worker import DecodeWorker
 from engine.host import EngineHost
+from engine.request import Batch
 from tandem.errors import TransferError
 from tandem.ids import Incarnation
+from tandem.outputs import SampledToken
 from tandem.session_port import SessionPort
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import session_pb2 as pb
@@ -18,17 +22,43 @@ from tests.unit.engine import ledger
 from tests.unit.engine.ledger_host import parts
 
 LONG = 60
+PLENTY = 1 << 20
+
+
+class Paced(Bench):
+    """Its engine makes as many steps that sample as the test lets it."""
+
+    def __init__(self, host: EngineHost, made: DecodeWorker, num_steps: int) -> None:
+        super().__init__(host, made)
+        self._steps = threading.Semaphore(num_steps)
+        runner: Any = host.parts.runner
+        execute = runner.execute
+
+        def execute_if_let(batch: Batch) -> list[SampledToken]:
+            if any(item.samples for item in batch.items):
+                self._steps.acquire()
+            return execute(batch)
+
+        runner.execute = execute_if_let
+
+    def go_on(self) -> None:
+        """Without a stop from now on."""
+        self._steps.release(PLENTY)
 
 
 @asynccontextmanager
-async def worker(takeover_s: float = 30.0) -> AsyncIterator[Bench]:
+async def worker(takeover_s: float = 30.0, *, num_steps: int = 1) -> AsyncIterator[Paced]:
+    """Stands still once the first token is said."""
     faults: list[BaseException] = []
     host = EngineHost(parts(), on_fatal=faults.append)
     async with asyncio.TaskGroup() as group:
         made = DecodeWorker(IDENTITY, host, group, takeover_s=takeover_s)
         host.start(on_output=made.on_output, ports=tuple)
-        bench = Bench(host, made)
-        yield bench
+        bench = Paced(host, made, num_steps)
+        try:
+            yield bench
+        finally:
+            bench.go_on()
         await bench.worker.finish()
         await bench.assert_empty()
         await host.stop()
@@ -58,6 +88,7 @@ async def test_another_router_gets_every_token_from_the_first() -> None:
         assert first.started.cached_tokens == 0
         leave(bench)
         adopt(bench, num_shown=1)
+        bench.go_on()
         delta = (await bench.heard("tokens")).deltas[0]
         assert (delta.attempt, delta.first_index, delta.HasField("started")) == (1 << 16, 0, True)
         tokens = list(delta.token_ids)
@@ -74,6 +105,7 @@ async def test_an_answer_that_ended_meanwhile_is_kept_with_its_end() -> None:
         bench.submit(prefill=False)
         await bench.heard("tokens")
         leave(bench)
+        bench.go_on()
         await until_finished(bench)
         adopt(bench, num_shown=1)
         delta = (await bench.heard("tokens")).deltas[0]
@@ -126,6 +158,7 @@ async def test_whoever_has_it_is_told_that_it_was_taken() -> None:
         assert (message.refused.attempt, message.refused.failure.code) == (1, "StreamTaken")
         delta = (await bench.heard("tokens")).deltas[0]
         assert list(delta.token_ids) == expected(100)[: len(delta.token_ids)]
+        bench.go_on()
         bench.worker.closed(former)
         bench.order(cancel=pb.Cancel(request_id="r", attempt=1 << 16))
         await until_finished(bench)
@@ -136,6 +169,7 @@ async def test_the_same_router_may_go_on_under_another_attempt() -> None:
         bench.submit(prefill=False, max_tokens=100)
         await bench.heard("tokens")
         adopt(bench)
+        bench.go_on()
         while (delta := (await bench.heard("tokens")).deltas[0]).attempt != 1 << 16:
             pass
         tokens = list(delta.token_ids)
@@ -145,7 +179,7 @@ async def test_the_same_router_may_go_on_under_another_attempt() -> None:
 
 
 async def test_a_prompt_under_way_arrives_for_the_next_router() -> None:
-    async with worker() as bench:
+    async with worker(num_steps=PLENTY) as bench:
         bench.submit()
         blocks = await bench.bound(await bench.started())
         leave(bench)
@@ -162,7 +196,7 @@ async def test_a_prompt_under_way_arrives_for_the_next_router() -> None:
 @pytest.mark.parametrize("asked", ["before", "after"])
 async def test_nobody_is_asked_for_a_route_who_is_not_there(asked: str) -> None:
     """A hand-off fails while no router has the stream: the prompt is computed here."""
-    async with worker() as bench:
+    async with worker(num_steps=PLENTY) as bench:
         bench.submit()
         blocks = await bench.bound(await bench.started())
         if asked == "after":

@@ -239,3 +239,16 @@ async def test_a_jobs_time_and_priority_are_the_engines(bench: Bench) -> None:
     assert (request.priority, request.deadline_s) == (3, request.arrival_s)
     bench.worker.release(late.transfer_id)
     await bench.assert_empty()
+
+
+async def test_a_router_that_asks_is_told_all_that_is_cached(bench: Bench) -> None:
+    await bench.worker.submit(job())
+    await bench.finished()
+    port = SessionPort(Incarnation(3))
+    bench.worker.order(port, pb.RouterMessage(resync=pb.Resync()))
+    async with asyncio.timeout(WAIT_S):
+        told = await port.next()
+    assert told is not None
+    assert told.kv_events.cleared
+    assert len(told.kv_events.events) == len(PROMPT) // ledger.BLOCK
+    bench.worker.release(TransferId("t"))

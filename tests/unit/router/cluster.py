@@ -35,8 +35,8 @@ LONG_PROMPT = tuple(range(100, 300))
 class WatchedRegistry(WorkerRegistry):
     """Lets a test wait for what sessions report."""
 
-    def __init__(self) -> None:
-        super().__init__(prefix_map=PrefixMap(), clock=time.monotonic)
+    def __init__(self, prefix_map: PrefixMap | None = None) -> None:
+        super().__init__(prefix_map=PrefixMap() if prefix_map is None else prefix_map, clock=time.monotonic)
         self.num_left = 0
         self._reported = asyncio.Event()
 

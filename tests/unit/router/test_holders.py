@@ -14,6 +14,7 @@ from router.worker_view import PrefixChange, WorkerSnapshot
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.ids import BlockHash, WorkerId
 from tests.unit.router.test_placement import demand, worker
+from tests.unit.router.views import view_of
 
 
 def lending(name: str, **more: int) -> WorkerSnapshot:
@@ -25,7 +26,8 @@ def named(*workers: WorkerSnapshot, confirmed: dict[str, int] | None = None, **m
     def known(worker_id: WorkerId, num_tokens: int) -> int:
         return min(num_tokens, (confirmed or {}).get(worker_id, num_tokens))
 
-    holder = best_holder(demand(500, **matched), workers[0], workers, known)
+    view = view_of(workers)
+    holder = best_holder(demand(500, **matched)(view), workers[0].info, view, known)
     return None if holder is None else (holder.worker_id, holder.num_tokens)
 
 
@@ -53,7 +55,8 @@ def test_few_are_asked_what_of_it_is_confirmed() -> None:
 
     workers = [lending("p0"), *(lending(f"d{i}") for i in range(8))]
     matched = {"d0": 128, "d1": 256, "d2": 320, "d3": 256, **{f"d{i}": 192 for i in range(4, 8)}}
-    holder = best_holder(demand(500, **matched), workers[0], workers, known)
+    view = view_of(workers)
+    holder = best_holder(demand(500, **matched)(view), workers[0].info, view, known)
     assert holder is not None
     assert (holder.worker_id, holder.num_tokens) == ("d1", 256)
     assert asked == ["d2", "d1"]

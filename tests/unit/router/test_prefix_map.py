@@ -137,7 +137,7 @@ def test_capacity_bounds_a_lying_worker(two: PrefixMap) -> None:
     two.apply(A, _stored(0, *range(12)))
     assert two.num_blocks(A) == 8
     assert len(two) == 8
-    assert two.longest_prefix(NAMES[4:]) == {A: 8}
+    assert two.longest_prefix(NAMES) == {A: 8}
 
 
 def test_dropping_a_worker_leaves_the_others(two: PrefixMap) -> None:
@@ -254,3 +254,103 @@ class PrefixMapMachine(RuleBasedStateMachine):
 
 TestPrefixMapMachine = PrefixMapMachine.TestCase
 TestPrefixMapMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def names_of(count: int, salt: int = 0) -> list[BlockHash]:
+    return [BlockHash((salt << 32 | i).to_bytes(16, "big")) for i in range(count)]
+
+
+def test_use_keeps_what_is_used_as_the_workers_own_lru_does() -> None:
+    prefix_map, old, new = PrefixMap(), names_of(4, 1), names_of(4, 2)
+    prefix_map.add_worker(A, capacity=8)
+    for names in (old, new):
+        changes = tuple((name, True) for name in names)
+        prefix_map.apply(A, PrefixChange(first_sequence=4, snapshot=names is old, changes=changes))
+    # Asked for again, though it came first: what came later gives way, and of that the leaf before its parents.
+    prefix_map.expect(A, old, now_s=0.0)
+    more = tuple((name, True) for name in names_of(2, 3))
+    prefix_map.apply(A, PrefixChange(first_sequence=8, snapshot=False, changes=more))
+    assert prefix_map.longest_prefix(old) == {A: 4}
+    assert prefix_map.longest_prefix(new) == {A: 2}
+    prefix_map.use(A, new[:2])
+    more = tuple((name, True) for name in names_of(2, 4))
+    prefix_map.apply(A, PrefixChange(first_sequence=10, snapshot=False, changes=more))
+    assert prefix_map.longest_prefix(new) == {A: 2}
+    assert prefix_map.longest_prefix(old) == {A: 2}
+    assert prefix_map.longest_prefix(names_of(2, 3)) == {A: 2}
+
+
+def test_what_was_expected_and_never_told_of_makes_a_worker_approximate() -> None:
+    prefix_map = PrefixMap(expectation_s=30.0, silence_s=10.0)
+    prefix_map.add_worker(A, capacity=8)
+    prefix_map.apply(A, _snapshot(0))
+    prefix_map.expect(A, NAMES[:4], now_s=0.0)
+    # A long queue is no silence.
+    assert not prefix_map.lacks_snapshot(A, 25.0)
+    prefix_map.computed(A, NAMES[:4], now_s=25.0)
+    assert not prefix_map.lacks_snapshot(A, 34.9)
+    assert not prefix_map.is_approximate(A)
+    assert prefix_map.lacks_snapshot(A, 35.0)
+    assert prefix_map.is_approximate(A)
+    assert prefix_map.num_approximate == 1
+    # Asked once, and again when that did not help.
+    assert not prefix_map.lacks_snapshot(A, 36.0)
+    assert prefix_map.lacks_snapshot(A, 45.0)
+    # Meanwhile what it was asked to compute counts as cached, within its capacity, and is not promised to others.
+    prefix_map.expire(1e9)
+    assert prefix_map.longest_prefix(NAMES) == {A: 4}
+    prefix_map.expect(A, NAMES[6:12], now_s=50.0)
+    assert prefix_map.num_blocks(A) == 8
+    assert prefix_map.longest_prefix(NAMES) == {A: 2}
+    assert prefix_map.longest_prefix(NAMES[6:]) == {A: 6}
+    assert prefix_map.num_confirmed(A, NAMES[6:12]) == 0
+    prefix_map.apply(A, _snapshot(7, 0))
+    assert prefix_map.num_approximate == 0
+    assert prefix_map.longest_prefix(NAMES) == {A: 1}
+    assert prefix_map.num_confirmed(A, NAMES[:1]) == 1
+
+
+def test_any_event_ends_the_suspicion() -> None:
+    prefix_map = PrefixMap(silence_s=10.0)
+    prefix_map.add_worker(A, capacity=8)
+    prefix_map.apply(A, _snapshot(0))
+    prefix_map.expect(A, NAMES[:4], now_s=0.0)
+    prefix_map.computed(A, NAMES[:4], now_s=1.0)
+    prefix_map.apply(A, _stored(0, 0, 1, 2, 3))
+    assert not prefix_map.lacks_snapshot(A, 1e6)
+    # Nothing new was computed: nothing need be told.
+    prefix_map.expect(A, NAMES[:4], now_s=2.0)
+    prefix_map.computed(A, NAMES[:4], now_s=3.0)
+    assert not prefix_map.lacks_snapshot(A, 1e6)
+
+
+def test_after_a_gap_a_snapshot_is_asked_for_when_none_comes() -> None:
+    prefix_map = PrefixMap(silence_s=10.0)
+    prefix_map.add_worker(A, capacity=8)
+    prefix_map.apply(A, _snapshot(0))
+    prefix_map.apply(A, _stored(5, 0))
+    assert [prefix_map.lacks_snapshot(A, now_s) for now_s in (1.0, 10.9, 11.0, 12.0, 21.0)] == [
+        False, False, True, False, True,
+    ]  # fmt: skip
+    prefix_map.apply(A, _snapshot(6, 0))
+    assert not prefix_map.lacks_snapshot(A, 99.0)
+
+
+def test_dropping_one_of_many_workers_touches_its_own_blocks_only() -> None:
+    prefix_map, shared = PrefixMap(), names_of(50)
+    workers = [WorkerId(f"w{i}") for i in range(70)]
+    for number, name in enumerate(workers):
+        prefix_map.add_worker(name, capacity=100)
+        changes = tuple((block, True) for block in [*shared[: number % 50 + 1], *names_of(3, number + 1)])
+        prefix_map.apply(name, PrefixChange(first_sequence=0, snapshot=True, changes=changes))
+    expected = {name: number % 50 + 1 for number, name in enumerate(workers)}
+    assert prefix_map.longest_prefix(shared) == expected
+    for name in workers[::2]:
+        prefix_map.drop_worker(name)
+        del expected[name]
+        assert prefix_map.longest_prefix(shared) == expected
+    # Slots are used again, and say nothing of who had them.
+    slot = prefix_map.add_worker(WorkerId("new"), capacity=5)
+    assert slot < 70
+    assert prefix_map.longest_prefix(shared) == expected
+    assert prefix_map.match(shared)[slot] == 0

@@ -107,7 +107,8 @@ def test_dispatch_reports() -> None:
     metrics = RouterMetrics("m")
     metrics.retried(RetryReason.REFUSED.value)
     metrics.workers("decode", "healthy", 2)
-    metrics.prefix_map_size(5)
+    metrics.placement.prefix_map(num_blocks=5, num_approximate=2)
     assert value(metrics, "tandem_dispatch_retries_total", reason="refused") == 1
     assert value(metrics, "tandem_workers", role="decode", state="healthy") == 2
     assert "tandem_prefix_map_blocks 5.0" in metrics.render().decode()
+    assert "tandem_prefix_map_approximate_workers 2.0" in metrics.render().decode()

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from router.fleet import Backoff
+from router.prefix_map import PrefixMap
 from router.session import SessionSettings
 from router.session_events import PrefillRoute, SubmitOrder
 from router.session_wire import ProtocolError, hello_from_pb, submit_to_pb, tokens_from_pb
@@ -83,6 +84,22 @@ async def test_missed_events_make_a_worker_approximate_until_its_snapshot() -> N
         worker.send(_events(6, (0, True), (1, True), cleared=True))
         await router.registry.until(lambda: not prefix_map.is_approximate(d0))
         assert prefix_map.longest_prefix(_NAMES) == {"d0": 2}
+
+
+async def test_a_worker_whose_events_were_missed_is_asked_for_all_of_them() -> None:
+    worker, d0 = FakeWorker("d0"), WorkerId("d0")
+    worker.first_messages = [_events(1, (0, True), (1, True), cleared=True)]
+    registry = WatchedRegistry(PrefixMap(silence_s=0.0))
+    async with worker, fleet_of(worker, registry=registry):
+        await registry.until_live(1)
+        worker.send(_events(5, (1, True)))
+        await registry.until(lambda: registry.prefix_map.is_approximate(d0) and len(registry.prefix_map) == 1)
+        # The first report shows that it lives, the second that it had time to tell by itself.
+        for _ in range(2):
+            worker.send(pb.WorkerMessage(load=pb.LoadSnapshot()))
+        await registry.until(lambda: not registry.prefix_map.is_approximate(d0))
+        assert registry.prefix_map.longest_prefix(_NAMES) == {"d0": 2}
+        assert worker.num_resyncs == 1
 
 
 async def test_restarted_worker_is_a_new_one_with_nothing_cached() -> None:

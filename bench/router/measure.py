@@ -1,0 +1,25 @@
+"""The whole of `python -m bench router`: part by part, rows as they come."""
+
+import argparse
+from collections.abc import Callable, Mapping
+
+from rich.console import Console
+
+from bench.report import Row
+from bench.report import show as show_rows
+from bench.router import options, placement, prefix_map, redis
+
+
+async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console) -> None:
+    """Measure and show what was asked for; `rows` grow part by part, so that a later part's failure loses nothing."""
+    for part in options.parts(given):
+        found = _PARTS[part](given.repeats)
+        show_rows(out, found)
+        rows += found
+
+
+_PARTS: Mapping[str, Callable[[int], list[Row]]] = {
+    "placement": placement.rows,
+    "prefix_map": prefix_map.rows,
+    "redis": redis.rows,
+}

@@ -1,0 +1,38 @@
+"""What operators look at when they wonder why: the last placements."""
+
+from typing import Any
+
+from starlette.requests import Request
+
+from router.decisions import DecisionLog
+from tandem.errors import InvalidRequest
+
+DEFAULT_LIMIT = 20
+MAX_LIMIT = 1000
+_MAX_ID_CHARS = 256
+
+
+class DecisionRoutes:
+    """GET /debug/decisions."""
+
+    def __init__(self, decisions: DecisionLog) -> None:
+        self._decisions = decisions
+
+    async def show(self, request: Request) -> dict[str, Any]:
+        """The newest first. `?limit=` of them, `?request_id=` of one request. Raises InvalidRequest."""
+        query = request.query_params
+        if unknown := query.keys() - {"limit", "request_id"}:
+            raise InvalidRequest(f"{min(unknown)[:40]!r} is no parameter of this page; limit and request_id are")
+        request_id = query.get("request_id")
+        if request_id is not None and len(request_id) > _MAX_ID_CHARS:
+            raise InvalidRequest(f"request_id has more than {_MAX_ID_CHARS} characters", param="request_id")
+        shown = self._decisions.described(limit=_limit(query.get("limit")), request_id=request_id)
+        return {"object": "list", "kept": len(self._decisions), "data": shown}
+
+
+def _limit(text: str | None) -> int:
+    if text is None:
+        return DEFAULT_LIMIT
+    if not (text.isascii() and text.isdigit() and len(text) <= 6 and 1 <= int(text) <= MAX_LIMIT):
+        raise InvalidRequest(f"limit must be an integer in [1, {MAX_LIMIT}]", param="limit")
+    return int(text)

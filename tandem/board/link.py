@@ -1,0 +1,171 @@
+"""One connection to Redis whose every wait is bounded: the only importer of redis.
+
+What goes wrong becomes a RedisDown, after which the connection is thrown away: a late answer is never taken for
+another's. A command that Redis itself refuses is an answer like any other, a Refusal. A circuit breaker says when to
+try again; state changes, not failures, are logged.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tandem.board.breaker import CircuitBreaker
+from tandem.board.settings import BoardSettings
+from tandem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from redis.asyncio import Connection
+
+_log = logging.getLogger(__name__)
+
+Command = Sequence[str | bytes | int]
+Reply = Any
+"""bytes, int, None, a list of these, or a Refusal."""
+
+
+class RedisDown(Exception):
+    """No answer in time, or no connection; says why."""
+
+
+class Refusal(Exception):
+    """Redis's own error in place of a command's answer. Never raised."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LinkHealth:
+    """How one connection fares: for metrics. Written by its link alone."""
+
+    use: str
+    is_up: bool = False
+    connects: int = 0
+    failures: int = 0
+    reason: str = field(default="not connected yet")
+    """Of the last failure."""
+
+
+class RedisLink:
+    """For one task: commands are sent one batch at a time."""
+
+    def __init__(
+        self, settings: BoardSettings, breaker: CircuitBreaker, *, use: str, clock: Callable[[], float]
+    ) -> None:
+        """`use`: what for, in metrics and logs. Raises ConfigError when redis is not installed."""
+        self.health = LinkHealth(use=use)
+        self._settings = settings
+        self._breaker = breaker
+        self._clock = clock
+        self._connection: Connection | None = None
+        self._errors, self._refusals = _error_classes()
+
+    async def allowed(self) -> None:
+        """Wait until the breaker lets somebody try."""
+        await asyncio.sleep(self._breaker.wait_s(self._clock()))
+
+    async def ask(self, commands: Sequence[Command], *, vital: int = 0, patience_s: float = 0.0) -> list[Reply]:
+        """Send commands together; their answers, in order. Raises RedisDown.
+
+        `vital`: of so many, the first ones, a refusal means the same as no answer. `patience_s`: how long the server
+        itself may wait before it answers, on top of the usual bound.
+        """
+        replies = await self._bounded(commands, patience_s)
+        await self._judge(replies[:vital])
+        return replies
+
+    async def transact(self, commands: Sequence[Command]) -> list[Reply]:
+        """The same in one MULTI/EXEC, all of it vital."""
+        replies = await self._bounded([("MULTI",), *commands, ("EXEC",)], 0.0)
+        results = replies[-1]
+        if not isinstance(results, list):
+            await self._judge([*replies, Refusal("the transaction was dropped")])
+        results = [Refusal(str(each)) if isinstance(each, self._refusals) else each for each in results]
+        await self._judge(results)
+        return results
+
+    async def close(self) -> None:
+        """Leave."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.disconnect(nowait=True)
+
+    async def _bounded(self, commands: Sequence[Command], patience_s: float) -> list[Reply]:
+        try:
+            async with asyncio.timeout(self._settings.timeout_s + patience_s):
+                connection = self._connection or await self._connect()
+                replies = await self._exchange(connection, commands)
+        except TimeoutError:
+            await self.close()
+            raise self._failed(f"no answer within {self._settings.timeout_s:g} s") from None
+        except self._errors as error:
+            await self.close()
+            raise self._failed(str(error) or type(error).__name__) from None
+        except BaseException:
+            await self.close()  # whoever comes next must not get this one's answers
+            raise
+        return replies
+
+    async def _connect(self) -> "Connection":
+        connection = _make_connection(self._settings)
+        self._connection = connection
+        await connection.connect()  # type: ignore[no-untyped-call]  # of theirs
+        self.health.connects += 1
+        return connection
+
+    async def _exchange(self, connection: "Connection", commands: Sequence[Command]) -> list[Reply]:
+        await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
+        replies: list[Reply] = []
+        for _ in commands:
+            try:
+                replies.append(await connection.read_response(disable_decoding=True))
+            except self._refusals as refusal:
+                replies.append(Refusal(str(refusal)))
+        return replies
+
+    async def _judge(self, replies: Sequence[Reply]) -> None:
+        """Whether Redis did what it had to. Raises RedisDown."""
+        for reply in replies:
+            if isinstance(reply, Refusal):
+                await self.close()  # after a failover the same address may lead to another server
+                raise self._failed(str(reply))
+        self._breaker.succeeded()
+        if not self.health.is_up:
+            self.health.is_up = True
+            _log.info("Redis at %s answers (%s)", self._settings.place, self.health.use)
+
+    def _failed(self, reason: str) -> RedisDown:
+        self._breaker.failed(self._clock())
+        self.health.failures += 1
+        if self.health.is_up or self.health.failures == 1:
+            _log.warning("Redis at %s fails (%s): %s", self._settings.place, self.health.use, reason)
+        self.health.is_up, self.health.reason = False, reason
+        return RedisDown(reason)
+
+
+def _error_classes() -> tuple[tuple[type[Exception], ...], type[Exception]]:
+    try:
+        from redis.exceptions import RedisError, ResponseError
+    except ImportError as error:
+        raise ConfigError(f"redis.url: {error.name} is not installed: `pip install 'tandem-serve[redis]'`") from None
+    # ValueError, as asyncio's streams raise it for what no Redis would say.
+    return (RedisError, OSError, ValueError, EOFError), ResponseError
+
+
+def _make_connection(settings: BoardSettings) -> "Connection":
+    from redis.asyncio import Connection, SSLConnection
+    from redis.asyncio.retry import Retry
+    from redis.backoff import NoBackoff
+
+    options: dict[str, Any] = {
+        "host": settings.host,
+        "port": settings.port,
+        "db": settings.database,
+        "username": settings.username,
+        "password": settings.password,
+        # Ours are the only time-outs, and ours the only retries.
+        "socket_timeout": None,
+        "socket_connect_timeout": None,
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
+    }
+    return SSLConnection(ssl_ca_certs=settings.ca, **options) if settings.tls else Connection(**options)

@@ -1,0 +1,67 @@
+"""`tandem up` with Redis: two routers of one YAML, real workers, a real Redis that ends and comes back."""
+
+import pytest
+import pytest_asyncio
+
+from tests.e2e.running_cluster import running
+from tests.e2e.test_takeover import second_router
+from tests.redis_server import RedisServer
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with RedisServer(password="hush-hush") as started:
+        yield started
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def cluster(server):
+    async with running(redis__url=server.url, redis__timeout_s=0.3, redis__lease_s=1.0) as made:
+        yield made
+
+
+def prompt(oracle, number):
+    return oracle.story(number, 160)
+
+
+async def until_known(router, blocks):
+    async def known():
+        return await router.figure("tandem_prefix_map_blocks") >= blocks
+
+    await router.until(known)
+
+
+async def test_two_routers_share_what_one_has_routed_and_redis_may_come_and_go(cluster, server, oracle):
+    async with second_router(cluster) as replica:
+        asked = [prompt(oracle, number) for number in range(4)]
+        expected = [oracle.tokens(ids, 6) for ids in asked]
+        assert await cluster.tokens(asked[0], 6) == expected[0]
+        await until_known(replica, 10)
+        assert await replica.figure("tandem_redis_followed_workers") == 2
+        again = await replica.complete(asked[0], 6)
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 144
+
+        async def has_peer():
+            return await replica.figure("tandem_redis_peer_routers") == 1
+
+        await replica.until(has_peer)
+        server.kill()
+        for router, ids, tokens in ((cluster, asked[1], expected[1]), (replica, asked[2], expected[2])):
+            assert await router.tokens(ids, 6) == tokens
+        server.start()
+        assert await replica.tokens(asked[3], 6) == expected[3]
+
+        async def all_up():
+            ups = [await router.figures("tandem_redis_up") for router in (cluster, replica)]
+            ups.append(await cluster.figures("tandem_worker_redis_up"))
+            return all(values and all(values.values()) for values in ups)
+
+        await cluster.until(all_up)
+        for router in (cluster, replica):
+            await until_known(router, 40)
+            assert await router.figure("tandem_redis_bad_entries_total") == 0
+            assert await router.figure("tandem_worker_redis_states_total") >= 4, "written again by both"
+    assert not [line for line in cluster.logs.lines if "hush" in line]
+    assert [line for line in cluster.logs.lines if "fails (publish)" in line]

@@ -1,0 +1,35 @@
+"""A router that doubts what it knows of a worker's cache asks, and is told all of it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from decode_worker.worker import DecodeWorker
+from engine.host import EngineHost
+from tandem.v1 import session_pb2 as pb
+from tests.unit.decode_worker.test_worker import IDENTITY, PROMPT, Bench
+from tests.unit.engine import ledger
+from tests.unit.engine.ledger_host import parts
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    faults: list[BaseException] = []
+    host = EngineHost(parts(), on_fatal=faults.append)
+    async with asyncio.TaskGroup() as group:
+        worker = DecodeWorker(IDENTITY, host, group)
+        host.start(on_output=worker.on_output, ports=tuple)
+        yield Bench(host, worker)
+        await host.stop()
+    assert not faults
+
+
+async def test_who_asks_is_told_all_that_is_cached(bench: Bench) -> None:
+    for least in (0, len(PROMPT) // ledger.BLOCK):
+        bench.order(resync=pb.Resync())
+        told = await bench.heard("kv_events")
+        assert told.cleared
+        assert len(told.events) >= least
+        bench.submit(prefill=False)
+        await bench.answer()

@@ -1,0 +1,48 @@
+"""Redis is believed when it tells of a worker, and not at once when it tells of none."""
+
+import asyncio
+
+from router.board_directory import RedisDirectory, WorkerListing
+from tandem.board.entries import Notice, Process
+from tandem.ids import Incarnation, WorkerId
+from tandem.registry import WorkerAddress
+from tandem.roles import WorkerRole
+
+
+def at(address: str) -> WorkerAddress:
+    return WorkerAddress(role=WorkerRole.DECODE, address=address)
+
+
+def notice(address: str, incarnation: int = 1) -> Notice:
+    process = Process(WorkerId("d"), Incarnation(incarnation))
+    return Notice(process=process, role=WorkerRole.DECODE, address=address)
+
+
+def test_an_address_is_forgotten_only_after_it_has_been_missing_for_a_while() -> None:
+    listing = WorkerListing(frozenset({at("s:1")}), forget_s=30.0)
+    assert listing.told([notice("a:1"), notice("b:1")], 0.0) == {at("s:1"), at("a:1"), at("b:1")}
+    assert listing.told([], 100.0) == listing.addresses == {at("s:1"), at("a:1"), at("b:1")}, "flushed, perhaps"
+    assert at("a:1") in listing.told([notice("b:1")], 129.0)
+    assert listing.told([notice("b:1")], 130.0) == {at("s:1"), at("b:1")}
+    assert listing.told([], 200.0) == {at("s:1"), at("b:1")}, "it was there until now"
+
+
+def test_two_processes_of_one_address_are_one_address() -> None:
+    listing = WorkerListing(frozenset(), forget_s=1.0)
+    assert listing.told([notice("a:1", 1), notice("a:1", 2)], 0.0) == {at("a:1")}
+
+
+async def test_whoever_watches_hears_of_every_change() -> None:
+    directory = RedisDirectory(WorkerListing(frozenset({at("s:1")}), forget_s=1.0))
+    watching = directory.watch()
+    assert await anext(watching) == {at("s:1")}
+    directory.told([notice("a:1")], 0.0)
+    directory.told([notice("a:1")], 0.1)
+    assert await anext(watching) == {at("s:1"), at("a:1")}
+    waiting = asyncio.ensure_future(anext(watching))
+    await asyncio.sleep(0)
+    directory.told([notice("a:1")], 0.2)
+    await asyncio.sleep(0)
+    assert not waiting.done(), "nothing changed"
+    directory.told([notice("a:1"), notice("b:1")], 0.3)
+    assert await waiting == {at("s:1"), at("a:1"), at("b:1")}
