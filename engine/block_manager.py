@@ -16,7 +16,7 @@ from engine.lookahead import StepHolds
 from engine.prefix_index import PrefixIndex
 from engine.request import Request
 from engine.tiers import LowerCache
-from tandem.block_hash import HASH_BLOCK_TOKENS, BlockHasher
+from tandem.block_hash import BlockHasher
 from tandem.errors import InvariantError
 from tandem.ids import BlockHash, BlockId, RequestId
 
@@ -60,7 +60,7 @@ class BlockManager:
         self.pool = KVBlockPool(num_blocks)
         self.index = PrefixIndex(events, policy)
         self.block_size = block_size
-        self._hashes_per_block = block_size // HASH_BLOCK_TOKENS
+        self._hashes_per_block = block_size // hasher.tokens_per_name
         self._hasher = hasher
         self._num_promised = 0
         self._pins: dict[RequestId, _Pin] = {}

@@ -60,6 +60,10 @@ class InFlight:
         """A new schedule: everybody who waits has been patient once more."""
         self._step += 1
 
+    def skip_steps(self, num_steps: int) -> None:
+        """So many steps were begun at once."""
+        self._step += num_steps
+
     def enter(self, request: Request) -> None:
         """The request was admitted and computes what it has not found."""
         first = request.num_computed_tokens // self._blocks.block_size

@@ -101,6 +101,11 @@ class Planner:
         if self._tiers is not None:
             self._tiers.executed()
 
+    def quiet(self, num_steps: int) -> None:
+        """So many steps were taken without a plan: nobody could have entered or lost anything."""
+        self.head_is_blocked = False
+        self._in_flight.skip_steps(num_steps)
+
     # Running requests
 
     def plan(self, now: float) -> Batch | None:

@@ -25,6 +25,7 @@ from engine.notices import Notices
 from engine.pace import ChunkPace, has_decodes
 from engine.planner import Below, Planner
 from engine.preemption import Offloading
+from engine.quiet import NO_RUN, QuietRun, quiet_run, take_quiet_steps
 from engine.rates import RateMeter
 from engine.request import Batch, FinishReason, Request, RequestState, SampledToken
 from engine.request_queue import Ranking
@@ -265,6 +266,24 @@ class Scheduler:
             request.finish_reason = reason = reason_of(rule, token.token_id, num_tokens)
         self._notices.token(request, num_tokens - request.num_prompt_tokens - 1, token, reason)
         return reason is not None
+
+    def quiet_run(self) -> QuietRun:
+        """How many steps may be taken at once by `take_quiet_steps`; see `engine.quiet`. For simulations."""
+        if self._ahead or self.tiers is not None or self.offloading is not None:
+            return NO_RUN
+        return quiet_run(self._roster, self.blocks, self._config)
+
+    def take_quiet_steps(self, num_steps: int, token_id: int) -> StepOutput:
+        """Do what so many steps of the `quiet_run` of now, at most all of them, would; all their tokens are `token_id`.
+
+        The output tells all that theirs would, except tokens. InvariantError for steps that would end somebody.
+        """
+        if self._ahead:
+            raise InvariantError("steps cannot be taken at once while one is under way")
+        self._planner.quiet(num_steps)
+        self._had_decodes = True
+        take_quiet_steps(num_steps, token_id, self._roster, self.blocks)
+        return self.drain()
 
     def observe(self, timings: StepTimings) -> None:
         """What the batch committed last took: chunks beside decodes are bounded by it, and copying compared with it."""

@@ -37,6 +37,9 @@ class BlockHasher:
 
     __slots__ = ("_seeded",)
 
+    tokens_per_name = HASH_BLOCK_TOKENS
+    """Only a simulator, whose names hash nothing, has larger ones."""
+
     def __init__(self, secret: bytes) -> None:
         # Keying costs one compression; a copy of a keyed state skips it for every block.
         self._seeded = blake2b(key=secret, digest_size=HASH_BYTES, person=b"tandem-kv-block")

@@ -1,0 +1,173 @@
+"""What `tandem simulate` and `tandem plan` do with their options."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.simulator.capacity import Trial, split, sweep, sweep_table
+from cluster.simulator.faults import FaultSpec, draw_faults
+from cluster.simulator.generated_load import LoadSpec, generate
+from cluster.simulator.latency_files import load_latency
+from cluster.simulator.placement_bench import PlacementCase, compare_placement, placement_table
+from cluster.simulator.plan import WorkerKind, plan, plan_table
+from cluster.simulator.plots import draw
+from cluster.simulator.policies import OURS, POLICIES
+from cluster.simulator.report import Report, Slo, report_on, table
+from cluster.simulator.settings import ClusterSpec, Network, PoolSpec, engine_config
+from cluster.simulator.simulation import Choosing, Simulation
+from cluster.simulator.trace import Trace
+from cluster.simulator.trace_files import load_trace
+from tandem.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateOptions:
+    """As they come from the command line."""
+
+    trace: Path | None = None
+    generate: str = ""
+    requests: int | None = None
+    speed: float = 1.0
+    """Requests come so many times as fast as the trace says."""
+    prefill: int = 1
+    decode: int = 1
+    slo: str = ""
+    policies: tuple[str, ...] = (OURS,)
+    latency: str = "example"
+    kv_tokens: int = 400_000
+    """Of one worker's pool."""
+    max_running: int = 256
+    link_gbytes: float = 25.0
+    faults: str = ""
+    seed: int = 0
+    sweep: bool = False
+    placement: bool = False
+    as_json: bool = False
+    plots: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """As they come from the command line."""
+
+    load: SimulateOptions
+    """Trace, promise and seed."""
+    workers: tuple[str, ...]
+    batch_limits: tuple[int, ...] = (256,)
+    max_gpus: int = 64
+
+
+def plan_cluster(options: PlanOptions) -> str:
+    """Search the cheapest cluster; returns what is to be printed. ConfigError for options that make no sense."""
+    if not options.workers or not options.batch_limits or min(options.batch_limits) < 1:
+        raise ConfigError("--worker says what a worker may be, --batch how many sequences a step may have")
+    load = options.load
+    trial = Trial(trace=_trace(load), slo=Slo.parse(load.slo), choosing=Choosing(), seed=load.seed)
+    kinds = [WorkerKind.parse(text) for text in options.workers]
+    plans = plan(trial, kinds, options.batch_limits, max_gpus=options.max_gpus)
+    if not load.as_json:
+        return plan_table(plans)
+    rows = [
+        {"design": p.design.name, "prefill": p.sizes[0], "decode": p.sizes[1], "gpus": p.gpus, "why": list(p.why)}
+        | {"report": None if p.report is None else p.report.as_dict()}
+        for p in plans
+    ]
+    return json.dumps(rows, indent=2)
+
+
+def simulate(options: SimulateOptions) -> str:
+    """Run what the options say; returns what is to be printed. ConfigError for options that make no sense."""
+    policies = POLICIES if "all" in options.policies else options.policies
+    if unknown := set(policies) - set(POLICIES):
+        raise ConfigError(f"--policy must be one of {', '.join(POLICIES)} or all, not {', '.join(sorted(unknown))}")
+    trace = _trace(options)
+    if options.placement:
+        return _placement(options, trace, policies)
+    slo = Slo.parse(options.slo)
+    if options.sweep:
+        return _sweep(options, trace, slo, policies)
+    runs = [_run(options, trace, slo, policy) for policy in policies]
+    reports = [report for _, report in runs]
+    if options.plots is not None:
+        draw(options.plots, runs)
+    return _as_json(reports) if options.as_json else table(reports)
+
+
+def cluster_of(options: SimulateOptions, block_tokens: int) -> ClusterSpec:
+    """The cluster that the options describe."""
+    if options.decode < 1 or options.prefill < 0:
+        raise ConfigError("--decode must be at least 1 and --prefill at least 0 (colocated)")
+    latency = load_latency(options.latency)
+    num_blocks = max(2, options.kv_tokens // block_tokens)
+
+    def pool(num_workers: int, *, max_step_s: float | None) -> PoolSpec:
+        engine = engine_config(
+            num_blocks=num_blocks,
+            block_size=block_tokens,
+            max_running_requests=options.max_running,
+            max_step_s=max_step_s,
+        )
+        return PoolSpec(num_workers=num_workers, engine=engine, latency=latency)
+
+    return ClusterSpec(
+        prefill=pool(options.prefill, max_step_s=None) if options.prefill else None,
+        # Somebody reads along on decode workers: a chunk beside them is bounded by the promised gap.
+        decode=pool(options.decode, max_step_s=Slo.parse(options.slo).itl_s),
+        network=Network(link_bytes_per_s=options.link_gbytes * 1e9),
+    )
+
+
+def _trace(options: SimulateOptions) -> Trace:
+    if (options.trace is None) == (not options.generate):
+        raise ConfigError("one of --trace and --generate says what the load is")
+    if options.speed <= 0.0:
+        raise ConfigError(f"--speed must be above 0, not {options.speed}")
+    if options.trace is not None:
+        trace = load_trace(options.trace)
+    else:
+        trace = generate(LoadSpec.parse(options.generate), options.seed)
+    if options.requests is not None:
+        trace = trace.first(options.requests)
+    return trace.stretched(1.0 / options.speed)
+
+
+def _run(options: SimulateOptions, trace: Trace, slo: Slo, policy: str) -> tuple[Simulation, Report]:
+    spec = cluster_of(options, trace.block_tokens)
+    simulation = Simulation(spec, trace, Choosing(policy=policy), seed=options.seed)
+    for fault in draw_faults(FaultSpec.parse(options.faults), spec, trace.span_s, options.seed):
+        simulation.strike(fault)
+    simulation.run()
+    return simulation, report_on(simulation, slo, policy=policy, seed=options.seed)
+
+
+def _placement(options: SimulateOptions, trace: Trace, policies: tuple[str, ...]) -> str:
+    result = compare_placement(trace, PlacementCase(num_workers=options.prefill), policies, seed=options.seed)
+    if not options.as_json:
+        return placement_table(result)
+    shares = {report.policy: result.share_of_ideal(report) for report in result.reports}
+    figures = {"shared_cache_hit_rate": result.ideal.hit_rate, "share_of_shared_cache": shares}
+    return json.dumps({**figures, "reports": [report.as_dict() for report in result.reports]}, indent=2)
+
+
+def _sweep(options: SimulateOptions, trace: Trace, slo: Slo, policies: tuple[str, ...]) -> str:
+    spec = cluster_of(options, trace.block_tokens)
+    num_workers = options.prefill + options.decode
+    prefill, decode = spec.prefill or spec.decode, spec.decode
+    if prefill is None or decode is None:
+        raise ConfigError("--sweep needs workers")
+    trial = Trial(trace=trace, slo=slo, choosing=Choosing(policy=policies[0]), seed=options.seed)
+    rows = sweep(trial, num_workers, lambda p: split(num_workers, p, prefill, decode, spec))
+    if not options.as_json:
+        return sweep_table(rows)
+    return json.dumps(
+        [
+            {"prefill": p, "decode": d, "requests_per_s": c.requests_per_s, "breaks": c.breaks}
+            | {"report": None if c.report is None else c.report.as_dict()}
+            for p, d, c in rows
+        ],
+        indent=2,
+    )
+
+
+def _as_json(reports: list[Report]) -> str:
+    return json.dumps([report.as_dict() for report in reports], indent=2)

@@ -1,0 +1,182 @@
+"""The router of a simulation: real admission, placement, registry, prefix map, waiting room and retry ladder.
+
+What dispatch does between them is written here anew, without sessions and text: `router.choice_run` carries tokens one
+by one, of which a simulation has too many.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+
+from cluster.simulator.event_queue import EventQueue
+from cluster.simulator.sim_request import SimRequest
+from cluster.simulator.trace import TraceRequest
+from router.admission import Admission
+from router.attempts import RetryBudget, RetryReason, is_full
+from router.placement import NoDecodeWorker
+from router.placer import Placer
+from router.waiting_room import WaitingRoom
+from router.workers import FAILURE_PENALTY_S
+from tandem.errors import Overloaded, RequestTooLarge, ServingError
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcomes:
+    """All requests of a simulation by what became of them. Mutated by its router alone."""
+
+    finished: list[SimRequest]
+    num_rejected: int = 0
+    """Turned away by admission."""
+    num_failed: int = 0
+    """Accepted, and ended with an error."""
+    num_retries: int = 0
+
+    @property
+    def num_ended(self) -> int:
+        """Whatever became of them."""
+        return len(self.finished) + self.num_rejected + self.num_failed
+
+
+Submit = Callable[[SimRequest], None]
+"""Sends an attempt to the workers that its assignment names."""
+
+
+class SimRouter:
+    """One router on the virtual clock."""
+
+    def __init__(
+        self, events: EventQueue, placer: Placer, admission: Admission, rng: Random, block_tokens: int, submit: Submit
+    ) -> None:
+        self.outcomes = Outcomes(finished=[])
+        self.room = WaitingRoom()
+        self.live: dict[str, SimRequest] = {}
+        """By the key of the attempt under way."""
+        self.on_end: Callable[[], None] = _nobody
+        """Called when a request has ended, however."""
+        self._events = events
+        self._placer = placer
+        self._admission = admission
+        self._rng = rng
+        self._budget = RetryBudget()
+        self._block_tokens = block_tokens
+        self._send = submit
+
+    def arrive(self, number: int, wanted: TraceRequest) -> None:
+        """A client asks."""
+        admitted = self._admission.admit(0)
+        try:
+            admitted.__enter__()
+        except Overloaded:
+            self.outcomes.num_rejected += 1
+            self.on_end()
+            return
+        self._budget.earn()
+        self.submit(SimRequest(number, wanted, self._events.now, admitted))
+
+    def submit(self, request: SimRequest) -> None:
+        """Start the next attempt, or wait for room."""
+        progress = request.progress
+        try:
+            assignment = self._placer.assign(
+                num_tokens=progress.prompt_length + request.num_output_tokens,
+                names=request.names(self._block_tokens),
+                excluded=frozenset(progress.excluded),
+                pool_tokens_above=progress.pool_tokens_above,
+            )
+        except NoDecodeWorker:
+            self._wait(request)
+            return
+        except RequestTooLarge as error:
+            self.fail(request, error)
+            return
+        request.begin_attempt()
+        request.assignment = assignment
+        self.live[request.key] = request
+        self._send(request)
+
+    def prompt_computed(self, request: SimRequest) -> None:
+        """The attempt's first token came."""
+        if request.assignment is not None:
+            self._placer.prompt_computed(request.assignment)
+            self._placer.registry.answered(request.assignment.decode)
+        request.progress.excluded.clear()
+        request.progress.full.clear()
+        if request.first_token_s is None:
+            request.first_token_s = self._events.now
+
+    def finish(self, request: SimRequest) -> None:
+        """The last token came."""
+        self.release(request)
+        request.finished_s = self._events.now
+        self.outcomes.finished.append(request)
+        request.admitted.__exit__(None, None, None)
+        self.on_end()
+
+    def fail(self, request: SimRequest, _error: ServingError) -> None:
+        """The client is told an error."""
+        self.release(request)
+        self.outcomes.num_failed += 1
+        request.admitted.__exit__(None, None, None)
+        self.on_end()
+
+    def release(self, request: SimRequest) -> None:
+        """The attempt is over: what still comes of it is stale."""
+        self.live.pop(request.key, None)
+        request.engine = None
+        if request.assignment is not None:
+            self._placer.release(request.assignment)
+            request.assignment = None
+
+    def refused(self, request: SimRequest, error: ServingError) -> None:
+        """The decode worker has no room, or will never have."""
+        assignment, progress = request.assignment, request.progress
+        if assignment is None:
+            return
+        self.release(request)
+        progress.excluded.add(assignment.decode)
+        self.outcomes.num_retries += 1
+        if isinstance(error, RequestTooLarge):
+            progress.pool_tokens_above = assignment.placement.decode.info.pool_tokens
+            self.submit(request)
+            return
+        pause_s = FAILURE_PENALTY_S if error.retry_after_s is None else error.retry_after_s
+        self._placer.registry.penalise(assignment.decode, pause_s)
+        if is_full(error):
+            progress.was_full(assignment.decode, error)
+            if self._budget.spend():
+                self.submit(request)
+            else:
+                self._wait(request)
+        elif progress.may_retry(RetryReason.REFUSED, error, self._budget):
+            self.submit(request)
+        else:
+            self.fail(request, error)
+
+    def lost(self, request: SimRequest) -> None:
+        """Its decode worker is gone: another continues after the tokens that the client has."""
+        self.release(request)
+        self.outcomes.num_retries += 1
+        self.submit(request)
+
+    def _wait(self, request: SimRequest) -> None:
+        """Until a load report shows room, or a while has passed."""
+        if request.place is None:
+            request.place = self.room.new_place(0)
+        place, num_tokens = request.place, request.wanted.num_prompt_tokens + request.num_output_tokens + 1
+        woken = False
+
+        def come_back() -> None:
+            nonlocal woken
+            if not woken:
+                woken = True
+                self.room.leave(place)
+                request.progress.try_full_again()
+                self.submit(request)
+
+        self.room.enter(place, num_tokens, partial(self._events.after, 0.0, come_back))
+        self._events.after(request.progress.wait_for_room_s(self._rng), come_back)
+
+
+def _nobody() -> None:
+    """Until somebody wants to know."""

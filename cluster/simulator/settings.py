@@ -1,0 +1,70 @@
+"""What a simulated cluster is made of."""
+
+from dataclasses import dataclass, field
+
+from cluster.simulator.latency import StepLatency
+from engine.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSpec:
+    """Workers of one kind."""
+
+    num_workers: int
+    engine: EngineConfig
+    latency: StepLatency
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """What separates the processes: latencies, in place of sessions, links and time-outs."""
+
+    hop_s: float = 0.0005
+    """One message between two processes."""
+    link_bytes_per_s: float = 25e9
+    """Of each worker's card, one way; transfers queue for both ends."""
+    load_period_s: float = 0.5
+    """Between two load reports of a worker."""
+    crash_seen_s: float = 0.5
+    """Until the router knows that a process is gone."""
+    freeze_seen_s: float = 2.0
+    """Until the router gives a silent one up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """A whole cluster."""
+
+    prefill: PoolSpec | None
+    """None: decode workers compute the prompts themselves (colocated)."""
+    decode: PoolSpec | None
+    """None: of every prompt only the first token is wanted, and placement of prefill alone is looked at."""
+    network: Network = field(default_factory=Network)
+    max_inflight: int = 1_000_000
+    """Requests that the router accepts at once."""
+
+
+def engine_config(
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_running_requests: int = 256,
+    chunk_tokens: int = 2048,
+    max_step_s: float | None = None,
+) -> EngineConfig:
+    """The engine's bounds, but for what a simulation has no use for."""
+    return EngineConfig(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=num_blocks * block_size,
+        max_batched_tokens=chunk_tokens + max_running_requests,
+        prefill_chunk_tokens=chunk_tokens,
+        max_step_s=max_step_s,
+        max_running_requests=max_running_requests,
+        max_waiting_requests=1_000_000,
+        kv_event_capacity=1_000_000,
+        eos_token_ids=frozenset(),
+        eviction="lru",
+        max_overtakes=8,
+        priority_aging_s=None,
+    )

@@ -1,0 +1,196 @@
+"""A whole cluster on a virtual clock: one router, its workers, a trace; from the first arrival to the last end."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from typing import cast
+
+from cluster.simulator.event_queue import EventQueue
+from cluster.simulator.faults import Fault, FaultKind
+from cluster.simulator.policies import OURS, RULES, RulePlacer
+from cluster.simulator.router_side import Outcomes, SimRouter
+from cluster.simulator.settings import ClusterSpec, PoolSpec
+from cluster.simulator.trace import Trace
+from cluster.simulator.worker import SimWorker
+from cluster.simulator.worker_side import SimWorkers
+from router.admission import Admission
+from router.placement import CostModel
+from router.placer import Placer
+from router.prefix_map import PrefixMap
+from router.session_events import WorkerPort
+from router.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
+from router.workers import WorkerRegistry
+from tandem.errors import ConfigError, InvariantError
+from tandem.ids import Incarnation, WorkerId
+from tandem.kv_layout import KVLayout
+from tandem.roles import WorkerRole
+
+
+def worker_name(role: WorkerRole, index: int) -> WorkerId:
+    """Of a pool's worker, whichever process it is at the moment."""
+    return WorkerId(f"{role.value}-{index:04d}")
+
+
+class SimPort:
+    """What a session would be: the simulated router sends its orders past it, all that it may ask for is a snapshot."""
+
+    def __init__(self, resync: Callable[[], None]) -> None:
+        self.resync = resync
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return _nothing
+
+
+def _nothing(*_args: object, **_options: object) -> None:
+    """Nobody is there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choosing:
+    """How the router chooses workers."""
+
+    policy: str = OURS
+    model: CostModel = field(default_factory=CostModel)
+    """Of ours."""
+
+
+class Simulation:
+    """Set up by its constructor, run once."""
+
+    def __init__(self, spec: ClusterSpec, trace: Trace, choosing: Choosing, *, seed: int) -> None:
+        if choosing.policy != OURS and choosing.policy not in RULES:
+            raise ConfigError(f"policy must be one of {', '.join((*RULES, OURS))}, not {choosing.policy!r}")
+        self.spec = spec
+        self.trace = trace
+        self.events = EventQueue()
+        self.registry = WorkerRegistry(prefix_map=PrefixMap(), clock=self.events.clock)
+        self.workers = SimWorkers(self.events, self.registry, spec.network, has_decode=spec.decode is not None)
+        rng = Random(seed)
+        placer = self._placer(choosing, Random(rng.random()))
+        admission = Admission(max_inflight=spec.max_inflight, clock=self.events.clock)
+        self.router = SimRouter(
+            self.events, placer, admission, Random(rng.random()), trace.block_tokens, self.workers.submit
+        )
+        self.router.on_end = self._ended
+        self.workers.use(self.router)
+        self.registry.on_load = self.router.room.look
+        self._incarnation = 0
+        self.num_faults = 0
+        self._given_up: set[WorkerKey] = set()
+        """Workers that are gone, or will be when the router has learnt it."""
+        for role, pool in ((WorkerRole.PREFILL, spec.prefill), (WorkerRole.DECODE, spec.decode)):
+            if pool is not None:
+                for index in range(pool.num_workers):
+                    self.start_worker(role, index, pool)
+        if spec.decode is None:
+            self._join_sink()
+
+    def run(self) -> Outcomes:
+        """Until every request has ended."""
+        num_requests = len(self.trace.requests)
+        self._await_arrival(0)
+        outcomes = self.router.outcomes
+        self.events.run()
+        if outcomes.num_ended < num_requests:
+            raise InvariantError(f"{num_requests - outcomes.num_ended} requests wait for something that never happens")
+        return outcomes
+
+    def start_worker(self, role: WorkerRole, index: int, pool: PoolSpec) -> SimWorker:
+        """A process begins, with an empty cache, and joins."""
+        self._incarnation += 1
+        key = WorkerKey(worker_name(role, index), Incarnation(self._incarnation))
+        info = self._info(key, role, pool.engine.num_blocks, pool.latency.kv_bytes_per_token)
+        worker = SimWorker(
+            info=info, config=pool.engine, latency=pool.latency, events=self.events, listener=self.workers
+        )
+        self.workers.live[key] = worker
+        self.workers.all.append(worker)
+        self._join(info, partial(self.workers.send_snapshot, worker))
+        # Reports of workers do not come all at once.
+        phase_s = self.spec.network.load_period_s * (index + 1) / (pool.num_workers + 1)
+        self.events.in_background(phase_s, partial(self.workers.tell_load, worker))
+        return worker
+
+    def strike(self, fault: Fault) -> None:
+        """Let a fault happen when its time comes; a worker that is gone already cannot be hit."""
+        self.events.at(fault.at_s, partial(self._hit, fault))
+
+    def _hit(self, fault: Fault) -> None:
+        worker_id = worker_name(fault.role, fault.index)
+        worker = next((w for key, w in self.workers.live.items() if key.worker_id == worker_id), None)
+        pool = self.spec.prefill if fault.role is WorkerRole.PREFILL else self.spec.decode
+        if worker is None or worker.info.key in self._given_up or pool is None:
+            return
+        self.num_faults += 1
+        network, return_s = self.spec.network, fault.duration_s
+        if fault.kind is FaultKind.FREEZE:
+            worker.freeze(fault.duration_s)
+            if fault.duration_s <= network.freeze_seen_s:
+                return
+            seen_s = network.freeze_seen_s
+        else:
+            worker.die()
+            seen_s = network.crash_seen_s
+        self._given_up.add(worker.info.key)
+        self.events.after(seen_s, partial(self._give_up, worker))
+        restart = partial(self._restart, fault.role, fault.index, pool)
+        self.events.after(max(return_s, seen_s), restart)
+
+    def _restart(self, role: WorkerRole, index: int, pool: PoolSpec) -> None:
+        self.start_worker(role, index, pool)
+
+    def _give_up(self, worker: SimWorker) -> None:
+        worker.die()
+        self.registry.left(worker.info.key, "gone")
+        self.workers.lost(worker.info.key)
+
+    def _join(self, info: WorkerInfo, resync: Callable[[], None]) -> None:
+        self.registry.joined(info, cast(WorkerPort, SimPort(resync)))
+        self.registry.prefix_changed(info.key, PrefixChange(first_sequence=0, snapshot=True, changes=()))
+
+    def _join_sink(self) -> None:
+        """Nobody decodes: a decode worker in name only, with room for everything, where no prompt is computed."""
+        key = WorkerKey(WorkerId("sink"), Incarnation(0))
+        bytes_per_token = 1 if self.spec.prefill is None else self.spec.prefill.latency.kv_bytes_per_token
+        self._join(self._info(key, WorkerRole.DECODE, 2**40, bytes_per_token), _nothing)
+        load = WorkerLoad(num_free_blocks=2**40, prefill_tokens_per_s=1e-3, decode_step_s=1e-9, kv_bytes_per_s=1e18)
+        self.registry.load_changed(key, load)
+
+    def _info(self, key: WorkerKey, role: WorkerRole, num_blocks: int, bytes_per_token: int) -> WorkerInfo:
+        layout = KVLayout(
+            model_fingerprint="simulated",
+            dtype="int8",
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=max(1, bytes_per_token // 2),
+            block_size=self.trace.block_tokens,
+        )
+        return WorkerInfo(
+            key=key,
+            role=role,
+            model_name="simulated",
+            max_model_len=num_blocks * self.trace.block_tokens,
+            num_blocks=num_blocks,
+            layout=layout,
+            handoff_address=key.worker_id,
+        )
+
+    def _placer(self, choosing: Choosing, rng: Random) -> Placer:
+        if choosing.policy == OURS:
+            return Placer(registry=self.registry, model=choosing.model, rng=rng, clock=self.events.clock)
+        rule = RULES[choosing.policy](rng)
+        return RulePlacer(registry=self.registry, rule=rule, rng=rng, clock=self.events.clock)
+
+    def _ended(self) -> None:
+        if self.router.outcomes.num_ended >= len(self.trace.requests):
+            self.events.stop()
+
+    def _await_arrival(self, number: int) -> None:
+        requests = self.trace.requests
+        if number < len(requests):
+            self.events.at(requests[number].arrival_s, partial(self._arrive, number))
+
+    def _arrive(self, number: int) -> None:
+        self._await_arrival(number + 1)
+        self.router.arrive(number, self.trace.requests[number])
