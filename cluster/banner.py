@@ -86,6 +86,10 @@ def _shown(value: Any) -> str:
         return ", ".join(_shown(item) for item in value)
     if isinstance(value, SecretStr):
         return "(hidden)"
+    if isinstance(value, BaseModel):
+        return " of ".join(_shown(part) for _, part in value if part is not None)
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {_shown(part)}" for key, part in value.items())
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -44,7 +44,7 @@ async def talk(cluster: LocalCluster, out: Console, err: Console) -> int:
     messages = [{"role": "user", "content": f"{STORY} {QUESTION}"}]
     out.print(Text(f"\nA story of {len(STORY.split())} words hides “{NEEDLE}” Then:"), soft_wrap=True)
     keys = cluster.config.router.api_keys
-    api_key = keys[0].get_secret_value() if keys else None
+    api_key = keys[0].key.get_secret_value() if keys else None
     titles = ("through both pools", "once more: its prefix is cached")
     try:
         async with ChatClient(cluster.http_url, api_key=api_key) as client:

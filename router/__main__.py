@@ -12,6 +12,7 @@ import grpc.aio
 from fastapi import FastAPI
 
 from router.admission import Admission
+from router.admission_assembly import hedging_settings, make_gate
 from router.board import RouterBoard
 from router.board_metrics import BoardMetrics
 from router.canary import CANARY_SALT, Canary
@@ -21,6 +22,7 @@ from router.decisions import DecisionLog
 from router.dispatch import Dispatcher
 from router.fleet import WorkerFleet
 from router.frontend import Frontend, ModelInfo
+from router.gate import Gate
 from router.grpc.server import GrpcDoor, build_server
 from router.http.app import create_app
 from router.http.server import HttpDoor
@@ -70,12 +72,14 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
             siblings = Siblings(place.siblings, index=place.index, render=metrics.render)
             metrics.collect_with((await stack.enter_async_context(siblings)).figures)
         decisions = DecisionLog(config.router.decisions_kept, clock=time.monotonic)
-        dispatcher = make_dispatcher(config, registry, metrics, secret, decisions)
+        admission = Admission(max_inflight=config.router.max_inflight_requests, clock=time.monotonic)
+        dispatcher = make_dispatcher(config, registry, metrics, secret, decisions, admission)
+        gate = make_gate(config, dispatcher, admission, registry, time.monotonic, metrics.registry)
         frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret, tracer=tracer)
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
         readiness = Readiness(registry, metrics, canary.answering)
-        app = create_app(frontend, dispatcher, readiness, config.router, metrics, decisions)
-        server = build_server(frontend, dispatcher, config.router, metrics, shares_port=place.siblings is not None)
+        app = create_app(frontend, gate, readiness, config.router, metrics, decisions)
+        server = build_server(frontend, gate, config.router, metrics, shares_port=place.siblings is not None)
         where, drain_s = config.router.host, config.decode.drain_s
         http, rpc = await _open_doors(stack, config, place, app, server)
         await rpc.set_serving(True)
@@ -86,7 +90,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         await lifetime.wait()
         readiness.drain()
         await canary.stop()
-        await drain(dispatcher, http, rpc, drain_s=drain_s)
+        await drain(gate, http, rpc, drain_s=drain_s)
 
 
 async def _join_workers(
@@ -127,7 +131,12 @@ async def _open_doors(
 
 
 def make_dispatcher(
-    config: ClusterConfig, registry: WorkerRegistry, metrics: RouterMetrics, secret: bytes, decisions: DecisionLog
+    config: ClusterConfig,
+    registry: WorkerRegistry,
+    metrics: RouterMetrics,
+    secret: bytes,
+    decisions: DecisionLog,
+    admission: Admission,
 ) -> Dispatcher:
     """The core of the router over its live workers."""
     settings = config.router
@@ -144,13 +153,15 @@ def make_dispatcher(
     )
     return Dispatcher(
         placer=placer,
-        admission=Admission(max_inflight=settings.max_inflight_requests, clock=time.monotonic),
+        admission=admission,
         hasher=BlockHasher(secret),
         clock=time.monotonic,
         rng=SystemRandom(),
         observer=metrics,
         settings=DispatchSettings(
-            max_attempts=settings.max_attempts, stream_buffer_tokens=settings.stream_buffer_tokens
+            max_attempts=settings.max_attempts,
+            stream_buffer_tokens=settings.stream_buffer_tokens,
+            hedging=hedging_settings(settings),
         ),
     )
 
@@ -168,7 +179,7 @@ def _model_info(registry: WorkerRegistry) -> ModelInfo:
     )
 
 
-async def drain(dispatcher: Dispatcher, http: HttpDoor, rpc: GrpcDoor, *, drain_s: float) -> None:
+async def drain(dispatcher: Dispatcher | Gate, http: HttpDoor, rpc: GrpcDoor, *, drain_s: float) -> None:
     """Refuse what is new at both doors, let what was accepted end, close both: all within one bound.
 
     The doors listen until then, so that a client is told to go elsewhere rather than find nobody.

@@ -27,6 +27,10 @@ class Admission:
         self._closed = False
         self.num_inflight = 0
 
+    def num_free(self, priority: int) -> int:
+        """Places that a request of that priority could have now; below 0 when others hold its share."""
+        return (self._max_background if priority > 0 else self._max_inflight) - self.num_inflight
+
     @contextmanager
     def admit(self, priority: int) -> Iterator[None]:
         """Hold one place while inside. Raises Overloaded with the predicted time until a place is free.
@@ -35,8 +39,7 @@ class Admission:
         """
         if self._closed:
             raise Unavailable("the router is draining", retry_after_s=_SUCCESSOR_S)
-        bound = self._max_background if priority > 0 else self._max_inflight
-        if self.num_inflight >= bound:
+        if self.num_free(priority) <= 0:
             self._num_turned_away += 1
             raise Overloaded(f"{self.num_inflight} requests are in flight", retry_after_s=self.retry_after_s())
         started_s = self._clock()

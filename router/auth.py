@@ -4,8 +4,7 @@ import hmac
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from pydantic import SecretStr
-
+from tandem.admission_config import ApiKey
 from tandem.errors import Unauthenticated
 
 _SCHEME = "bearer"
@@ -14,20 +13,24 @@ _SCHEME = "bearer"
 class ApiKeys:
     """Bearer keys. With none configured everybody is the one nameless tenant."""
 
-    def __init__(self, keys: Sequence[SecretStr]) -> None:
-        self._keys = tuple(key.get_secret_value().encode() for key in keys)
+    def __init__(self, keys: Sequence[ApiKey]) -> None:
+        secrets = [one.key.get_secret_value().encode() for one in keys]
+        self._keys = tuple(
+            (secret, one.tenant or blake2b(secret, digest_size=16, person=b"tandem-tenant").hexdigest())
+            for secret, one in zip(secrets, keys, strict=True)
+        )
 
     def tenant(self, authorization: str | None) -> str:
-        """The tenant that an Authorization value proves: a digest of its key, "" when no key is asked for.
+        """The tenant that an Authorization value proves, "" when no key is asked for.
 
-        Raises Unauthenticated.
+        It is the name that the configuration gives it, or else a digest of its key. Raises Unauthenticated.
         """
         if not self._keys:
             return ""
         scheme, _, key = (authorization or "").partition(" ")
         given = key.strip().encode("utf-8", "surrogateescape")
         # All keys are compared, each in constant time: the time says nothing about which one was near.
-        known = [hmac.compare_digest(given, key) for key in self._keys]
-        if scheme.lower() != _SCHEME or not any(known):
+        tenants = [tenant for known, tenant in self._keys if hmac.compare_digest(given, known)]
+        if scheme.lower() != _SCHEME or not tenants:
             raise Unauthenticated("send an API key as `Authorization: Bearer KEY`")
-        return blake2b(given, digest_size=16, person=b"tandem-tenant").hexdigest()
+        return tenants[0]

@@ -1,17 +1,14 @@
 """One choice of a request under way: carries its worker's events to `ChoiceProgress`, and its orders to workers."""
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from random import Random
 
-from router.attempts import ChoiceProgress, RetryBudget, RetryReason, TokenGap, final_error, is_final, is_full
+from router.attempts import ChoiceProgress, RetryReason, TokenGap, final_error, is_final, is_full
 from router.choice_orders import first_route, next_route, submit_order, trace_placement
-from router.observer import DispatchObserver
 from router.placement import NoDecodeWorker
-from router.placer import Assignment, Placer
+from router.placer import Assignment
 from router.requests import ChoiceDelta, ChoiceFinish, RoutedRequest
 from router.session_events import (
     AttemptEvent,
@@ -22,59 +19,22 @@ from router.session_events import (
     TransferFailed,
     WorkerLost,
 )
-from router.waiting_room import WaitingRoom
+from router.surroundings import DispatchSettings as DispatchSettings
+from router.surroundings import Post, Surroundings, Waiting
+from router.worker_view import WorkerKey
 from router.workers import FAILURE_PENALTY_S
-from tandem.block_hash import BlockHasher
 from tandem.errors import InternalError, RequestTooLarge, ServingError, Unavailable
 from tandem.ids import BlockHash, RequestId
 from tandem.outputs import FinishReason
+from tandem.roles import WorkerRole
 
 logger = logging.getLogger(__name__)
+
+DECODE = WorkerRole.DECODE
 
 
 _ATTEMPTS_BITS = 16
 """A worker tells a stream's readers apart by the numbers of their attempts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DispatchSettings:
-    """Bounds of one request."""
-
-    max_attempts: int = 4
-    """Attempts in a row without a new token."""
-    stream_buffer_tokens: int = 4096
-    """Per choice: tokens waiting for a slow reader before the request is cancelled."""
-    rejoin_s: float = 10.0
-    """How long a stream whose worker died waits for one to come (back) when none is left."""
-    retry_after_s: float = 1.0
-    """What clients are told when no worker said anything better."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What every request of one router shares."""
-
-    placer: Placer
-    hasher: BlockHasher
-    budget: RetryBudget
-    observer: DispatchObserver
-    clock: Callable[[], float]
-    rng: Random
-    room: WaitingRoom
-    settings: DispatchSettings
-
-
-class Waiting(Enum):
-    """What a choice that runs nowhere waits for."""
-
-    FOR_WORKER = "for_worker"
-    """Its worker left and none is left: it continues when one joins, if that is soon."""
-    FOR_ROOM = "for_room"
-    """Every worker is full: it tries again until its deadline."""
-
-
-Post = Callable[[int, int, AttemptEvent], None]
-"""Takes a choice's index, an attempt's number and an event of it."""
 
 
 class ChoiceRun:
@@ -107,6 +67,8 @@ class ChoiceRun:
         self._adopting = False
         self._assignment: Assignment | None = None
         self._route: PrefillRoute | None = None
+        self._proven = False
+        """A token came of the attempt that runs."""
         self._first_token_s: float | None = None
 
     def submit(self) -> None:
@@ -117,6 +79,9 @@ class ChoiceRun:
         progress = self._progress
         self._adopt()
         while self._assignment is None:
+            if self._around.health.must_wait(self._request_id, self._live()):
+                self.waiting = Waiting.FOR_ROOM
+                return
             started_s = self._around.clock()
             try:
                 assignment = self._assign()
@@ -136,7 +101,8 @@ class ChoiceRun:
                     raise self.final_error() from error
                 self._around.observer.retried(RetryReason.REFUSED.value)
                 continue
-            self._assignment, self.waiting = assignment, None
+            self._assignment, self.waiting, self._proven = assignment, None, False
+            self._around.health.placed(self._request_id, self._workers(assignment))
             if self._request.only_worker is None:
                 self._placer.record(assignment, self._request_id)
             self._around.observer.placed(assignment.placement.reason.value)
@@ -160,9 +126,31 @@ class ChoiceRun:
         self._assignment, self._adopting = assignment, True
         self._around.observer.placed(assignment.placement.reason.value)
 
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the client has any."""
+        return bool(self._progress.token_ids)
+
+    @property
+    def worker(self) -> WorkerKey | None:
+        """Who decodes it at the moment."""
+        return None if self._assignment is None else self._assignment.decode
+
+    def runs(self, attempt: int) -> bool:
+        """Whether an attempt is the one under way."""
+        return self._assignment is not None and attempt == self._progress.attempt
+
+    def submit_beside(self, other: "ChoiceRun", *, apart: int) -> None:
+        """As `submit`, on another worker than `other` has, with attempts numbered `apart` from its."""
+        self._progress.attempt = other._progress.attempt + apart
+        if other.worker is not None:
+            self._progress.excluded.add(other.worker)
+        self.submit()
+
     def let_go(self) -> None:
         """Forget what runs without ending it: another reader has it."""
         self.waiting = None
+        self._around.health.gone(self._request_id)
         if (assignment := self._assignment) is not None:
             self._assignment = None
             self._placer.release(assignment)
@@ -179,6 +167,7 @@ class ChoiceRun:
                 return self._take_refusal(assignment, event.error)
             case WorkerLost():
                 logger.warning("request %s: its worker was lost: %s", self._log_name, event.reason)
+                self._mourn(assignment.decode)
                 return self._retry(assignment, RetryReason.WORKER_LOST, Unavailable("the worker was lost"))
             case TransferFailed():
                 self._reroute(assignment, event)
@@ -187,7 +176,10 @@ class ChoiceRun:
     def abandon(self) -> None:
         """Cancel whatever runs for this choice."""
         self.waiting = None
-        if (assignment := self._assignment) is not None:
+        assignment = self._assignment
+        taken_back = () if assignment is None or self._proven else self._workers(assignment)
+        self._around.health.gone(self._request_id, taken_back)
+        if assignment is not None:
             self._assignment = None
             assignment.port.cancel(self._request_id, self._progress.attempt)
             self._placer.release(assignment)
@@ -215,6 +207,9 @@ class ChoiceRun:
             self._placer.found_cached(assignment, arrived.started.cached_tokens)
         if tokens:
             self._placer.registry.answered(assignment.decode)
+            if not self._proven:
+                self._proven = True
+                self._around.health.answered(self._request_id, self._workers(assignment))
             self._first_token_s = self._first_token_s or self._around.clock()
         worker = assignment.decode.incarnation
         deltas = [ChoiceDelta(choice_index=self._index, tokens=tokens, worker=worker)] if tokens else []
@@ -279,16 +274,30 @@ class ChoiceRun:
 
     def _what_to_wait_for(self) -> Waiting | None:
         """No worker can be asked at the moment: what changes that, or None when nothing is expected to."""
-        live = {w.info.key for w in self._placer.registry.snapshots() if not w.draining}
-        if live & self._progress.full:
+        if self._live() & self._progress.full:
             return Waiting.FOR_ROOM
         # Those it waited for have left: that is a loss like any other.
         return None if self.waiting is None else Waiting.FOR_WORKER
+
+    def _live(self) -> set[WorkerKey]:
+        return {w.info.key for w in self._placer.registry.snapshots() if not w.draining and w.info.role is DECODE}
+
+    def _workers(self, assignment: Assignment) -> tuple[WorkerKey, ...]:
+        """Who could have been ended by it."""
+        return (assignment.decode,) if self._route is None else (assignment.decode, self._route.worker)
+
+    def _mourn(self, key: WorkerKey) -> None:
+        """Raises InternalError when the request is taken to have ended it."""
+        if not self._progress.is_complete and not self._placer.registry.went_in_order(key):
+            self._around.health.lost(self._request_id, key, self._request)
 
     def _note_failure(self, assignment: Assignment, error: ServingError) -> None:
         self._assignment = None
         self._placer.release(assignment)
         self._progress.excluded.add(assignment.decode)
+        health, ours = self._around.health, is_full(error) or is_final(error) or isinstance(error, RequestTooLarge)
+        at_fault = not ours and self._placer.registry.port(assignment.decode) is not None
+        (health.failed if at_fault else health.refused)(self._request_id, assignment.decode)
         if isinstance(error, RequestTooLarge):
             self._progress.pool_tokens_above = assignment.placement.decode.info.pool_tokens
         elif error.retryable or isinstance(error, InternalError):
@@ -296,10 +305,19 @@ class ChoiceRun:
             self._placer.registry.penalise(assignment.decode, pause_s)
 
     def _assign(self) -> Assignment:
-        progress = self._progress
-        excluded = set(progress.excluded)
+        excluded, shunned = set(self._progress.excluded), self._around.health.shunned(self._request_id)
         if (only := self._request.only_worker) is not None:
             excluded |= {w.info.key for w in self._placer.registry.snapshots()} - {only}
+        try:
+            return self._assign_without(excluded | shunned)
+        except NoDecodeWorker:
+            if not shunned:
+                raise
+            # Better one that may fail than none.
+            return self._assign_without(excluded)
+
+    def _assign_without(self, excluded: set[WorkerKey]) -> Assignment:
+        progress = self._progress
         try:
             return self._placer.assign(
                 num_tokens=progress.prompt_length + len(progress.token_ids),
@@ -337,6 +355,7 @@ class ChoiceRun:
         error = failed.error
         if error is not None and is_final(error):
             raise error
+        self._note_prefill_failure(route.worker)
         progress.excluded.add(route.worker)
         if not isinstance(error, RequestTooLarge):
             asked_s = None if error is None else error.retry_after_s
@@ -344,13 +363,21 @@ class ChoiceRun:
         started_s = self._around.clock()
         prefill = None
         if progress.may_reroute() and self._around.budget.spend():
-            prefill = self._placer.reassign_prefill(assignment, frozenset(progress.excluded))
+            shunned = self._around.health.shunned(self._request_id)
+            prefill = self._placer.reassign_prefill(assignment, frozenset(progress.excluded | shunned))
         else:
             self._placer.compute_locally(assignment)
         self._route = next_route(route, prefill, assignment)
         self._trace(assignment, started_s)
+        self._around.health.placed(self._request_id, self._workers(assignment))
         self._around.observer.retried(RetryReason.TRANSFER_FAILED.value)
         assignment.port.reroute(self._request_id, progress.attempt, self._route)
+
+    def _note_prefill_failure(self, key: WorkerKey) -> None:
+        if self._placer.registry.port(key) is None:
+            self._mourn(key)
+        else:
+            self._around.health.failed(self._request_id, key)
 
     def _trace(self, assignment: Assignment, started_s: float) -> None:
         now_s = self._around.clock()

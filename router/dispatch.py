@@ -11,12 +11,14 @@ from random import Random
 
 from router.admission import Admission
 from router.attempts import RetryBudget
-from router.choice_run import DispatchSettings, Surroundings
+from router.hedging import Hedging
 from router.observer import DispatchObserver, SilentObserver
 from router.placer import Placer
 from router.request_run import RequestRun
 from router.requests import ChoiceDelta, RoutedRequest
+from router.surroundings import DispatchSettings, Surroundings
 from router.waiting_room import WaitingRoom
+from router.worker_health import WorkerHealth
 from tandem.block_hash import BlockHasher
 from tandem.errors import InvalidRequest, InvariantError
 from tandem.ids import RequestId
@@ -37,7 +39,10 @@ class Dispatcher:
         observer: DispatchObserver | None = None,
     ) -> None:
         self._admission = admission
-        room = WaitingRoom()
+        asked = settings.hedging
+        hedging = None if asked is None else Hedging(quantile=asked.quantile, budget=asked.budget)
+        self.health = WorkerHealth(clock=clock, hedging=hedging)
+        self._room = room = WaitingRoom()
         placer.registry.on_load = room.look
         self._around = Surroundings(
             placer=placer,
@@ -48,6 +53,7 @@ class Dispatcher:
             rng=rng,
             room=room,
             settings=settings,
+            health=self.health,
         )
         # Canaries are no requests of clients, so nothing of them is counted.
         self._unseen = replace(self._around, observer=SilentObserver())
@@ -58,6 +64,11 @@ class Dispatcher:
     def num_inflight(self) -> int:
         """Requests accepted and not yet ended: zero when a drain is complete."""
         return self._admission.num_inflight
+
+    @property
+    def num_waiting_for_room(self) -> int:
+        """Accepted choices that every worker was too full for."""
+        return len(self._room)
 
     async def drain(self, *, most_s: float) -> None:
         """Refuse new requests from now on, at both doors; wait until those accepted have ended, or for `most_s`."""
@@ -75,6 +86,7 @@ class Dispatcher:
         wrong with the request.
         """
         self._supersede(request)
+        self.health.check(request)
         with contextlib.ExitStack() as leaving:
             # Last, when its place is free again.
             leaving.callback(self._ended.set)

@@ -264,6 +264,7 @@ class Frontend:
             sampling=sampling,
             # The tenant's length first: no salt of one tenant can spell another tenant's.
             hash_root=self.hash_root(f"{len(fields.tenant)}:{fields.tenant}{fields.cache_salt or ''}"),
+            tenant=fields.tenant,
             num_choices=fields.num_choices,
             priority=fields.priority,
             deadline_s=self.clock() + time_left_s,

@@ -18,6 +18,15 @@ class FromWorker:
     choice_index: int
     attempt: int
     event: AttemptEvent
+    is_twin: bool = False
+    """Of the second of two runs of the choice (`router.hedge_run`), which the first token decides between."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HedgeDue:
+    """A choice has waited for its first token for longer than is usual."""
+
+    choice_index: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +68,17 @@ class Superseded:
     """The client reads this stream elsewhere."""
 
 
-Mail = FromWorker | StopChoice | DeadlinePassed | WorkersChanged | RejoinOver | RoomMayBe | Overflowed | Superseded
+Mail = (
+    FromWorker
+    | StopChoice
+    | DeadlinePassed
+    | WorkersChanged
+    | RejoinOver
+    | RoomMayBe
+    | HedgeDue
+    | Overflowed
+    | Superseded
+)
 
 
 class Mailbox:

@@ -13,7 +13,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 _OF_WORKERS = "tandem_worker"
-_ADDED_GAUGES = frozenset({"vllm:num_requests_waiting", "vllm:num_requests_running"})
+_ADDED_GAUGES = frozenset(
+    {"vllm:num_requests_waiting", "vllm:num_requests_running", "tandem_queue_requests", "tandem_queue_tokens"}
+)
 _CREATED = "_created"
 
 

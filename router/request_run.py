@@ -7,10 +7,12 @@ decided by `ChoiceProgress` and `Placer`. Orders to workers never wait, so the w
 import asyncio
 from functools import partial
 
-from router.choice_run import ChoiceRun, Surroundings, Waiting
+from router.choice_run import ChoiceRun
+from router.hedge_run import HedgeRun
 from router.mailbox import (
     DeadlinePassed,
     FromWorker,
+    HedgeDue,
     Mail,
     Mailbox,
     Overflowed,
@@ -22,6 +24,7 @@ from router.mailbox import (
 )
 from router.requests import ChoiceDelta, RoutedRequest
 from router.session_events import AttemptEvent
+from router.surroundings import Surroundings, Waiting
 from router.waiting_room import Place
 from tandem.errors import DeadlineExceeded, Overloaded, StreamTaken
 from tandem.ids import BlockHash
@@ -43,7 +46,13 @@ class RequestRun:
         self._patience: dict[int, asyncio.TimerHandle] = {}
         names: list[BlockHash] = []
         around.hasher.extend(request.hash_root, names, request.prompt_token_ids)
+
+        def twin(index: int) -> ChoiceRun:
+            return ChoiceRun(index, request, names, around, partial(self._post, is_twin=True))
+
         self._choices = [ChoiceRun(i, request, names, around, self._post) for i in range(request.num_choices)]
+        once = request.only_worker is not None or bool(request.resume)
+        self._hedges = HedgeRun(None if once else around.health.hedging, around, self._choices, twin)
 
     @property
     def done(self) -> bool:
@@ -57,6 +66,7 @@ class RequestRun:
             self._deadline = self._mail_later(max(0.0, remaining_s), DeadlinePassed())
         for choice in self._choices:
             choice.submit()
+        self._hedges.start(self._mailbox)
 
     async def step(self) -> list[ChoiceDelta]:
         """Wait for the next thing to happen; what the client gets of it. Raises the errors of Generator."""
@@ -72,6 +82,7 @@ class RequestRun:
         """End one choice at once; its finish comes with the next deltas. No-op for one that has ended."""
         choice = self._choices[index]
         if not choice.done:
+            self._hedges.drop(index)
             choice.abandon()
             self._mailbox.put(StopChoice(choice_index=index))
 
@@ -82,6 +93,7 @@ class RequestRun:
 
     def supersede(self) -> None:
         """Another run goes on with what runs for this one."""
+        self._hedges.close()
         for choice in self._choices:
             choice.let_go()
         self._mailbox.put(Superseded())
@@ -99,10 +111,11 @@ class RequestRun:
     def _handle(self, mail: Mail) -> list[ChoiceDelta]:
         match mail:
             case FromWorker():
-                return self._choices[mail.choice_index].take(mail.attempt, mail.event)
+                return self._hedges.take(mail)
+            case HedgeDue():
+                self._hedges.due(mail.choice_index)
             case StopChoice():
-                choice = self._choices[mail.choice_index]
-                return [] if choice.done else [choice.finish_early(FinishReason.STOP)]
+                return self._stopped(self._choices[mail.choice_index])
             case WorkersChanged():
                 for waiting in self._waiting():
                     waiting.submit()
@@ -120,6 +133,10 @@ class RequestRun:
                 retry_after_s = self._around.settings.retry_after_s
                 raise Overloaded("the client reads too slowly", retry_after_s=retry_after_s)
         return []
+
+    @staticmethod
+    def _stopped(choice: ChoiceRun) -> list[ChoiceDelta]:
+        return [] if choice.done else [choice.finish_early(FinishReason.STOP)]
 
     def _waiting(self, what: Waiting | None = None) -> list[ChoiceRun]:
         return [choice for choice in self._choices if choice.waiting is not None and what in (None, choice.waiting)]
@@ -155,12 +172,13 @@ class RequestRun:
         elif self._rejoin is None:
             self._rejoin = self._mail_later(self._around.settings.rejoin_s, RejoinOver())
 
-    def _post(self, choice_index: int, attempt: int, event: AttemptEvent) -> None:
-        self._mailbox.put(FromWorker(choice_index=choice_index, attempt=attempt, event=event))
+    def _post(self, choice_index: int, attempt: int, event: AttemptEvent, *, is_twin: bool = False) -> None:
+        self._mailbox.put(FromWorker(choice_index=choice_index, attempt=attempt, event=event, is_twin=is_twin))
         if self._mailbox.overflowed:
             self._abandon_all()
 
     def _abandon_all(self) -> None:
+        self._hedges.close()
         for choice in self._choices:
             choice.abandon()
 

@@ -36,6 +36,8 @@ class RoutedRequest:
     """`max_tokens` is already clamped to the context, `seed` already concrete."""
     hash_root: BlockHash
     """Model, adapter, and the salt of tenant and client: the root of the prompt's block names."""
+    tenant: str = ""
+    """Whose limits and share it counts for."""
     num_choices: int = 1
     priority: int = 0
     deadline_s: float | None = None

@@ -31,6 +31,9 @@ class WaitingRoom:
         self._waiters: dict[Place, _Waiter] = {}
         self._num_places = 0
 
+    def __len__(self) -> int:
+        return len(self._waiters)
+
     def new_place(self, priority: int) -> Place:
         """A place behind all of the same priority."""
         self._num_places += 1

@@ -18,11 +18,13 @@ class WorkerRecord:
         "_columns",
         "_row",
         "answered_s",
+        "backlog_beside",
         "backlog_since_load",
         "draining",
         "info",
         "load",
         "num_assigned",
+        "num_beside",
         "num_since_load",
         "own_backlog",
         "peers",
@@ -44,6 +46,9 @@ class WorkerRecord:
         self.num_assigned = 0
         self.backlog_since_load = 0
         self.num_since_load = 0
+        # What others had under way there when it last reported.
+        self.backlog_beside = 0
+        self.num_beside = 0
         # What other routers say that they have under way there.
         self.peers = NO_PEERS
         self._columns: PoolColumns | None = None
@@ -73,6 +78,8 @@ class WorkerRecord:
             load=self.load,
             backlog_tokens=self.backlog_tokens,
             num_active=self.num_active,
+            backlog_now=self.own_backlog + max(self.backlog_beside, self.peers.backlog_tokens),
+            num_active_now=self.num_assigned + max(self.num_beside, self.peers.num_requests),
             draining=self.draining,
             penalty_ms=max(0.0, self.penalised_until_s - now_s) * 1e3,
             answered_s=self.answered_s,
@@ -108,6 +115,8 @@ class WorkerRecord:
         """Its own word on its load."""
         self.load = load
         self.backlog_since_load = self.num_since_load = 0
+        self.backlog_beside = max(0, load.backlog_tokens - self.own_backlog)
+        self.num_beside = max(0, load.num_running + load.num_waiting - self.num_assigned)
         self._show_load()
         self._show_count()
 

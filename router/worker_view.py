@@ -186,6 +186,12 @@ class WorkerSnapshot:
     draining: bool = False
     penalty_ms: float = 0.0
     """After a refusal or failure: how long the worker is better left alone."""
+    backlog_now: int | None = None
+    """The uncomputed tokens of what this router has there as of this moment, and what others had by the last report;
+    None: not known. Unlike `backlog_tokens` it falls with every first token, and is never too high
+    for long."""
+    num_active_now: int | None = None
+    """The same of requests."""
     answered_s: float = 0.0
     """When its last token came, or else when it joined; on the router's clock."""
 

@@ -5,6 +5,7 @@ the ledger of what it has sent, because a worker's own word on its load is alway
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ from tandem.roles import WorkerRole
 logger = logging.getLogger(__name__)
 
 FAILURE_PENALTY_S = 2.0
+_REMEMBERED = 256
+"""Workers that left after they were told to."""
 
 
 class WorkerRejected(Exception):
@@ -53,6 +56,7 @@ class WorkerRegistry:
         self._table = WorkerTable()
         self._watchers: set[Callable[[], None]] = set()
         self._successions = Successions(snapshots=self.snapshots, port=self.port, clock=clock)
+        self._left_in_order: deque[WorkerKey] = deque(maxlen=_REMEMBERED)
         self.on_load: Callable[[WorkerSnapshot], None] = _nobody
         """Called with every load report."""
         self.peer_loads: Callable[[WorkerKey, int], PeerShare] = _no_peers
@@ -86,6 +90,8 @@ class WorkerRegistry:
         """A session is over."""
         if (worker := self._find(key)) is None:
             return
+        if worker.draining:
+            self._left_in_order.append(key)
         is_expected = worker.draining or reason == CLOSED_HERE
         del self._workers[key.worker_id]
         self._table.changed()
@@ -93,6 +99,11 @@ class WorkerRegistry:
         logger.log(logging.INFO if is_expected else logging.WARNING, "worker %s left: %s", key.worker_id, reason)
         self._successions.left(key)
         self._tell_watchers()
+
+    def went_in_order(self, key: WorkerKey) -> bool:
+        """Whether a worker that is gone, or about to go, had been told to."""
+        worker = self._find(key)
+        return key in self._left_in_order if worker is None else worker.draining
 
     def load_changed(self, key: WorkerKey, load: WorkerLoad) -> None:
         """A load report came."""

@@ -10,19 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PositiveInt,
-    SecretStr,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, PositiveInt, SecretStr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from tandem.admission_config import BearerKey, HedgingConfig, LimitsConfig, QueueConfig
 from tandem.board.settings import board_settings
+from tandem.config_section import Seconds, Section
 from tandem.disk_cache import contradiction
 from tandem.errors import ConfigError
 from tandem.kv_agreement import cannot_travel_as
@@ -35,7 +28,6 @@ def _switch(value: Any) -> Any:
 
 
 Port = Annotated[int, Field(ge=0, le=65535)]
-Seconds = Annotated[float, Field(gt=0, le=86400)]
 BlockSize = Literal[16, 32, 64]
 CacheDtype = Literal["auto", "int8", "fp8_e4m3"]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
@@ -44,12 +36,6 @@ MAX_REPLICAS = 256
 MAX_TENSOR_PARALLEL = 64
 MAX_CONFIG_BYTES = 1 << 20
 ENV_PREFIX = "TANDEM_"
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, and refusing what it does not know."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class ModelConfig(Section):
@@ -162,15 +148,22 @@ class RouterConfig(Section):
     processes: int = Field(default=1, ge=1, le=64)
     """Router processes of one host that share its ports, for more cores. Each keeps a session to every worker; bounds
     such as `max_inflight_requests` are of each."""
-    api_keys: tuple[SecretStr, ...] = ()
-    """Bearer keys; empty means that no key is asked for."""
+    api_keys: tuple[BearerKey, ...] = ()
+    """Bearer keys, each a text or `{key, tenant}`; empty means that no key is asked for."""
     max_body_bytes: PositiveInt = 8 << 20
     max_choices: PositiveInt = 16
     """Bound of `n`."""
     max_prompts: PositiveInt = 64
     """Prompts in one completions request."""
     max_inflight_requests: PositiveInt = 1024
-    """Requests accepted and not yet answered; beyond it 429."""
+    """Requests that workers have at once; others wait in the queue."""
+    max_queue_s: Seconds = 60.0
+    """A request that is predicted to wait longer for its turn, or to get its first token after its own deadline, is
+    refused at once with a time to come back."""
+    queue: QueueConfig = QueueConfig()
+    limits: LimitsConfig = LimitsConfig()
+    hedging: HedgingConfig | None = None
+    """null: none."""
     request_timeout_s: Seconds = 600.0
     local_prefill_tokens: int = Field(default=64, ge=0)
     """Uncached prompt tokens up to which the decode worker prefills itself, whatever a hand-off would cost."""
@@ -216,7 +209,7 @@ class TelemetryConfig(Section):
     otlp_endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+$")] | None = None
     """http://host:port (https:// for TLS) of a collector that speaks OTLP over gRPC, such as http://localhost:4317;
     null: nothing is traced. Needs the `telemetry` extra."""
-    otlp_headers: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")], SecretStr] = {}
+    otlp_headers: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")], SecretStr] = Field(default={})
     """Sent with every batch, such as a key that the collector asks for."""
     sample_ratio: float = Field(default=1.0, ge=0.0, le=1.0)
     """Share of requests that are traced; a client that brings a `traceparent` decides for itself."""

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-PARTS = ("placement", "prefix_map", "redis")
+PARTS = ("placement", "prefix_map", "redis", "overload")
 REPEATS = 30
 
 

@@ -10,7 +10,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.frontend import Frontend, Prepared
+from router.frontend import ClientFields, Frontend, Prepared
 from router.http.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer
 from router.http.cursor import StreamCursor, last_seen, wants_ids
 from router.http.json_body import BodyBounds, read_object
@@ -22,10 +22,13 @@ from router.requests import Generator
 from router.stream_ids import StreamIds, StreamPosition
 from router.text_stream import TextDelta, collect, stream_all
 from router.usage import Usage
+from tandem.errors import InvalidRequest
 from tandem.tracing import TraceContext, context_from_headers
 
 TIMING_HEADER = "X-Tandem-Timing"
 """`1` asks for a `timing` object in the answer, or in the last chunk of a stream."""
+TIMEOUT_HEADER = "X-Tandem-Timeout"
+"""Seconds that the client gives the whole answer; if its first token cannot come by then, it is refused at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +59,7 @@ class GenerationRoutes:
         """A conversation."""
         body = validate(ChatBody, await self._read(request))
         seen = self._seen(request, body)
-        fields = replace(body.chat_fields(request.state.tenant), trace=_trace(request), last_seen=seen)
+        fields = _with_headers(body.chat_fields(request.state.tenant), request, seen)
         messages = [turn.message() for turn in body.messages]
 
         async def prepare() -> list[Prepared]:
@@ -72,7 +75,7 @@ class GenerationRoutes:
         """Plain prompts."""
         body = validate(CompletionBody, await self._read(request))
         seen = self._seen(request, body)
-        fields = replace(body.completion_fields(request.state.tenant), trace=_trace(request), last_seen=seen)
+        fields = _with_headers(body.completion_fields(request.state.tenant), request, seen)
         prompts = self._frontend.parse_prompts(body.prompt)
 
         async def prepare() -> list[Prepared]:
@@ -184,6 +187,22 @@ def _head(body: GenerationBody, prefix: str, first: Prepared, seen: StreamPositi
         return_token_ids=bool(body.return_token_ids),
         echo=isinstance(body, CompletionBody) and bool(body.echo),
     )
+
+
+def _with_headers(fields: ClientFields, request: Request, seen: StreamPosition | None) -> ClientFields:
+    return replace(fields, trace=_trace(request), last_seen=seen, time_left_s=_time_left_s(request))
+
+
+def _time_left_s(request: Request) -> float | None:
+    if (text := request.headers.get(TIMEOUT_HEADER)) is None:
+        return None
+    try:
+        time_left_s = float(text)
+    except ValueError:
+        time_left_s = 0.0
+    if not 0.0 < time_left_s < float("inf"):
+        raise InvalidRequest(f"{TIMEOUT_HEADER} must be a number of seconds above 0", param=TIMEOUT_HEADER)
+    return time_left_s
 
 
 def _trace(request: Request) -> TraceContext | None:

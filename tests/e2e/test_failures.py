@@ -19,7 +19,11 @@ ANSWER = 900
 )
 async def cluster(request):
     """Two decode workers; one prefill worker, slow enough to be caught at work."""
-    slow = {"engine__prefill_chunk_tokens": 16, "engine__max_batched_tokens": 64}
+    slow = {
+        "engine__prefill_chunk_tokens": 16,
+        "engine__max_batched_tokens": 64,
+        "router__queue__worker_backlog_s": 60.0,
+    }
     async with running(decode__replicas=2, transfer__transport=request.param, **slow) as made:
         yield made
 

@@ -26,6 +26,8 @@ SHAPE: dict[str, Any] = {
     "engine__prefill_chunk_tokens": 16,
     "engine__max_batched_tokens": 64,
     "engine__num_blocks": 300,
+    # Hand-offs are to wait at the workers that are killed.
+    "router__queue__worker_backlog_s": 60.0,
 }
 NUM_CLIENTS = 6
 FREE_WITHIN_S = 2.0

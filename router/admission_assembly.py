@@ -1,0 +1,69 @@
+"""From the configuration to a gate before dispatch."""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry
+
+from router.admission import Admission
+from router.admission_metrics import AdmissionMetrics
+from router.cluster_room import RoomPolicy
+from router.dispatch import Dispatcher
+from router.fair_admission import AdmissionPolicy, FairAdmission
+from router.gate import Gate
+from router.health_metrics import HealthMetrics
+from router.surroundings import HedgingSettings
+from router.tenant_limits import Limiter
+from router.workers import WorkerRegistry
+from tandem.config import ClusterConfig, RouterConfig
+
+
+def admission_policy(config: RouterConfig, *, max_running: int) -> AdmissionPolicy:
+    """`max_running`: what a worker runs at once where the router's own bound is left open."""
+    queue = config.queue
+    return AdmissionPolicy(
+        max_requests=queue.max_requests,
+        max_tokens=queue.max_tokens,
+        max_queue_s=config.max_queue_s,
+        input_weight=queue.input_weight,
+        output_weight=queue.output_weight,
+        room=RoomPolicy(
+            worker_backlog_s=queue.worker_backlog_s,
+            max_running_per_worker=queue.max_running_per_worker or max_running,
+            max_itl_s=queue.max_itl_s,
+        ),
+    )
+
+
+def hedging_settings(config: RouterConfig) -> HedgingSettings | None:
+    """None: off."""
+    asked = config.hedging
+    return None if asked is None else HedgingSettings(quantile=asked.quantile, budget=asked.budget)
+
+
+def make_gate(
+    config: ClusterConfig,
+    dispatcher: Dispatcher,
+    admission: Admission,
+    registry: WorkerRegistry,
+    clock: Callable[[], float],
+    metrics: CollectorRegistry,
+) -> Gate:
+    """The gate of one router; `admission`: that of `dispatcher`, whose places bound what runs.
+
+    What it and `dispatcher` know is shown in `metrics` from now on.
+    """
+
+    def places(priority: int) -> int:
+        # Whom every worker was too full for goes first.
+        return 0 if dispatcher.num_waiting_for_room else admission.num_free(priority)
+
+    fair = FairAdmission(
+        workers=registry.snapshots,
+        places=places,
+        limiter=Limiter(config.router.limits, clock=clock),
+        policy=admission_policy(config.router, max_running=config.engine.max_running_requests),
+        clock=clock,
+    )
+    metrics.register(AdmissionMetrics(fair))
+    metrics.register(HealthMetrics(dispatcher.health, clock))
+    return Gate(dispatcher, fair, registry)

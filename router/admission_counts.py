@@ -1,0 +1,64 @@
+"""What admission counts, for metrics and tests: totals since the router's start. Pure."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Rejection(Enum):
+    """Why a request was turned away; a label."""
+
+    CONCURRENT = "concurrent_requests"
+    REQUESTS = "requests_per_minute"
+    TOKENS = "tokens_per_minute"
+    QUEUE_FULL = "queue_full"
+    QUEUE_TIME = "queue_time"
+    """Predicted to wait longer than any request may."""
+    DEADLINE = "deadline"
+    """Predicted to miss its own deadline."""
+    HOPELESS = "hopeless"
+    """The same, after it had waited."""
+    DRAINING = "draining"
+
+
+@dataclass(slots=True, kw_only=True)
+class TenantCounts:
+    """One tenant's."""
+
+    requests: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    rejected: int = 0
+
+
+@dataclass(slots=True)
+class AdmissionCounts:
+    """Of all tenants. Their number is bounded by the configured keys."""
+
+    rejections: Counter[Rejection] = field(default_factory=Counter)
+    tenants: dict[str, TenantCounts] = field(default_factory=dict)
+    num_turns: int = 0
+    waited_s: float = 0.0
+    """By all that had their turn, together."""
+
+    def rejected(self, why: Rejection, tenant: str) -> None:
+        """One was turned away."""
+        self.rejections[why] += 1
+        self._of(tenant).rejected += 1
+
+    def waited(self, seconds: float) -> None:
+        """One had its turn."""
+        self.num_turns += 1
+        self.waited_s += seconds
+
+    def served(self, tenant: str, input_tokens: int, output_tokens: int) -> None:
+        """One that ran has ended."""
+        counts = self._of(tenant)
+        counts.requests += 1
+        counts.input_tokens += input_tokens
+        counts.output_tokens += output_tokens
+
+    def _of(self, tenant: str) -> TenantCounts:
+        if (counts := self.tenants.get(tenant)) is None:
+            counts = self.tenants[tenant] = TenantCounts()
+        return counts

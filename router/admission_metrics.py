@@ -1,0 +1,77 @@
+"""What the gate has to show: who waits, who was turned away and why, what each tenant had."""
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from router.admission_counts import Rejection, TenantCounts
+from router.fair_admission import FairAdmission
+
+MAX_TENANTS = 1000
+"""Label values; further tenants are shown together, as `other`."""
+_OTHER = "other"
+_DIGEST_CHARS = 32
+_SHOWN_CHARS = 8
+
+
+class AdmissionMetrics(Collector):
+    """Read from the books at each scrape."""
+
+    def __init__(self, admission: FairAdmission) -> None:
+        self._admission = admission
+        self._labels: dict[str, str] = {}
+
+    def collect(self) -> Iterable[Metric]:
+        """The figures of now."""
+        admission, counts = self._admission, self._admission.counts
+        yield _gauge("tandem_queue_requests", "Requests that wait in the router", admission.num_waiting)
+        yield _gauge("tandem_queue_tokens", "Prompt tokens of these", admission.num_waiting_tokens)
+        yield _gauge("tandem_queue_oldest_seconds", "How long the first of them has waited", admission.oldest_s())
+        waited = CounterMetricFamily("tandem_queue_wait_seconds", "Waited by all requests that had their turn")
+        waited.add_metric((), counts.waited_s)
+        yield waited
+        turns = CounterMetricFamily("tandem_queue_turns", "Requests that had their turn")
+        turns.add_metric((), counts.num_turns)
+        yield turns
+        rejected = CounterMetricFamily("tandem_rejections", "Requests turned away", labels=("reason",))
+        for reason in Rejection:
+            rejected.add_metric((reason.value,), counts.rejections[reason])
+        yield rejected
+        yield from self._tenants(self._shown(counts.tenants))
+
+    def _tenants(self, tenants: Mapping[str, TenantCounts]) -> Iterable[Metric]:
+        requests = CounterMetricFamily("tandem_tenant_requests", "Requests that ran", labels=("tenant",))
+        rejected = CounterMetricFamily("tandem_tenant_rejections", "Requests turned away", labels=("tenant",))
+        tokens = CounterMetricFamily("tandem_tenant_tokens", "Tokens of requests that ran", labels=("tenant", "kind"))
+        for tenant, counts in tenants.items():
+            requests.add_metric((tenant,), counts.requests)
+            rejected.add_metric((tenant,), counts.rejected)
+            tokens.add_metric((tenant, "input"), counts.input_tokens)
+            tokens.add_metric((tenant, "output"), counts.output_tokens)
+        yield from (requests, rejected, tokens)
+
+    def _shown(self, tenants: Mapping[str, TenantCounts]) -> dict[str, TenantCounts]:
+        shown: dict[str, TenantCounts] = {}
+        for tenant, counts in tenants.items():
+            sums = shown.setdefault(self._label(tenant), TenantCounts())
+            sums.requests += counts.requests
+            sums.rejected += counts.rejected
+            sums.input_tokens += counts.input_tokens
+            sums.output_tokens += counts.output_tokens
+        return shown
+
+    def _label(self, tenant: str) -> str:
+        """A tenant keeps the label that it had first. Of a key without a name the beginning of its digest is enough."""
+        if (label := self._labels.get(tenant)) is None:
+            if len(self._labels) >= MAX_TENANTS:
+                return _OTHER
+            label = f"key-{tenant[:_SHOWN_CHARS]}" if len(tenant) == _DIGEST_CHARS else tenant or "default"
+            self._labels[tenant] = label
+        return label
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    gauge = GaugeMetricFamily(name, text)
+    gauge.add_metric((), value)
+    return gauge

@@ -1,0 +1,363 @@
+"""Who runs now, who waits and who is turned away: limits, fair shares and predicted waiting times together. Pure.
+
+    enter -> (waits) -> has its turn -> placed -> ended
+
+A request is refused before anything is computed for it when its tenant's limits are reached (429), when the queue is
+full (429, the longest line first), or when it is predicted to come too late (503); each refusal says when to come back.
+The prediction is the wait in line, by what is served before it in fair order at the rate at which the queue drains,
+then the backlog of the worker that is done first, then its own prompt. Whoever waits is looked at again and again.
+Nobody waits while the cluster has room.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from router.admission_counts import AdmissionCounts, Rejection
+from router.cluster_room import ClusterRoom, DrainMeter, InTransit, RoomPolicy, look
+from router.fair_queue import FairQueue, Ticket
+from router.fair_share import VirtualCounters
+from router.habits import Habits
+from router.tenant_limits import Grant, Limiter
+from router.worker_view import WorkerSnapshot
+from tandem.errors import DeadlineExceeded, Overloaded, ServingError, Unavailable
+
+_LONGEST_RETRY_S = 60.0
+_SHORTEST_RETRY_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionPolicy:
+    """Bounds of the queue."""
+
+    max_requests: int = 512
+    max_tokens: int = 4_000_000
+    max_queue_s: float = 60.0
+    input_weight: float = 1.0
+    output_weight: float = 2.0
+    credit_s: float = 0.5
+    """Of the whole cluster's work: how far a tenant that begins to wait may be behind the others."""
+    entry_share: float = 0.8
+    """Of the time to its deadline that a request may be predicted to need when it comes: predictions are no better than
+    that, and whoever is let in should not be refused later."""
+    patience: float = 4.0
+    """Times `max_queue_s` that a request may be predicted to wait altogether once it was let in."""
+    room: RoomPolicy = field(default_factory=RoomPolicy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What of a request matters here."""
+
+    tenant: str
+    priority: int
+    num_tokens: int
+    """Of its prompt."""
+    max_output_tokens: int
+    """Over all choices."""
+    deadline_s: float | None
+    promised: bool = False
+    """A stream that goes on: it is counted, and neither waits nor is refused."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Entry:
+    """One accepted request."""
+
+    ticket: Ticket
+    grant: Grant
+    waiting: bool = False
+    in_transit: bool = False
+    had_turn: bool = False
+    ended: bool = False
+    output_tokens: int = 0
+    cached_tokens: int | None = field(default=None)
+    """Known when a choice has ended."""
+
+
+class FairAdmission:
+    """The decisions of one router."""
+
+    def __init__(
+        self,
+        *,
+        workers: Callable[[], Sequence[WorkerSnapshot]],
+        places: Callable[[int], int],
+        limiter: Limiter,
+        policy: AdmissionPolicy,
+        clock: Callable[[], float],
+    ) -> None:
+        """`places`: how many requests of a priority may run besides, whatever the workers say."""
+        self._workers = workers
+        self._places = places
+        self._limiter = limiter
+        self._policy = policy
+        self._clock = clock
+        self._counters = VirtualCounters(
+            weight_of=limiter.weight, input_weight=policy.input_weight, output_weight=policy.output_weight
+        )
+        self._queue = FairQueue(self._counters)
+        self._entries: dict[Ticket, Entry] = {}
+        self._habits = Habits()
+        self._meter = DrainMeter(now_s=clock())
+        self._num_tickets = 0
+        self._transit: set[Entry] = set()
+        # What was turned away and told to come back, and has not had the time to.
+        self._owed_cost = 0.0
+        self._owed_since_s = clock()
+        self.closed = False
+        self.counts = AdmissionCounts()
+        self.num_inflight = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in line."""
+        return len(self._queue)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Of their prompts."""
+        return self._queue.num_tokens
+
+    def oldest_s(self) -> float:
+        """For how long the one has waited that has waited longest."""
+        now_s = self._clock()
+        return now_s - min((ticket.arrived_s for ticket in self._queue), default=now_s)
+
+    def enter(self, wanted: Wanted) -> tuple[Entry, list[tuple[Entry, ServingError]]]:
+        """Count a request in; it waits unless it has its turn at once. Also those that had to make room for it.
+
+        Raises Overloaded or Unavailable with the time to come back.
+        """
+        if self.closed and not wanted.promised:
+            self.counts.rejected(Rejection.DRAINING, wanted.tenant)
+            raise Unavailable("the router is draining", retry_after_s=1.0)
+        entry = self._admit(wanted)
+        try:
+            evicted = [] if wanted.promised else self._line_up(entry)
+        except ServingError:
+            self._limiter.cancel(entry.grant)
+            raise
+        self.num_inflight += 1
+        if not entry.waiting:
+            self._give_turn(entry)
+        return entry, evicted
+
+    def pump(self) -> list[Entry]:
+        """Those whose turn it is now."""
+        turns: list[Entry] = []
+        self._pass_time()
+        while (ticket := self._queue.first()) is not None and self._has_room(self._room(), ticket):
+            self._queue.remove(ticket)
+            self._meter.served(ticket.cost)
+            entry = self._entries.pop(ticket)
+            self._give_turn(entry)
+            turns.append(entry)
+        return turns
+
+    def hopeless(self) -> list[tuple[Entry, ServingError]]:
+        """Those in line that cannot be served in time any more; they have ended."""
+        if not len(self._queue):
+            return []
+        self._pass_time()
+        room, now_s = self._room(), self._clock()
+        # Nobody waits longer than it takes to serve everybody.
+        whole_s = sum(t.cost for t in self._queue) / self._rate(room) + room.least_wait_s
+        found = []
+        for ticket in list(self._queue):
+            if (
+                self._left_s(ticket, room, now_s) <= whole_s
+                and (late := self._lateness(ticket, room, share=1.0)) is not None
+            ):
+                entry = self._entries[ticket]
+                error = self._refuse(ticket, *late, waited=True)
+                self.end(entry)
+                found.append((entry, error))
+        return found
+
+    def placed(self, entry: Entry) -> None:
+        """Workers' books have it now."""
+        entry.in_transit = False
+        self._transit.discard(entry)
+
+    def generated(self, entry: Entry, num_tokens: int) -> None:
+        """Tokens came that its client did not have."""
+        entry.output_tokens += num_tokens
+        self._counters.charge(entry.ticket.tenant, output_tokens=num_tokens)
+
+    def cached(self, entry: Entry, num_tokens: int) -> None:
+        """A choice has ended, whose prompt had so many tokens cached."""
+        entry.cached_tokens = max(entry.cached_tokens or 0, num_tokens)
+
+    def end(self, entry: Entry) -> None:
+        """It is over, however. No-op the second time."""
+        if entry.ended:
+            return
+        entry.ended = True
+        self.num_inflight -= 1
+        self.placed(entry)
+        ticket = entry.ticket
+        if entry.waiting:
+            self._queue.remove(ticket)
+            del self._entries[ticket]
+            self._limiter.cancel(entry.grant)
+            return
+        if entry.cached_tokens is not None:
+            self._learn(entry, entry.cached_tokens)
+        self.counts.served(ticket.tenant, ticket.num_tokens, entry.output_tokens)
+        self._limiter.settle(entry.grant, ticket.num_tokens + entry.output_tokens)
+
+    def predicted_first_token_s(self, wanted: Wanted) -> float:
+        """Seconds until a request that came now would have its first token."""
+        ticket, room = self._ticket(wanted), self._room()
+        return self._wait_s(ticket, room) + _compute_s(ticket, room)
+
+    def _learn(self, entry: Entry, cached_tokens: int) -> None:
+        ticket = entry.ticket
+        computed = max(0, ticket.num_tokens - cached_tokens)
+        self._counters.charge(ticket.tenant, input_tokens=computed - ticket.work_tokens)
+        if ticket.num_tokens:
+            share = computed / ticket.num_tokens
+            self._habits.learn(ticket.tenant, output_tokens=entry.output_tokens, computed_share=share)
+
+    def _admit(self, wanted: Wanted) -> Entry:
+        ticket = self._ticket(wanted)
+        try:
+            estimate = ticket.num_tokens + ticket.output_tokens
+            grant = self._limiter.admit(wanted.tenant, estimate, promised=wanted.promised)
+        except Overloaded as error:
+            self.counts.rejected(Rejection(error.param), wanted.tenant)
+            raise
+        return Entry(ticket=ticket, grant=grant)
+
+    def _ticket(self, wanted: Wanted) -> Ticket:
+        self._num_tickets += 1
+        tenant, most = wanted.tenant, wanted.max_output_tokens
+        output, share = self._habits.of(tenant)
+        work, output = wanted.num_tokens * share, min(float(most), output)
+        return Ticket(
+            tenant=tenant,
+            priority=self._limiter.priority(tenant, wanted.priority),
+            num_tokens=wanted.num_tokens,
+            work_tokens=work,
+            output_tokens=output,
+            cost=self._counters.cost(input_tokens=work, output_tokens=output),
+            number=self._num_tickets,
+            arrived_s=self._clock(),
+            deadline_s=wanted.deadline_s,
+        )
+
+    def _line_up(self, entry: Entry) -> list[tuple[Entry, ServingError]]:
+        """Make it wait, unless it need not. Raises what `enter` raises."""
+        ticket, room = entry.ticket, self._room()
+        self._pass_time()
+        at_once = not len(self._queue) and self._has_room(room, ticket)
+        late = self._lateness(ticket, room, share=1.0 if at_once else self._policy.entry_share)
+        if late is not None:
+            raise self._refuse(ticket, *late)
+        if at_once:
+            self._counters.activate(ticket.tenant, (), credit=self._credit(room))
+            return []
+        evicted = self._make_place(ticket, room)
+        self._queue.push(ticket, credit=self._credit(room))
+        self._entries[ticket] = entry
+        entry.waiting = True
+        return evicted
+
+    def _make_place(self, ticket: Ticket, room: ClusterRoom) -> list[tuple[Entry, ServingError]]:
+        evicted: list[tuple[Entry, ServingError]] = []
+        policy, queue = self._policy, self._queue
+        while len(queue) and (
+            len(queue) >= policy.max_requests or queue.num_tokens + ticket.num_tokens > policy.max_tokens
+        ):
+            victim = queue.largest()
+            if victim is None or not self._displaces(ticket, victim):
+                raise self._turned_away(ticket, room)
+            entry = self._entries[victim]
+            self.end(entry)
+            evicted.append((entry, self._turned_away(victim, room)))
+        return evicted
+
+    def _displaces(self, ticket: Ticket, victim: Ticket) -> bool:
+        if victim.priority != ticket.priority:
+            return victim.priority > ticket.priority
+        own = self._queue.line_cost(ticket.tenant, ticket.priority)
+        own += ticket.cost / self._counters.weight(ticket.tenant)
+        theirs = self._queue.line_cost(victim.tenant, victim.priority)
+        return ticket.tenant != victim.tenant and own < theirs
+
+    def _turned_away(self, ticket: Ticket, room: ClusterRoom) -> Overloaded:
+        wait_s = ticket.cost / self._rate(room)
+        self.counts.rejected(Rejection.QUEUE_FULL, ticket.tenant)
+        return Overloaded(f"{len(self._queue)} requests wait", retry_after_s=self._retry_after_s(ticket, wait_s, room))
+
+    def _lateness(
+        self, ticket: Ticket, room: ClusterRoom, *, share: float, patience: float = 1.0
+    ) -> tuple[Rejection, float] | None:
+        """Why it would come too late with that share of the time to its deadline, and by how much in seconds."""
+        now_s, wait_s = self._clock(), self._wait_s(ticket, room)
+        if ticket.deadline_s is not None:
+            over_s = wait_s + _compute_s(ticket, room) - share * (ticket.deadline_s - now_s)
+            if over_s > 0.0:
+                return Rejection.DEADLINE, over_s
+        over_s = now_s - ticket.arrived_s + wait_s - patience * self._policy.max_queue_s
+        return (Rejection.QUEUE_TIME, over_s) if over_s > 0.0 else None
+
+    def _refuse(self, ticket: Ticket, why: Rejection, over_s: float, *, waited: bool = False) -> ServingError:
+        self.counts.rejected(Rejection.HOPELESS if waited else why, ticket.tenant)
+        if why is Rejection.DEADLINE and ticket.deadline_s is not None and ticket.deadline_s <= self._clock():
+            return DeadlineExceeded("the request's time ran out before its turn came")
+        retry_s = self._retry_after_s(ticket, over_s, self._room())
+        bound = "its deadline" if why is Rejection.DEADLINE else f"{self._policy.max_queue_s:g} s"
+        return Unavailable(f"the cluster is overloaded: the wait would be longer than {bound}", retry_after_s=retry_s)
+
+    def _retry_after_s(self, ticket: Ticket, over_s: float, room: ClusterRoom) -> float:
+        """When there will be room, behind all who were told to come back before."""
+        rate, now_s = self._rate(room), self._clock()
+        self._owed_cost = max(0.0, self._owed_cost - rate * (now_s - self._owed_since_s))
+        self._owed_since_s = now_s
+        wait_s = over_s + self._owed_cost / rate
+        self._owed_cost += ticket.cost
+        return min(_LONGEST_RETRY_S, max(_SHORTEST_RETRY_S, wait_s))
+
+    def _wait_s(self, ticket: Ticket, room: ClusterRoom) -> float:
+        if not len(self._queue) and self._has_room(room, ticket):
+            return room.least_wait_s
+        return (self._queue.ahead_of(ticket, credit=self._credit(room)).cost + ticket.cost) / self._rate(
+            room
+        ) + room.least_wait_s
+
+    def _left_s(self, ticket: Ticket, room: ClusterRoom, now_s: float) -> float:
+        left_s = ticket.arrived_s + self._policy.patience * self._policy.max_queue_s - now_s
+        if ticket.deadline_s is None:
+            return left_s
+        return min(left_s, ticket.deadline_s - now_s - _compute_s(ticket, room))
+
+    def _credit(self, room: ClusterRoom) -> float:
+        return self._policy.credit_s * self._rate(room)
+
+    def _rate(self, room: ClusterRoom) -> float:
+        return self._meter.rate(room.prefill_tokens_per_s * self._policy.input_weight)
+
+    def _room(self) -> ClusterRoom:
+        transit = InTransit(
+            num_requests=len(self._transit), work_tokens=sum(entry.ticket.work_tokens for entry in self._transit)
+        )
+        return look(self._workers(), self._policy.room, transit)
+
+    def _has_room(self, room: ClusterRoom, ticket: Ticket) -> bool:
+        return room.takes(ticket.num_tokens) and self._places(ticket.priority) > len(self._transit)
+
+    def _pass_time(self) -> None:
+        self._meter.passed(self._clock(), busy=len(self._queue) > 0)
+
+    def _give_turn(self, entry: Entry) -> None:
+        entry.waiting, entry.had_turn, entry.in_transit = False, True, True
+        self._transit.add(entry)
+        self._counters.served(entry.ticket.tenant, input_tokens=entry.ticket.work_tokens)
+        self.counts.waited(self._clock() - entry.ticket.arrived_s)
+
+
+def _compute_s(ticket: Ticket, room: ClusterRoom) -> float:
+    """Of its own prompt, by who computes fastest; nothing while nobody has measured."""
+    rate = room.measured_tokens_per_s
+    return ticket.work_tokens / rate if rate > 0.0 else 0.0

@@ -1,0 +1,62 @@
+"""How much each tenant has had, so that the one that had least is served next.
+
+The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): input tokens are
+counted when a request is served, output tokens as they come, divided by the tenant's weight. A tenant that begins to
+wait is lifted to the least counter of those that wait, or to that of the last one served when nobody does, so that
+nobody saves up a claim while idle. Unlike there, a bounded credit is left to it: who stays below its share is then
+served at once when several of its requests come together, as it would be alone. Two tenants that wait all the time
+never differ by more than that credit and a request. Pure.
+"""
+
+from collections.abc import Callable, Iterable
+
+
+class VirtualCounters:
+    """One counter a tenant. Tenants are those of the configured keys, so their number is bounded by it."""
+
+    def __init__(
+        self, *, weight_of: Callable[[str], float], input_weight: float = 1.0, output_weight: float = 2.0
+    ) -> None:
+        """`weight_of`: a tenant's share relative to others', above 0."""
+        self._weight_of = weight_of
+        self._input_weight = input_weight
+        self._output_weight = output_weight
+        self._counters: dict[str, float] = {}
+        self._last_served: str | None = None
+
+    def cost(self, *, input_tokens: float, output_tokens: float) -> float:
+        """What tokens count, before weights."""
+        return self._input_weight * input_tokens + self._output_weight * output_tokens
+
+    def counter(self, tenant: str) -> float:
+        """Its service so far, over its weight."""
+        return self._counters.get(tenant, 0.0)
+
+    def weight(self, tenant: str) -> float:
+        """Its share."""
+        return self._weight_of(tenant)
+
+    def activate(self, tenant: str, waiting: Iterable[str], *, credit: float = 0.0) -> None:
+        """It begins to wait beside those that do; `credit`: how far it may stay behind them, in cost."""
+        others = [self.counter(other) for other in waiting if other != tenant]
+        if others:
+            floor = min(others)
+        elif self._last_served is not None:
+            floor = self.counter(self._last_served)
+        else:
+            floor = 0.0
+        if (own := self._counters.get(tenant)) is None:
+            # Nobody comes with a credit: it is what one did not take while it could.
+            self._counters[tenant] = floor
+        else:
+            self._counters[tenant] = max(own, floor - credit / self._weight_of(tenant))
+
+    def served(self, tenant: str, *, input_tokens: float) -> None:
+        """A request of its has got its turn."""
+        self._last_served = tenant
+        self.charge(tenant, input_tokens=input_tokens)
+
+    def charge(self, tenant: str, *, input_tokens: float = 0.0, output_tokens: float = 0.0) -> None:
+        """Count tokens; below zero takes back what was counted too much."""
+        cost = self.cost(input_tokens=input_tokens, output_tokens=output_tokens)
+        self._counters[tenant] = self.counter(tenant) + cost / self._weight_of(tenant)

@@ -1,0 +1,154 @@
+"""The doors' way to dispatch: each request has its turn here first. The thin shell around `FairAdmission`.
+
+Canaries do not come this way, and a stream that is continued does not wait: it was promised.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Protocol
+
+from router.fair_admission import Entry, FairAdmission, Wanted
+from router.requests import ChoiceDelta, RoutedRequest
+from router.worker_view import WorkerSnapshot
+from router.workers import WorkerRegistry
+from tandem.errors import ServingError
+from tandem.ids import RequestId
+
+_LOOK_S = 0.1
+"""Between two looks at who waits in vain."""
+
+
+class Inner(Protocol):
+    """What runs requests: `router.dispatch.Dispatcher`."""
+
+    def generate(self, request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
+        """See `router.requests.Generator`."""
+        ...
+
+    def finish_choice(self, request_id: RequestId, choice_index: int) -> None:
+        """See `router.requests.Generator`."""
+        ...
+
+    async def drain(self, *, most_s: float) -> None:
+        """See `router.dispatch.Dispatcher`."""
+        ...
+
+
+class Gate:
+    """A `router.requests.Generator` around another."""
+
+    def __init__(self, inner: Inner, admission: FairAdmission, registry: WorkerRegistry) -> None:
+        self._inner = inner
+        self.admission = admission
+        self._turns: dict[Entry, asyncio.Future[None]] = {}
+        self._look: asyncio.TimerHandle | None = None
+        self._ended = asyncio.Event()
+        registry.on_load = _after(registry.on_load, self._pump)
+        registry.watch(self._pump)
+
+    async def drain(self, *, most_s: float) -> None:
+        """Refuse new requests; those that wait here still have their turn, within the bound."""
+        self.admission.closed = True
+        loop = asyncio.get_running_loop()
+        ends_s = loop.time() + most_s
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                while self.admission.num_inflight:
+                    self._ended.clear()
+                    await self._ended.wait()
+        await self._inner.drain(most_s=max(0.0, ends_s - loop.time()))
+
+    async def generate(self, request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
+        """See `router.requests.Generator`. Raises Overloaded or Unavailable, with a time to come back, as well."""
+        entry = self._enter(request)
+        try:
+            if entry.waiting:
+                await self._turn(entry)
+            # What runs it writes it into the workers' books before it waits for the first time.
+            asyncio.get_running_loop().call_soon(self._placed, entry)
+            shown = sum(point.num_tokens for point in request.resume)
+            async with aclosing(self._inner.generate(request)) as deltas:
+                async for delta in deltas:
+                    shown = self._note(entry, delta, shown)
+                    yield delta
+        finally:
+            self.admission.end(entry)
+            self._ended.set()
+            self._pump()
+
+    def finish_choice(self, request_id: RequestId, choice_index: int) -> None:
+        """See `router.requests.Generator`."""
+        self._inner.finish_choice(request_id, choice_index)
+
+    def _enter(self, request: RoutedRequest) -> Entry:
+        promised = bool(request.resume)
+        entry, evicted = self.admission.enter(
+            Wanted(
+                tenant=request.tenant,
+                priority=request.priority,
+                # It was counted when it began.
+                num_tokens=0 if promised else len(request.prompt_token_ids),
+                max_output_tokens=request.sampling.max_tokens * request.num_choices,
+                deadline_s=request.deadline_s,
+                promised=promised,
+            )
+        )
+        self._tell(evicted)
+        return entry
+
+    async def _turn(self, entry: Entry) -> None:
+        loop = asyncio.get_running_loop()
+        turn = self._turns[entry] = loop.create_future()
+        if self._look is None:
+            self._look = loop.call_later(_LOOK_S, self._look_again)
+        try:
+            await turn
+        finally:
+            self._turns.pop(entry, None)
+
+    def _note(self, entry: Entry, delta: ChoiceDelta, shown: int) -> int:
+        """Count what came; how many tokens are still to come that the client has."""
+        if count := len(delta.tokens):
+            passed = min(shown, count)
+            shown -= passed
+            was_silent = not entry.output_tokens
+            self.admission.generated(entry, count - passed)
+            if was_silent:
+                # Its prompt is computed: there may be room for another.
+                self._pump()
+        if delta.finish is not None:
+            self.admission.cached(entry, delta.finish.cached_tokens)
+        return shown
+
+    def _placed(self, entry: Entry) -> None:
+        self.admission.placed(entry)
+        self._pump()
+
+    def _pump(self) -> None:
+        if not self.admission.num_waiting:
+            return
+        for entry in self.admission.pump():
+            if (turn := self._turns.get(entry)) is not None and not turn.done():
+                turn.set_result(None)
+
+    def _look_again(self) -> None:
+        self._look = None
+        self._pump()
+        self._tell(self.admission.hopeless())
+        if self.admission.num_waiting:
+            self._look = asyncio.get_running_loop().call_later(_LOOK_S, self._look_again)
+
+    def _tell(self, refused: list[tuple[Entry, ServingError]]) -> None:
+        for entry, error in refused:
+            if (turn := self._turns.get(entry)) is not None and not turn.done():
+                turn.set_exception(error)
+
+
+def _after(first: Callable[[WorkerSnapshot], None], then: Callable[[], None]) -> Callable[[WorkerSnapshot], None]:
+    def both(worker: WorkerSnapshot) -> None:
+        first(worker)
+        then()
+
+    return both

@@ -1,0 +1,170 @@
+"""Which request ends the workers that compute it, as opposed to those that were only there. Pure.
+
+A choice is *unproven* on a worker until a token came from there. When a worker is lost, whoever was unproven on it may
+have ended it, and goes on alone: on a worker where nobody else is unproven, and where nobody new is put meanwhile. If
+that one is lost as well, with no token in between, the choice is *condemned*: its request gets an error, and its like
+are refused for a minute. Streams that had tokens from the lost worker go on at once, anywhere; only at a second loss
+without a token do they go alone, too.
+
+Workers also die of other causes. So a loss counts against a choice only if it was alone; a death within the last minute
+in which it had no part calls for one more, and so does a token that it ever had.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from router.worker_view import WorkerKey
+from tandem.ids import RequestId
+
+MAX_SUSPECTS = 8
+"""When more were unproven on a lost worker, each is so little suspected that they go on as they like."""
+_ISOLATION_S = 2.0
+"""For how long a suspect waits for a worker of its own."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Standing:
+    """One choice that is on a worker, or was on a lost one."""
+
+    workers: tuple[WorkerKey, ...] = ()
+    unproven: bool = False
+    met: list[WorkerKey] = field(default_factory=list)
+    """Workers lost under it since its last token."""
+    num_alone: int = 0
+    """Those of them on which it was alone."""
+    suspect: bool = False
+    has_run: bool = False
+    """It had a token once, so that most of it can be computed."""
+    waits_since_s: float | None = None
+    reserved: tuple[WorkerKey, ...] = ()
+    """Workers that nobody new is put on, for its sake."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fallen:
+    """One lost worker."""
+
+    key: WorkerKey
+    at_s: float
+    unproven: frozenset[RequestId]
+
+
+class Suspicion:
+    """What one router knows of its own choices."""
+
+    def __init__(self, *, remembered_s: float = 60.0) -> None:
+        """`remembered_s`: for how long a condemned request's like, and other deaths, count."""
+        self._remembered_s = remembered_s
+        self._standings: dict[RequestId, _Standing] = {}
+        self._trials: set[RequestId] = set()
+        """Suspects that have, or wait for, a worker of their own."""
+        self._fallen: deque[_Fallen] = deque()
+        self._condemned: dict[bytes, float] = {}
+        self.num_condemned = 0
+        self.num_refused = 0
+
+    def placed(self, choice: RequestId, workers: tuple[WorkerKey, ...]) -> None:
+        """It was sent to these: who decodes it, and who computes its prompt."""
+        standing = self._standings.setdefault(choice, _Standing())
+        standing.workers, standing.unproven, standing.waits_since_s = workers, True, None
+        standing.reserved = workers if standing.suspect else ()
+
+    def proven(self, choice: RequestId) -> None:
+        """A token came: whatever was lost before was not its doing."""
+        standing = self._standings.get(choice)
+        if standing is not None and standing.unproven:
+            self._standings[choice] = _Standing(workers=standing.workers, has_run=True)
+            self._trials.discard(choice)
+
+    def gone(self, choice: RequestId) -> None:
+        """It has ended."""
+        self._standings.pop(choice, None)
+        self._trials.discard(choice)
+
+    def left(self, choice: RequestId) -> None:
+        """Its worker refused it or failed without dying: nothing follows from that."""
+        if (standing := self._standings.get(choice)) is not None:
+            standing.workers, standing.unproven, standing.reserved = (), False, ()
+
+    def lost(self, choice: RequestId, worker: WorkerKey, now_s: float) -> bool:
+        """Its worker died. Whether that condemns it."""
+        fallen = self._fall(worker, now_s)
+        standing = self._standings.setdefault(choice, _Standing())
+        blamed = choice in fallen.unproven
+        standing.met.append(worker)
+        standing.num_alone += fallen.unproven == {choice}
+        standing.suspect = (blamed and len(fallen.unproven) <= MAX_SUSPECTS) or len(standing.met) > 1
+        if standing.suspect:
+            self._trials.add(choice)
+        standing.workers, standing.unproven, standing.reserved = (), False, ()
+        unrelated = any(other.key not in standing.met for other in self._fallen)
+        benefit = unrelated + standing.has_run
+        if fallen.unproven != {choice} or len(standing.met) < 2 + benefit or standing.num_alone < 1 + benefit:
+            return False
+        self.gone(choice)
+        return True
+
+    def avoid(self, choice: RequestId) -> set[WorkerKey]:
+        """Workers that it is better not put on, if there are others."""
+        if not self._trials:
+            return set()
+        if choice in self._trials:
+            return self._unproven_elsewhere(choice)
+        return {key for one in self._trials if one in self._standings for key in self._standings[one].reserved}
+
+    def must_wait(self, choice: RequestId, live: Iterable[WorkerKey], now_s: float) -> bool:
+        """Whether a suspect has no worker of its own yet: one is kept free of others for it, for a while."""
+        if choice not in self._trials or (standing := self._standings.get(choice)) is None:
+            return False
+        workers = list(live)
+        taken = self._unproven_elsewhere(choice)
+        if not workers or any(key not in taken for key in workers):
+            standing.reserved, standing.waits_since_s = (), None
+            return False
+        if standing.waits_since_s is None:
+            standing.waits_since_s = now_s
+        if not set(standing.reserved) & set(workers):
+            others = {key for one in self._trials if one in self._standings for key in self._standings[one].reserved}
+            free = [key for key in workers if key not in others] or workers
+            standing.reserved = (min(free, key=self._num_unproven),)
+        return now_s - standing.waits_since_s < _ISOLATION_S
+
+    def condemn(self, digest: bytes, now_s: float) -> None:
+        """Refuse the like of a request for a while."""
+        self.num_condemned += 1
+        self._condemned[digest] = now_s + self._remembered_s
+
+    @property
+    def any_condemned(self) -> bool:
+        """Whether a request need be compared at all."""
+        return bool(self._condemned)
+
+    def is_condemned(self, digest: bytes, now_s: float) -> bool:
+        """Whether the like of it was condemned lately."""
+        self._condemned = {known: until_s for known, until_s in self._condemned.items() if until_s > now_s}
+        found = digest in self._condemned
+        self.num_refused += found
+        return found
+
+    def _fall(self, worker: WorkerKey, now_s: float) -> _Fallen:
+        while self._fallen and now_s - self._fallen[0].at_s > self._remembered_s:
+            self._fallen.popleft()
+        for fallen in self._fallen:
+            if fallen.key == worker:
+                return fallen
+        there = (choice for choice, one in self._standings.items() if one.unproven and worker in one.workers)
+        fallen = _Fallen(key=worker, at_s=now_s, unproven=frozenset(there))
+        self._fallen.append(fallen)
+        return fallen
+
+    def _unproven_elsewhere(self, choice: RequestId) -> set[WorkerKey]:
+        others = (one for other, one in self._standings.items() if other != choice and one.unproven)
+        return {key for one in others for key in one.workers}
+
+    def _num_unproven(self, key: WorkerKey) -> int:
+        return sum(one.unproven and key in one.workers for one in self._standings.values())
+
+    def check(self, known: Collection[RequestId]) -> bool:
+        """Whether nothing is kept of choices that have ended; for tests."""
+        return self._standings.keys() <= set(known) and self._trials <= set(known)

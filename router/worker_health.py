@@ -1,0 +1,77 @@
+"""What dispatch learns of workers from requests, and of requests from workers: breakers, suspects, hedging. Pure."""
+
+from collections.abc import Callable, Iterable
+
+from router.breaker import Breakers
+from router.hedging import Hedging
+from router.requests import RoutedRequest
+from router.stream_ids import request_digest
+from router.suspicion import Suspicion
+from router.worker_view import WorkerKey
+from tandem.errors import InternalError
+from tandem.ids import RequestId
+
+
+class WorkerHealth:
+    """One router's; choices report to it what becomes of their attempts."""
+
+    def __init__(self, *, clock: Callable[[], float], hedging: Hedging | None = None) -> None:
+        self.breakers = Breakers()
+        self.suspicion = Suspicion()
+        self.hedging = hedging
+        self._clock = clock
+
+    def check(self, request: RoutedRequest) -> None:
+        """Raises InternalError for the like of a request that ended workers a short while ago."""
+        if self.suspicion.any_condemned and self.suspicion.is_condemned(_digest(request), self._clock()):
+            raise InternalError("requests like this one have ended workers; it is refused for a while")
+
+    def shunned(self, choice: RequestId) -> set[WorkerKey]:
+        """Workers that get no request now, or not this one, as long as there are others."""
+        return self.breakers.closed_to(self._clock()) | self.suspicion.avoid(choice)
+
+    def must_wait(self, choice: RequestId, live: Iterable[WorkerKey]) -> bool:
+        """Whether it is to go alone and cannot yet."""
+        return self.suspicion.must_wait(choice, live, self._clock())
+
+    def placed(self, choice: RequestId, workers: tuple[WorkerKey, ...]) -> None:
+        """An attempt was sent to these: who decodes it, and who computes its prompt."""
+        now_s = self._clock()
+        for key in workers:
+            self.breakers.began(key, now_s)
+        self.suspicion.placed(choice, workers)
+
+    def answered(self, choice: RequestId, workers: tuple[WorkerKey, ...]) -> None:
+        """The first token of an attempt came."""
+        now_s = self._clock()
+        for key in workers:
+            self.breakers.succeeded(key, now_s)
+        self.suspicion.proven(choice)
+
+    def failed(self, choice: RequestId, key: WorkerKey) -> None:
+        """A worker failed on an attempt and lives."""
+        self.breakers.failed(key, self._clock())
+        self.suspicion.left(choice)
+
+    def refused(self, choice: RequestId, key: WorkerKey) -> None:
+        """A worker would not take an attempt, which is no fault of it."""
+        self.breakers.released(key)
+        self.suspicion.left(choice)
+
+    def lost(self, choice: RequestId, key: WorkerKey, request: RoutedRequest) -> None:
+        """A worker died under an attempt. Raises InternalError when the request is taken to be the cause."""
+        self.breakers.keep(self.breakers.states(0.0).keys() - {key})
+        if self.suspicion.lost(choice, key, self._clock()):
+            self.suspicion.condemn(_digest(request), self._clock())
+            raise InternalError("two workers ended while they computed this request alone; it is not tried again")
+
+    def gone(self, choice: RequestId, workers: tuple[WorkerKey, ...] = ()) -> None:
+        """The choice runs no more; `workers`: those that it was taken back from."""
+        for key in workers:
+            self.breakers.released(key)
+        self.suspicion.gone(choice)
+
+
+def _digest(request: RoutedRequest) -> bytes:
+    """The seed is left out: a client that gives none gets another one each time."""
+    return request_digest(request.prompt_token_ids, request.hash_root, request.num_choices)

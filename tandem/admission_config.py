@@ -1,0 +1,77 @@
+"""The parts of the router's configuration that say who may ask for how much, and what happens to the rest."""
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, PositiveInt, SecretStr
+
+from tandem.config_section import Seconds, Section
+
+TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+class ApiKey(Section):
+    """One bearer key."""
+
+    key: SecretStr
+    tenant: TenantName | None = None
+    """Whose it is: keys of one tenant share its limits, its share and its cached prefixes. Absent: a tenant of its
+    own."""
+
+
+def _bare_key(value: Any) -> Any:
+    return {"key": value} if isinstance(value, (str, SecretStr)) else value
+
+
+BearerKey = Annotated[ApiKey, BeforeValidator(_bare_key)]
+
+
+class TenantLimits(Section):
+    """What one tenant may have; null: without a limit."""
+
+    requests_per_minute: PositiveInt | None = None
+    tokens_per_minute: PositiveInt | None = None
+    """Of prompts and answers together: estimated when a request comes, settled when it has ended."""
+    concurrent_requests: PositiveInt | None = None
+    """Accepted and not yet answered, those that wait included."""
+    weight: float = Field(default=1.0, gt=0.0, le=1000.0)
+    """Share of a cluster that cannot serve all, relative to other tenants'."""
+    best_priority: int | None = None
+    """Requests of a better (lower) priority are treated as of this one."""
+
+
+class LimitsConfig(Section):
+    """Limits of API keys."""
+
+    default: TenantLimits = TenantLimits()
+    """Of every tenant that is not named below."""
+    tenants: dict[TenantName, TenantLimits] = Field(default={})
+    """By the `tenant` of API keys; what one of these leaves out has no limit, whatever the default says."""
+
+
+class QueueConfig(Section):
+    """Requests that wait in the router for the cluster to have use for them."""
+
+    max_requests: PositiveInt = 512
+    """Beyond it the tenant with the longest line is turned away with 429."""
+    max_tokens: PositiveInt = 4_000_000
+    """Of all waiting prompts."""
+    worker_backlog_s: Seconds = 0.25
+    """Work that is kept ahead of each worker, so that none is idle between two requests; what is in its own queue
+    nobody can overtake any more."""
+    max_running_per_worker: PositiveInt | None = None
+    """Requests on one decode worker at a time; when absent `engine.max_running_requests`."""
+    max_itl_s: Seconds | None = None
+    """A decode worker whose steps take longer gets no request beside those it has; null: it does."""
+    input_weight: float = Field(default=1.0, gt=0.0, le=1000.0)
+    """What a computed prompt token counts in fair shares."""
+    output_weight: float = Field(default=2.0, gt=0.0, le=1000.0)
+    """What a token of an answer counts."""
+
+
+class HedgingConfig(Section):
+    """A second attempt elsewhere for a request whose first token is late."""
+
+    quantile: float = Field(default=0.95, ge=0.5, lt=1.0)
+    """Of measured times to first token: who has waited longer gets one."""
+    budget: float = Field(default=0.05, gt=0.0, le=0.5)
+    """Second attempts per request, at most."""

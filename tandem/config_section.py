@@ -1,0 +1,13 @@
+"""What every section of the configuration is made of."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Seconds = Annotated[float, Field(gt=0, le=86400)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and refusing what it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)

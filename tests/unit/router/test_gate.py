@@ -1,0 +1,168 @@
+"""Requests at the gate: real sessions and dispatch behind it, fake workers behind those."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.admission_counts import Rejection
+from router.admission_metrics import MAX_TENANTS, AdmissionMetrics
+from router.cluster_room import RoomPolicy
+from router.fair_admission import AdmissionPolicy, FairAdmission
+from router.gate import Gate
+from router.requests import ResumePoint, RoutedRequest
+from router.tenant_limits import Limiter
+from tandem.admission_config import LimitsConfig, TenantLimits
+from tandem.errors import Overloaded, Unavailable
+from tandem.ids import Incarnation
+from tests.fake_worker import FakeWorker, Submission, expected_tokens, hold
+from tests.unit.router.cluster import PROMPT, Cluster, cluster, collect, routed
+
+
+@asynccontextmanager
+async def gated(
+    *workers: FakeWorker, running: int = 1, max_queue_s: float = 60.0, limits: LimitsConfig | None = None
+) -> AsyncIterator[tuple[Gate, Cluster]]:
+    async with cluster(*workers) as core:
+        admission = FairAdmission(
+            workers=core.registry.snapshots,
+            places=lambda _: 100,
+            limiter=Limiter(limits or LimitsConfig(), clock=time.monotonic),
+            policy=AdmissionPolicy(max_queue_s=max_queue_s, room=RoomPolicy(max_running_per_worker=running)),
+            clock=time.monotonic,
+        )
+        yield Gate(core.dispatcher, admission, core.registry), core
+
+
+def of(tenant: str, number: int) -> RoutedRequest:
+    return replace(routed(request_id=f"{tenant}{number}"), tenant=tenant)
+
+
+async def test_requests_run_in_turn_and_every_answer_is_whole() -> None:
+    worker = FakeWorker("d0")
+    async with gated(worker) as (gate, core):
+        asked = [of(tenant, i) for i in range(4) for tenant in "ab"]
+        answers = await asyncio.gather(*(collect(gate.generate(request)) for request in asked))
+        assert all(tokens[0] == expected_tokens(PROMPT, count=8, seed=3) for tokens in answers)
+        assert gate.admission.num_inflight == gate.admission.num_waiting == 0
+        assert gate.admission.counts.tenants["a"].requests == 4
+        assert gate.admission.counts.tenants["a"].output_tokens == 32
+        core.assert_idle()
+
+
+async def test_tenants_take_turns() -> None:
+    order: list[str] = []
+
+    async def note(submission: Submission) -> None:
+        order.append(submission.submit.request_id)
+        submission.give_all()
+
+    worker = FakeWorker("d0", script=hold)
+    async with gated(worker) as (gate, _):
+        first = asyncio.create_task(collect(gate.generate(of("x", 0))))
+        held = await worker.submissions.get()
+        worker.script = note
+        tasks = [asyncio.create_task(collect(gate.generate(of("a", i)))) for i in range(3)]
+        await asyncio.sleep(0)
+        tasks += [asyncio.create_task(collect(gate.generate(of("b", i)))) for i in range(2)]
+        await asyncio.sleep(0)
+        assert gate.admission.num_waiting == 5
+        held.give_all()
+        await asyncio.gather(first, *tasks)
+        assert order == ["a0-0", "b0-0", "a1-0", "b1-0", "a2-0"]
+
+
+async def test_a_client_that_leaves_while_it_waits_leaves_nothing() -> None:
+    worker = FakeWorker("d0", script=hold)
+    async with gated(worker) as (gate, core):
+        running = asyncio.create_task(collect(gate.generate(of("a", 0))))
+        held = await worker.submissions.get()
+        waiting = asyncio.create_task(collect(gate.generate(of("a", 1))))
+        await asyncio.sleep(0)
+        assert gate.admission.num_waiting == 1
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert (gate.admission.num_waiting, gate.admission.num_inflight) == (0, 1)
+        held.give_all()
+        await running
+        core.assert_idle()
+
+
+async def test_who_waits_too_long_is_told_and_others_at_once() -> None:
+    worker = FakeWorker("d0", script=hold)
+    async with gated(worker, max_queue_s=0.3) as (gate, _):
+        running = asyncio.create_task(collect(gate.generate(of("a", 0))))
+        held = await worker.submissions.get()
+        with pytest.raises(Unavailable) as caught:
+            await collect(gate.generate(of("a", 1)))
+        assert caught.value.retry_after_s is not None
+        assert gate.admission.counts.rejections[Rejection.HOPELESS] == 1
+        held.give_all()
+        await running
+
+
+async def test_a_continued_stream_passes_every_bound() -> None:
+    worker = FakeWorker("d0", script=hold)
+    limits = LimitsConfig(default=TenantLimits(concurrent_requests=1))
+    async with gated(worker, limits=limits) as (gate, _):
+        running = asyncio.create_task(collect(gate.generate(of("a", 0))))
+        held = await worker.submissions.get()
+        with pytest.raises(Overloaded):
+            await collect(gate.generate(of("a", 1)))
+        worker.script = _answer
+        point = ResumePoint(worker=Incarnation(99), num_tokens=3)
+        tokens = await collect(gate.generate(replace(of("a", 2), resume=(point,), resumptions=1)))
+        assert tokens[0] == expected_tokens(PROMPT, count=8, seed=3)
+        # Only what the client did not have is counted.
+        assert gate.admission.counts.tenants["a"].output_tokens == 5
+        held.give_all()
+        await running
+
+
+async def _answer(submission: Submission) -> None:
+    submission.give_all()
+
+
+async def test_a_drain_lets_those_that_wait_have_their_turn() -> None:
+    worker = FakeWorker("d0", script=hold)
+    async with gated(worker) as (gate, core):
+        running = asyncio.create_task(collect(gate.generate(of("a", 0))))
+        held = await worker.submissions.get()
+        worker.script = _answer
+        waiting = asyncio.create_task(collect(gate.generate(of("a", 1))))
+        await asyncio.sleep(0)
+        drain = asyncio.create_task(gate.drain(most_s=60.0))
+        await asyncio.sleep(0)
+        with pytest.raises(Unavailable, match="draining"):
+            await collect(gate.generate(of("a", 2)))
+        held.give_all()
+        await asyncio.gather(running, waiting, drain)
+        core.assert_idle()
+
+
+async def test_metrics_show_the_queue_and_cap_the_tenants() -> None:
+    worker = FakeWorker("d0", script=hold)
+    async with gated(worker, running=2000) as (gate, _):
+        registry = CollectorRegistry()
+        registry.register(AdmissionMetrics(gate.admission))
+        counts = gate.admission.counts
+        counts.rejected(Rejection.DEADLINE, "named")
+        for number in range(MAX_TENANTS + 5):
+            counts.served(f"{number:032x}", 10, 3)
+        shown = {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in text_string_to_metric_families(generate_latest(registry).decode())
+            for sample in family.samples
+        }
+        assert shown["tandem_queue_requests",] == 0.0
+        assert shown["tandem_queue_oldest_seconds",] == 0.0
+        assert shown["tandem_rejections_total", "deadline"] == 1.0
+        assert shown["tandem_tenant_rejections_total", "named"] == 1.0
+        assert shown["tandem_tenant_requests_total", "other"] == 6.0
+        assert sum(name == "tandem_tenant_requests_total" for name, *_ in shown) <= MAX_TENANTS + 1

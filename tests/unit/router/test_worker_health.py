@@ -1,0 +1,200 @@
+"""Breakers, quarantine and hedging as dispatch applies them: real sessions, fake workers."""
+
+import asyncio
+import time
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from router.breaker import BreakerState
+from router.choice_run import DispatchSettings
+from router.health_metrics import HealthMetrics
+from router.surroundings import HedgingSettings
+from tandem.errors import InternalError
+from tandem.roles import WorkerRole
+from tests.fake_worker import FakeWorker, Submission, answer, expected_tokens, hold
+from tests.unit.router.cluster import LONG_PROMPT, PROMPT, cluster, collect, routed
+
+HEDGED = DispatchSettings(hedging=HedgingSettings(quantile=0.9, budget=0.5))
+
+
+async def broken(submission: Submission) -> None:
+    submission.refuse("InternalError", "out of order")
+
+
+def deadly(worker: FakeWorker):
+    """Ends the worker of whoever asks for more than eight tokens."""
+
+    async def script(submission: Submission) -> None:
+        if submission.submit.sampling.max_tokens > 8:
+            await worker.crash()
+        else:
+            await answer(submission)
+
+    return script
+
+
+async def test_a_worker_that_keeps_failing_is_left_alone_and_taken_back() -> None:
+    sick, well = FakeWorker("d0", script=broken), FakeWorker("d1")
+    async with cluster(sick, well) as router:
+        health, registry = router.dispatcher.health, router.registry
+        registry.penalise = lambda *_: None  # the breaker alone keeps it out
+        for i in range(30):
+            assert (await collect(router.generate(routed(request_id=f"r{i}"))))[0]
+        assert sick.submissions.qsize() == 5
+        key = next(w.info.key for w in registry.snapshots() if w.info.key.worker_id == "d0")
+        assert health.breakers.states(time.monotonic()) == {key: BreakerState.OPEN}
+        text = generate_latest(_registry(router)).decode()
+        assert 'tandem_worker_breaker{state="open",worker="d0"} 1.0' in text
+        # Alone it is asked all the same: better one that may fail than none.
+        sick.script = answer
+        await well.crash()
+        await registry.until_live(1)
+        assert await collect(router.generate(routed()))
+
+
+def _registry(router) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(HealthMetrics(router.dispatcher.health, time.monotonic))
+    return registry
+
+
+async def test_a_request_that_ends_two_workers_is_not_given_a_third() -> None:
+    workers = [FakeWorker(f"d{i}") for i in range(4)]
+    for worker in workers:
+        worker.script = deadly(worker)
+    async with cluster(*workers) as router:
+        poison = routed(max_tokens=9)
+        with pytest.raises(InternalError, match="two workers"):
+            await collect(router.generate(poison))
+        await router.registry.until_live(2)
+        # Its client tries again, with another seed.
+        with pytest.raises(InternalError, match="like this one"):
+            await collect(router.generate(replace(poison, sampling=replace(poison.sampling, seed=99))))
+        tokens = await collect(router.generate(routed((1, 2, 3), request_id="r3")))
+        assert tokens[0] == expected_tokens((1, 2, 3), count=8, seed=3)
+        text = generate_latest(_registry(router)).decode()
+        assert "tandem_quarantined_requests_total 1.0" in text
+        assert "tandem_quarantine_refusals_total 1.0" in text
+        assert router.dispatcher.health.suspicion.check([])
+        router.assert_idle()
+
+
+async def test_innocents_beside_it_are_answered() -> None:
+    workers = [FakeWorker(f"d{i}", script=hold) for i in range(4)]
+    async with cluster(*workers) as router:
+        innocents = [
+            asyncio.create_task(collect(router.generate(routed(request_id=f"i{i}", seed=i)))) for i in range(4)
+        ]
+        poison = asyncio.create_task(collect(router.generate(routed((9, 9), request_id="p", max_tokens=9))))
+        first = None
+        while first is None:
+            await asyncio.sleep(0.01)
+            first = next((w for w in workers if any(key == "p-0" for key in w._live)), None)
+        for worker in workers:
+            worker.script = deadly(worker)
+        beside = len(first._live)
+        await first.crash()
+        for worker in workers:
+            if worker is not first:
+                for submission in list(worker._live.values()):
+                    submission.give_all()
+        with pytest.raises(InternalError, match="two workers"):
+            await poison
+        assert [tokens[0] for tokens in await asyncio.gather(*innocents)] == [
+            expected_tokens(PROMPT, count=8, seed=i) for i in range(4)
+        ]
+        assert beside >= 1
+        await router.registry.until_live(2)
+        assert router.dispatcher.health.suspicion.check([])
+
+
+async def test_two_kills_that_strike_an_established_stream_do_not_end_it() -> None:
+    async def two_then_hang(submission: Submission) -> None:
+        submission.give(submission.tokens[:2])
+
+    workers = [FakeWorker(f"d{i}", script=two_then_hang) for i in range(3)]
+    async with cluster(*workers) as router:
+        async with aclosing(router.generate(routed())) as stream:
+            got = [token.token_id for token in (await anext(stream)).tokens]
+            rest = asyncio.create_task(_rest(stream))
+            for script in (hold, answer):
+                for worker in workers:
+                    worker.script = script
+                victim = await _who_runs(workers)
+                workers.remove(victim)
+                await victim.crash()
+            got += await rest
+        assert got == expected_tokens(PROMPT, count=8, seed=3)
+
+
+async def _rest(stream) -> list[int]:
+    return [token.token_id async for delta in stream for token in delta.tokens]
+
+
+async def _who_runs(workers: list[FakeWorker]) -> FakeWorker:
+    while not (found := [w for w in workers if w._live]):  # noqa: ASYNC110 - a fake worker wakes nobody
+        await asyncio.sleep(0.01)
+    return found[0]
+
+
+async def warm(router, count: int = 80) -> None:
+    for i in range(count):
+        await collect(router.generate(routed(request_id=f"w{i}")))
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, LONG_PROMPT], ids=["local", "handed_over"])
+async def test_a_late_first_token_is_hedged_and_the_first_answer_wins(prompt: tuple[int, ...]) -> None:
+    workers = [FakeWorker("d0"), FakeWorker("d1")]
+    async with cluster(*workers, FakeWorker("p0", role=WorkerRole.PREFILL), settings=HEDGED) as router:
+        await warm(router)
+        slow: list[Submission] = []
+        hedging = router.dispatcher.health.hedging
+        assert hedging is not None
+        started, won = hedging.num_started, hedging.num_won
+
+        async def first_hangs(submission: Submission) -> None:
+            slow.append(submission)
+            if len(slow) > 1:
+                await answer(submission)
+
+        for worker in workers:
+            worker.script = first_hangs
+        tokens = await collect(router.generate(routed(prompt)))
+        assert tokens[0] == expected_tokens(prompt, count=8, seed=3)
+        await slow[0].cancelled.wait()
+        assert (hedging.num_started - started, hedging.num_won - won) == (1, 1)
+        if prompt is LONG_PROMPT:
+            assert slow[0].submit.prefill.transfer_id != slow[1].submit.prefill.transfer_id
+        router.assert_idle()
+
+
+async def test_the_first_run_may_win_and_a_failed_one_leaves_its_place() -> None:
+    workers = [FakeWorker("d0"), FakeWorker("d1")]
+    async with cluster(*workers, settings=HEDGED) as router:
+        await warm(router)
+        for outcome in ("answer", "refuse"):
+            asked: asyncio.Queue[Submission] = asyncio.Queue()
+
+            async def note(submission: Submission, asked=asked) -> None:
+                asked.put_nowait(submission)
+
+            for worker in workers:
+                worker.script = note
+            client = asyncio.create_task(collect(router.generate(routed())))
+            first, second = await asked.get(), await asked.get()
+            if outcome == "answer":
+                first.give_all()
+                await second.cancelled.wait()
+            else:
+                first.refuse("InternalError")
+                second.give_all()
+            assert (await client)[0] == expected_tokens(PROMPT, count=8, seed=3)
+            router.assert_idle()
+
+
+async def test_nothing_is_hedged_unless_asked_for() -> None:
+    async with cluster(FakeWorker("d0")) as router:
+        assert router.dispatcher.health.hedging is None
