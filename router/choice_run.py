@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from random import Random
@@ -225,7 +225,7 @@ class ChoiceRun:
                 # These tokens count as the client's, so it must have them before the error.
                 self.failure = told
                 return deltas
-        return [replace(self._finish(self._progress.finish(finished)), tokens=tokens, worker=worker)]
+        return [self._finish(self._progress.finish(finished))._replace(tokens=tokens, worker=worker)]
 
     def _retry(self, assignment: Assignment, reason: RetryReason, error: ServingError) -> list[ChoiceDelta]:
         """The attempt has ended on its worker before the choice has: continue elsewhere, or raise."""

@@ -5,7 +5,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
 from random import Random
 
@@ -15,7 +15,7 @@ from router.choice_run import DispatchSettings, Surroundings
 from router.observer import DispatchObserver, SilentObserver
 from router.placer import Placer
 from router.request_run import RequestRun
-from router.requests import ChoiceDelta, RoutedRequest
+from router.requests import ChoiceDelta, Reader, RoutedRequest
 from router.waiting_room import WaitingRoom
 from tandem.block_hash import BlockHasher
 from tandem.errors import InvalidRequest, InvariantError
@@ -74,6 +74,22 @@ class Dispatcher:
         Raises Overloaded, Unavailable, RequestTooLarge, DeadlineExceeded or InternalError, or what a worker found
         wrong with the request.
         """
+        with self._running(request) as run:
+            while not run.done:
+                for delta in await run.step():
+                    yield delta
+
+    async def run(self, request: RoutedRequest, reader: Reader) -> None:
+        """Give `reader` all choices, interleaved. Cancelling it cancels the request on every worker.
+
+        Raises as `generate`, and what the reader raises.
+        """
+        with self._running(request) as run:
+            await run.follow(reader)
+
+    @contextlib.contextmanager
+    def _running(self, request: RoutedRequest) -> Iterator[RequestRun]:
+        """Admitted and under way while inside."""
         self._supersede(request)
         with contextlib.ExitStack() as leaving:
             # Last, when its place is free again.
@@ -84,9 +100,7 @@ class Dispatcher:
             run = self._runs[request.request_id] = RequestRun(request, around)
             try:
                 run.start()
-                while not run.done:
-                    for delta in await run.step():
-                        yield delta
+                yield run
             finally:
                 if self._runs.get(request.request_id) is run:
                     del self._runs[request.request_id]

@@ -2,6 +2,9 @@
 
 All that happens to it arrives in one mailbox and is handled in order by whoever awaits `step`; what to do is
 decided by `ChoiceProgress` and `Placer`. Orders to workers never wait, so the whole request is one coroutine.
+
+Tokens alone take a shorter way when a `Reader` follows the request: if no mail waits before them and the reader has room,
+they are handed over in the session's own turn, and the coroutine sleeps on.
 """
 
 import asyncio
@@ -11,6 +14,7 @@ from router.choice_run import ChoiceRun, Surroundings, Waiting
 from router.mailbox import (
     DeadlinePassed,
     FromWorker,
+    Look,
     Mail,
     Mailbox,
     Overflowed,
@@ -20,8 +24,8 @@ from router.mailbox import (
     Superseded,
     WorkersChanged,
 )
-from router.requests import ChoiceDelta, RoutedRequest
-from router.session_events import AttemptEvent
+from router.requests import ChoiceDelta, Reader, RoutedRequest
+from router.session_events import AttemptEvent, TokensArrived
 from router.waiting_room import Place
 from tandem.errors import DeadlineExceeded, Overloaded, StreamTaken
 from tandem.ids import BlockHash
@@ -39,6 +43,8 @@ class RequestRun:
         self._mailbox = Mailbox(max_tokens=around.settings.stream_buffer_tokens * request.num_choices + shown)
         self._deadline: asyncio.TimerHandle | None = None
         self._rejoin: asyncio.TimerHandle | None = None
+        self._reader: Reader | None = None
+        self._reader_error: Exception | None = None
         self._queued: dict[int, Place] = {}
         self._patience: dict[int, asyncio.TimerHandle] = {}
         names: list[BlockHash] = []
@@ -63,10 +69,24 @@ class RequestRun:
         for choice in self._choices:
             if choice.failure is not None:
                 raise choice.failure
-        deltas = self._handle(await self._mailbox.get())
+        await self._mailbox.arrival()
+        if self._reader is not None and self._reader.is_slow:
+            await self._reader.ready()
+        deltas = self._handle(self._mailbox.take())
         self._watch_for_workers()
         self._queue_for_room()
         return deltas
+
+    async def follow(self, reader: Reader) -> None:
+        """All steps until the end, for a reader. Raises the errors of Generator, and the reader's."""
+        self._reader = reader
+        while not self.done:
+            for delta in await self.step():
+                reader.take(delta)
+            if self._reader_error is not None:
+                raise self._reader_error
+            if reader.is_slow:
+                await reader.ready()
 
     def stop_choice(self, index: int) -> None:
         """End one choice at once; its finish comes with the next deltas. No-op for one that has ended."""
@@ -114,6 +134,8 @@ class RequestRun:
                 self._choices[mail.choice_index].come_back()
             case DeadlinePassed():
                 raise DeadlineExceeded("the request's time ran out")
+            case Look():
+                pass
             case Superseded():
                 raise StreamTaken("the client has taken this stream elsewhere")
             case Overflowed():
@@ -156,9 +178,25 @@ class RequestRun:
             self._rejoin = self._mail_later(self._around.settings.rejoin_s, RejoinOver())
 
     def _post(self, choice_index: int, attempt: int, event: AttemptEvent) -> None:
+        reader = self._reader
+        if reader is not None and self._mailbox.is_empty and type(event) is TokensArrived and not reader.is_slow:
+            self._hand_over(reader, choice_index, attempt, event)
+            return
         self._mailbox.put(FromWorker(choice_index=choice_index, attempt=attempt, event=event))
         if self._mailbox.overflowed:
             self._abandon_all()
+
+    def _hand_over(self, reader: Reader, choice_index: int, attempt: int, arrived: TokensArrived) -> None:
+        """The short way of tokens. Whatever else comes of them is mail."""
+        choice = self._choices[choice_index]
+        try:
+            for delta in choice.take(attempt, arrived):
+                reader.take(delta)
+        except Exception as error:  # noqa: BLE001  # of this request, raised by its own task: here is a session's turn
+            self._reader_error = error
+            self._abandon_all()
+        if self._reader_error is not None or choice.done or choice.failure is not None or choice.waiting is not None:
+            self._mailbox.put(Look())
 
     def _abandon_all(self) -> None:
         for choice in self._choices:

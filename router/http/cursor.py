@@ -89,6 +89,10 @@ class StreamCursor:
             at.num_chars += len(delta.text)
             at.worker = delta.worker or at.worker
 
+    def text_id(self) -> bytes | None:
+        """The id of an event that carries text and no end."""
+        return None if self._ids is None else self._ids.write(self._head, self._choices)
+
     def id_of(self, chunk: dict[str, Any]) -> bytes | None:
         """The id of the event that carries `chunk`."""
         if self._ids is None:
