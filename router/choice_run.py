@@ -26,7 +26,7 @@ from router.waiting_room import WaitingRoom
 from router.workers import FAILURE_PENALTY_S
 from tandem.block_hash import BlockHasher
 from tandem.errors import InternalError, RequestTooLarge, ServingError, Unavailable
-from tandem.ids import BlockHash, RequestId
+from tandem.ids import BlockHash, Incarnation, RequestId
 from tandem.outputs import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -106,6 +106,9 @@ class ChoiceRun:
         self._resume = request.resume[index] if request.resume else None
         self._adopting = False
         self._assignment: Assignment | None = None
+        self._awaited: Assignment | None = None
+        """The same, until its first word came."""
+        self._worker = Incarnation(0)
         self._route: PrefillRoute | None = None
         self._first_token_s: float | None = None
 
@@ -136,7 +139,8 @@ class ChoiceRun:
                     raise self.final_error() from error
                 self._around.observer.retried(RetryReason.REFUSED.value)
                 continue
-            self._assignment, self.waiting = assignment, None
+            self._assignment = self._awaited = assignment
+            self.waiting = None
             self._around.observer.placed(assignment.placement.reason.value)
 
     def _adopt(self) -> None:
@@ -155,7 +159,8 @@ class ChoiceRun:
         except Unavailable:
             self._placer.release(assignment)
             return
-        self._assignment, self._adopting = assignment, True
+        self._assignment = self._awaited = assignment
+        self._adopting = True
         self._around.observer.placed(assignment.placement.reason.value)
 
     def let_go(self) -> None:
@@ -165,14 +170,14 @@ class ChoiceRun:
             self._assignment = None
             self._placer.release(assignment)
 
-    def take(self, attempt: int, event: AttemptEvent) -> list[ChoiceDelta]:
+    def take(self, attempt: int, event: AttemptEvent) -> Sequence[ChoiceDelta]:
         """What the client gets of an event; nothing of an earlier attempt's. Raises the error that it is told."""
         assignment = self._assignment
         if assignment is None or attempt != self._progress.attempt:
             return []
         match event:
             case TokensArrived():
-                return self._take_tokens(assignment, event)
+                return self.take_tokens(attempt, event)
             case AttemptRefused():
                 return self._take_refusal(assignment, event.error)
             case WorkerLost():
@@ -200,32 +205,40 @@ class ChoiceRun:
         """What the client is told when nothing more can be tried."""
         return final_error(self._progress.last_error, retry_after_s=self._around.settings.retry_after_s)
 
-    def _take_tokens(self, assignment: Assignment, arrived: TokensArrived) -> list[ChoiceDelta]:
+    def take_tokens(self, attempt: int, arrived: TokensArrived) -> Sequence[ChoiceDelta]:
+        """As `take`, of the commonest event."""
+        assignment = self._assignment
+        if assignment is None or attempt != self._progress.attempt:
+            return ()
         try:
-            tokens = tuple(self._progress.accept(arrived))
+            tokens = self._progress.accept(arrived)
         except TokenGap as gap:
             logger.error("request %s: %s", self._log_name, gap)
             assignment.port.cancel(self._request_id, self._progress.attempt)
             return self._retry(assignment, RetryReason.WORKER_FAULT, InternalError("tokens were lost"))
-        self._adopting = False
-        self._placer.prompt_computed(assignment)
-        if tokens:
-            self._placer.registry.answered(assignment.decode)
-            self._first_token_s = self._first_token_s or self._around.clock()
-        worker = assignment.decode.incarnation
-        deltas = [ChoiceDelta(choice_index=self._index, tokens=tokens, worker=worker)] if tokens else []
+        if self._awaited is assignment:
+            self._begun(assignment)
+        worker = self._worker
         finished = arrived.finished
+        deltas = (ChoiceDelta(self._index, tokens, None, worker),) if tokens else ()
         if finished is None:
             return deltas
         if finished.failure is not None or finished.reason in {FinishReason.ABORT, FinishReason.ERROR}:
             error = finished.failure or Unavailable("the worker gave the request up")
             try:
-                return deltas + self._retry(assignment, RetryReason.WORKER_FAULT, error)
+                return (*deltas, *self._retry(assignment, RetryReason.WORKER_FAULT, error))
             except ServingError as told:
                 # These tokens count as the client's, so it must have them before the error.
                 self.failure = told
                 return deltas
-        return [self._finish(self._progress.finish(finished))._replace(tokens=tokens, worker=worker)]
+        return (self._finish(self._progress.finish(finished))._replace(tokens=tokens, worker=worker),)
+
+    def _begun(self, assignment: Assignment) -> None:
+        """The first word of an attempt that runs."""
+        self._awaited, self._adopting = None, False
+        self._placer.prompt_computed(assignment)
+        self._worker = assignment.decode.incarnation
+        self._first_token_s = self._first_token_s or self._around.clock()
 
     def _retry(self, assignment: Assignment, reason: RetryReason, error: ServingError) -> list[ChoiceDelta]:
         """The attempt has ended on its worker before the choice has: continue elsewhere, or raise."""

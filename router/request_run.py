@@ -8,6 +8,7 @@ they are handed over in the session's own turn, and the coroutine sleeps on.
 """
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 
 from router.choice_run import ChoiceRun, Surroundings, Waiting
@@ -44,6 +45,7 @@ class RequestRun:
         self._deadline: asyncio.TimerHandle | None = None
         self._rejoin: asyncio.TimerHandle | None = None
         self._reader: Reader | None = None
+        self._reader_is_slow = False
         self._reader_error: Exception | None = None
         self._queued: dict[int, Place] = {}
         self._patience: dict[int, asyncio.TimerHandle] = {}
@@ -64,14 +66,14 @@ class RequestRun:
         for choice in self._choices:
             choice.submit()
 
-    async def step(self) -> list[ChoiceDelta]:
+    async def step(self) -> Sequence[ChoiceDelta]:
         """Wait for the next thing to happen; what the client gets of it. Raises the errors of Generator."""
         for choice in self._choices:
             if choice.failure is not None:
                 raise choice.failure
         await self._mailbox.arrival()
-        if self._reader is not None and self._reader.is_slow:
-            await self._reader.ready()
+        if self._reader_is_slow:
+            await self._reader_ready()
         deltas = self._handle(self._mailbox.take())
         self._watch_for_workers()
         self._queue_for_room()
@@ -82,11 +84,16 @@ class RequestRun:
         self._reader = reader
         while not self.done:
             for delta in await self.step():
-                reader.take(delta)
+                self._reader_is_slow |= reader.take(delta)
             if self._reader_error is not None:
                 raise self._reader_error
-            if reader.is_slow:
-                await reader.ready()
+            if self._reader_is_slow:
+                await self._reader_ready()
+
+    async def _reader_ready(self) -> None:
+        if self._reader is not None:
+            await self._reader.ready()
+        self._reader_is_slow = False
 
     def stop_choice(self, index: int) -> None:
         """End one choice at once; its finish comes with the next deltas. No-op for one that has ended."""
@@ -116,7 +123,7 @@ class RequestRun:
         self._around.placer.registry.unwatch(self._workers_changed)
         self._abandon_all()
 
-    def _handle(self, mail: Mail) -> list[ChoiceDelta]:
+    def _handle(self, mail: Mail) -> Sequence[ChoiceDelta]:
         match mail:
             case FromWorker():
                 return self._choices[mail.choice_index].take(mail.attempt, mail.event)
@@ -178,10 +185,10 @@ class RequestRun:
             self._rejoin = self._mail_later(self._around.settings.rejoin_s, RejoinOver())
 
     def _post(self, choice_index: int, attempt: int, event: AttemptEvent) -> None:
-        reader = self._reader
-        if reader is not None and self._mailbox.is_empty and type(event) is TokensArrived and not reader.is_slow:
-            self._hand_over(reader, choice_index, attempt, event)
-            return
+        if self._reader is not None and self._mailbox.is_empty and not self._reader_is_slow:
+            if type(event) is TokensArrived:
+                self._hand_over(self._reader, choice_index, attempt, event)
+                return
         self._mailbox.put(FromWorker(choice_index=choice_index, attempt=attempt, event=event))
         if self._mailbox.overflowed:
             self._abandon_all()
@@ -190,8 +197,9 @@ class RequestRun:
         """The short way of tokens. Whatever else comes of them is mail."""
         choice = self._choices[choice_index]
         try:
-            for delta in choice.take(attempt, arrived):
-                reader.take(delta)
+            for delta in choice.take_tokens(attempt, arrived):
+                if reader.take(delta):
+                    self._reader_is_slow = True
         except Exception as error:  # noqa: BLE001  # of this request, raised by its own task: here is a session's turn
             self._reader_error = error
             self._abandon_all()

@@ -72,19 +72,17 @@ class ChoiceDelta(NamedTuple):
 
 
 class Reader(Protocol):
-    """Takes a request's deltas where they arrive, without a task in between. It never waits in `take`."""
+    """Takes a request's deltas where they arrive, without a task in between."""
 
-    @property
-    def is_slow(self) -> bool:
-        """Whether nothing more should be given before `ready`; what comes meanwhile waits, up to dispatch's bound."""
+    def take(self, delta: ChoiceDelta) -> bool:
+        """The next delta, without waiting; whether nothing more should come before `ready`. Raises what ends the request.
+
+        What comes meanwhile waits, up to dispatch's bound.
+        """
         ...
 
     async def ready(self) -> None:
-        """Return when there is room. Raises what then ends the request."""
-        ...
-
-    def take(self, delta: ChoiceDelta) -> None:
-        """The next delta. Raises what then ends the request."""
+        """Return when there is room again. Raises what ends the request."""
         ...
 
 

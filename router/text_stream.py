@@ -46,7 +46,7 @@ class ChoiceText:
         self._prepared = prepared
         self._words = tokenizer.detokenizer(skip_special_tokens=prepared.skip_special_tokens)
         self._matcher = StopMatcher(prepared.stops, include_match=prepared.include_stop)
-        self._has_stops = bool(prepared.stops)
+        self.has_stops = bool(prepared.stops)
         self._stop_token_ids = prepared.stop_token_ids
         self._min_tokens = prepared.request.sampling.min_tokens
         self._stop_token: int | None = None
@@ -60,14 +60,15 @@ class ChoiceText:
 
     def feed(self, delta: ChoiceDelta) -> TextDelta | None:
         """What dispatch's delta means to the client; None when nothing."""
+        tokens, finish = delta.tokens, delta.finish
         text: list[str] = []
-        if self._has_stops or self.finished:
-            tokens = self._until_stop(delta.tokens, text)
+        if self.has_stops or self.finished:
+            tokens = self._until_stop(tokens, text)
         else:
-            tokens = delta.tokens
             for token in tokens:
                 text.append(self._push(token.token_id))
-        finish = delta.finish
+            if finish is None and tokens:
+                return TextDelta(self._index, "".join(text), tokens, None, None, delta.worker)
         if finish is not None:
             self.finished = True
             if finish.reason is FinishReason.ERROR:
@@ -107,7 +108,7 @@ class ChoiceText:
                 return ""
         text = self._words.push(token_id)
         # Text of the first `min_tokens` tokens stops nothing, nor does it begin a stop string.
-        return text if early or not self._has_stops else self._matcher.feed(text)
+        return text if early or not self.has_stops else self._matcher.feed(text)
 
 
 class Remainder:
@@ -154,7 +155,7 @@ class RequestText:
         """
         index = delta.choice_index
         choice = self._choices[index]
-        was_stopped = choice.stopped
+        was_stopped = choice.has_stops and choice.stopped
         shown = choice.feed(delta)
         if shown is None:
             return None
@@ -163,7 +164,7 @@ class RequestText:
         self._meter.tokens(index, len(shown.tokens) - num_measured)
         if shown.finish is not None:
             self._meter.choice_finished(index, shown.finish)
-        elif choice.stopped and not was_stopped:
+        elif choice.has_stops and choice.stopped and not was_stopped:
             self._generator.finish_choice(self._request_id, index)
         return shown
 
@@ -190,17 +191,12 @@ async def stream_text(
 class TextReader(Protocol):
     """Takes a client call's text where it arrives; see `router.requests.Reader`."""
 
-    @property
-    def is_slow(self) -> bool:
-        """Whether nothing more should be given before `ready`."""
+    def take(self, delta: TextDelta) -> bool:
+        """The next delta; whether nothing more should come before `ready`."""
         ...
 
     async def ready(self) -> None:
-        """Return when there is room. Raises what then ends the call."""
-        ...
-
-    def take(self, delta: TextDelta) -> None:
-        """The next delta."""
+        """Return when there is room again. Raises what ends the call."""
         ...
 
 
@@ -209,24 +205,16 @@ class _AlongReader:
 
     def __init__(self, text: RequestText, show: TextReader) -> None:
         self._feed = text.feed
-        self._show = show
+        self._show = show.take
+        self.ready = show.ready
 
-    @property
-    def is_slow(self) -> bool:
-        return self._show.is_slow
-
-    async def ready(self) -> None:
-        await self._show.ready()
-
-    def take(self, delta: ChoiceDelta) -> None:
-        if (shown := self._feed(delta)) is not None:
-            self._show.take(shown)
+    def take(self, delta: ChoiceDelta) -> bool:
+        shown = self._feed(delta)
+        return shown is not None and self._show(shown)
 
 
 class _EndReader:
     """A `Reader` that nobody reads along with, of a request whose text ends no choice: each is read once, at its end."""
-
-    is_slow = False
 
     def __init__(self, text: RequestText, meter: RequestMeter, show: TextReader, num_choices: int) -> None:
         self._text = text
@@ -237,15 +225,15 @@ class _EndReader:
     async def ready(self) -> None:
         """There is always room: an answer is bounded by `max_tokens`."""
 
-    def take(self, delta: ChoiceDelta) -> None:
+    def take(self, delta: ChoiceDelta) -> bool:
         index, held = delta.choice_index, self._held[delta.choice_index]
         if delta.finish is None:
             held += delta.tokens
             self._meter.tokens(index, len(delta.tokens))
-            return
+            return False
         whole = delta._replace(tokens=(*held, *delta.tokens))
-        if (shown := self._text.feed(whole, num_measured=len(held))) is not None:
-            self._show.take(shown)
+        shown = self._text.feed(whole, num_measured=len(held))
+        return shown is not None and self._show.take(shown)
 
 
 async def read_text(
@@ -299,17 +287,16 @@ async def _read(generator: Generator, tokenizer: Tokenizer, meter: RequestMeter,
 class WholeText:
     """A `TextReader` that puts a call's answer together."""
 
-    is_slow = False
-
     def __init__(self) -> None:
         self._parts: dict[int, list[TextDelta]] = {}
 
     async def ready(self) -> None:
         """There is always room."""
 
-    def take(self, delta: TextDelta) -> None:
+    def take(self, delta: TextDelta) -> bool:
         """See TextReader."""
         self._parts.setdefault(delta.choice_index, []).append(delta)
+        return False
 
     def choices(self) -> list[TextDelta]:
         """One delta per choice that holds its whole answer, in order of the choices."""

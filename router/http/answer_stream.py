@@ -42,25 +42,21 @@ class AnswerStream:
         self._fields: dict[str, Any] = {"usage": None} if extras.include_usage else {}
         self._opened = cursor.is_continued
         self._text_events: dict[int, _TextEvent] = {}
-        self._text_only = answer.is_text_only and not extras.continuous_usage
-
-    @property
-    def is_slow(self) -> bool:
-        """See TextReader."""
-        return self._events.is_slow
+        # A choice whose end the client has is silent.
+        self._text_only = answer.is_text_only and not extras.continuous_usage and not cursor.is_continued
+        self._has_ids = cursor.has_ids
 
     async def ready(self) -> None:
         """See TextReader."""
         await self._events.ready()
 
-    def take(self, delta: TextDelta) -> None:
+    def take(self, delta: TextDelta) -> bool:
         """See TextReader."""
         self._usage.add(delta)
-        if self._text_only and self._opened and delta.finish is None and not self._cursor.is_continued:
-            self._cursor.moved(delta)
-            if delta.text:
-                self._write_text(delta)
-            return
+        if self._text_only and self._opened and delta.finish is None:
+            around = self._text_events.get(delta.choice_index) or self._cut(delta.choice_index)
+            event_id = self._cursor.text_id(delta) if self._has_ids else None
+            return bool(delta.text) and self._events.write(around.of(delta.text, event_id))
         chunks = [] if self._cursor.has_ended(delta.choice_index) else self._answer.chunks(delta)
         if self._extras.continuous_usage:
             self._fields["usage"] = usage_object(self._usage)
@@ -70,8 +66,7 @@ class AnswerStream:
         self._opened = True
         self._cursor.moved(delta)
         events += [event(chunk | self._fields, self._cursor.id_of(chunk)) for chunk in chunks]
-        if events:
-            self._events.write(b"".join(events))
+        return bool(events) and self._events.write(b"".join(events))
 
     def end(self) -> None:
         """Every choice has ended."""
@@ -86,12 +81,9 @@ class AnswerStream:
         chunks = self._answer.opening()
         return [event(c | self._fields, self._cursor.id_of(c) if c is chunks[-1] else None) for c in chunks]
 
-    def _write_text(self, delta: TextDelta) -> None:
-        index = delta.choice_index
-        around = self._text_events.get(index)
-        if around is None:
-            around = self._text_events[index] = _TextEvent.cut(self._answer, index, self._fields)
-        self._events.write(around.of(delta.text, self._cursor.text_id()))
+    def _cut(self, index: int) -> "_TextEvent":
+        around = self._text_events[index] = _TextEvent.cut(self._answer, index, self._fields)
+        return around
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,8 +27,11 @@ class Link(Protocol):
         """Return when it is not paused, or the client has left."""
         ...
 
-    def write(self, body: bytes) -> None:
-        """A chunk of a body without a length, whose start has been sent. Lost when the client has left."""
+    def write(self, body: bytes) -> bool:
+        """A chunk of a body without a length, whose start has been sent; whether the client is paused now.
+
+        Lost when the client has left.
+        """
         ...
 
     def on_leave(self, callback: Callable[[], None] | None) -> None:

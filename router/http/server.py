@@ -61,7 +61,7 @@ class _DirectLink:
     """One request's `router.http.link.Link`."""
 
     def __init__(self, protocol: _Protocol) -> None:
-        self._transport = protocol.transport
+        self._write = protocol.transport.write
         self._flow = protocol.flow
         self._cycle = protocol.cycle
         self._on_leave: Callable[[], None] | None = None
@@ -73,9 +73,11 @@ class _DirectLink:
     async def drain(self) -> None:
         await self._flow.drain()
 
-    def write(self, body: bytes) -> None:
-        if not self._cycle.disconnected:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+    def write(self, body: bytes) -> bool:
+        if self._cycle.disconnected:
+            return False
+        self._write(b"%x\r\n%b\r\n" % (len(body), body))
+        return self._flow.write_paused
 
     def on_leave(self, callback: Callable[[], None] | None) -> None:
         self._on_leave = callback

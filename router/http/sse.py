@@ -47,17 +47,12 @@ class EventStream:
         self._sending = asyncio.Lock()
         self.started = False
 
-    def write(self, events: bytes) -> None:
-        """One event or more. Never waits."""
+    def write(self, events: bytes) -> bool:
+        """One event or more, without waiting; whether `ready` should be awaited before the next."""
         if self._direct is not None:
-            self._direct.write(events)
-        else:
-            self._held.append(events)
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether `ready` should be awaited before more is written."""
-        return bool(self._held) if self._direct is None else self._direct.is_paused
+            return self._direct.write(events)
+        self._held.append(events)
+        return True
 
     async def ready(self) -> None:
         """Return when the client took what was written."""

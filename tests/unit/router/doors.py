@@ -123,8 +123,7 @@ class FakeGenerator:
     async def run(self, request: RoutedRequest, reader: Reader) -> None:
         async with aclosing(self.generate(request)) as deltas:
             async for delta in deltas:
-                reader.take(delta)
-                if reader.is_slow:
+                if reader.take(delta):
                     await reader.ready()
 
     def finish_choice(self, request_id: RequestId, choice_index: int) -> None:
