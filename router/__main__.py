@@ -1,6 +1,7 @@
 """`python -m router --config FILE`: the front doors, from the configuration to the drain."""
 
 import asyncio
+import gc
 import logging
 import socket
 import sys
@@ -80,6 +81,8 @@ async def serve(config: ClusterConfig, ready_fd: int | None, lifetime: Lifetime)
         await rpc.set_serving(True)
         await stack.enter_async_context(canary)
         shown = reachable(where)
+        # What was made until now lives as long as the process: collections need not look at it.
+        gc.freeze()
         announce(ready_fd, {"http": f"http://{join(shown, http.port)}", "grpc": join(shown, rpc.port)})
         _log.info("router serves HTTP on %s:%d and gRPC on %s:%d", where, http.port, where, rpc.port)
         await lifetime.wait()
