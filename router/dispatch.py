@@ -91,20 +91,21 @@ class Dispatcher:
     def _running(self, request: RoutedRequest) -> Iterator[RequestRun]:
         """Admitted and under way while inside."""
         self._supersede(request)
-        with contextlib.ExitStack() as leaving:
+        try:
+            with self._admission.admit(request.priority):
+                around = self._around if request.only_worker is None else self._unseen
+                around.budget.earn()
+                run = self._runs[request.request_id] = RequestRun(request, around)
+                try:
+                    run.start()
+                    yield run
+                finally:
+                    if self._runs.get(request.request_id) is run:
+                        del self._runs[request.request_id]
+                    run.close()
+        finally:
             # Last, when its place is free again.
-            leaving.callback(self._ended.set)
-            leaving.enter_context(self._admission.admit(request.priority))
-            around = self._around if request.only_worker is None else self._unseen
-            around.budget.earn()
-            run = self._runs[request.request_id] = RequestRun(request, around)
-            try:
-                run.start()
-                yield run
-            finally:
-                if self._runs.get(request.request_id) is run:
-                    del self._runs[request.request_id]
-                run.close()
+            self._ended.set()
 
     def _supersede(self, request: RoutedRequest) -> None:
         """A client that continues its stream here may come before this router has seen it leave."""

@@ -185,17 +185,16 @@ class RequestRun:
             self._rejoin = self._mail_later(self._around.settings.rejoin_s, RejoinOver())
 
     def _post(self, choice_index: int, attempt: int, event: AttemptEvent) -> None:
-        if self._reader is not None and self._mailbox.is_empty and not self._reader_is_slow:
-            if type(event) is TokensArrived:
-                self._hand_over(self._reader, choice_index, attempt, event)
+        if self._reader is not None and type(event) is TokensArrived:
+            if self._mailbox.is_empty and not self._reader_is_slow:
+                self._hand_over(self._reader, self._choices[choice_index], attempt, event)
                 return
         self._mailbox.put(FromWorker(choice_index=choice_index, attempt=attempt, event=event))
         if self._mailbox.overflowed:
             self._abandon_all()
 
-    def _hand_over(self, reader: Reader, choice_index: int, attempt: int, arrived: TokensArrived) -> None:
+    def _hand_over(self, reader: Reader, choice: ChoiceRun, attempt: int, arrived: TokensArrived) -> None:
         """The short way of tokens. Whatever else comes of them is mail."""
-        choice = self._choices[choice_index]
         try:
             for delta in choice.take_tokens(attempt, arrived):
                 if reader.take(delta):
@@ -203,8 +202,10 @@ class RequestRun:
         except Exception as error:  # noqa: BLE001  # of this request, raised by its own task: here is a session's turn
             self._reader_error = error
             self._abandon_all()
-        if self._reader_error is not None or choice.done or choice.failure is not None or choice.waiting is not None:
-            self._mailbox.put(Look())
+        else:
+            if not (choice.done or choice.failure or choice.waiting):
+                return
+        self._mailbox.put(Look())
 
     def _abandon_all(self) -> None:
         for choice in self._choices:

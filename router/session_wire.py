@@ -128,12 +128,13 @@ def _route_to_pb(route: PrefillRoute | None) -> pb.PrefillRoute | None:
 
 def tokens_from_pb(delta: pb.TokenDelta) -> TokensArrived:
     """One attempt's share of a step. Raises ProtocolError when log probabilities and tokens do not match up."""
-    if delta.logprobs:
-        if len(delta.logprobs) != len(delta.token_ids):
-            raise ProtocolError(f"{len(delta.token_ids)} tokens with {len(delta.logprobs)} logprobs")
-        tokens = tuple(token_from_pb(t, p) for t, p in zip(delta.token_ids, delta.logprobs, strict=True))
+    token_ids, logprobs = delta.token_ids, delta.logprobs
+    if logprobs:
+        if len(logprobs) != len(token_ids):
+            raise ProtocolError(f"{len(token_ids)} tokens with {len(logprobs)} logprobs")
+        tokens = tuple(token_from_pb(t, p) for t, p in zip(token_ids, logprobs, strict=True))
     else:
-        tokens = tuple([SampledToken(t) for t in delta.token_ids])
+        tokens = tuple(map(SampledToken, token_ids))
     started = None
     if delta.HasField("started"):
         started = AttemptStarted(cached_tokens=delta.started.cached_tokens, times=times_from_pb(delta.started.times))

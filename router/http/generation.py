@@ -10,7 +10,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.frontend import Frontend, Prepared
+from router.frontend import ClientFields, Frontend, Prepared
 from router.http.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer
 from router.http.answer_stream import AnswerStream, StreamExtras
 from router.http.cursor import StreamCursor, last_seen, wants_ids
@@ -57,7 +57,7 @@ class GenerationRoutes:
         """A conversation."""
         body = validate(ChatBody, await self._read(request))
         seen = self._seen(request, body)
-        fields = replace(body.chat_fields(request.state.tenant), trace=_trace(request), last_seen=seen)
+        fields = _with_headers(body.chat_fields(request.state.tenant), request, seen)
         messages = [turn.message() for turn in body.messages]
 
         async def prepare() -> list[Prepared]:
@@ -73,7 +73,7 @@ class GenerationRoutes:
         """Plain prompts."""
         body = validate(CompletionBody, await self._read(request))
         seen = self._seen(request, body)
-        fields = replace(body.completion_fields(request.state.tenant), trace=_trace(request), last_seen=seen)
+        fields = _with_headers(body.completion_fields(request.state.tenant), request, seen)
         prompts = self._frontend.parse_prompts(body.prompt)
 
         async def prepare() -> list[Prepared]:
@@ -166,6 +166,11 @@ def _head(body: GenerationBody, prefix: str, first: Prepared, seen: StreamPositi
         return_token_ids=bool(body.return_token_ids),
         echo=isinstance(body, CompletionBody) and bool(body.echo),
     )
+
+
+def _with_headers(fields: ClientFields, request: Request, seen: StreamPosition | None) -> ClientFields:
+    trace = _trace(request)
+    return fields if trace is None and seen is None else replace(fields, trace=trace, last_seen=seen)
 
 
 def _trace(request: Request) -> TraceContext | None:

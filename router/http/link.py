@@ -34,6 +34,10 @@ class Link(Protocol):
         """
         ...
 
+    def whole_body(self) -> bytes | None:
+        """The request's body if all of it has come and nobody has begun to receive it."""
+        ...
+
     def on_leave(self, callback: Callable[[], None] | None) -> None:
         """Call back when the client leaves before its answer is complete, at once if it has; None: no more."""
         ...

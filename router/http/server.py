@@ -79,9 +79,16 @@ class _DirectLink:
         self._write(b"%x\r\n%b\r\n" % (len(body), body))
         return self._flow.write_paused
 
+    def whole_body(self) -> bytes | None:
+        return None if self._cycle.more_body else bytes(self._cycle.body)
+
     def on_leave(self, callback: Callable[[], None] | None) -> None:
         self._on_leave = callback
-        if callback is not None and self._cycle.disconnected:
+        if callback is None:
+            return
+        # Nobody hears of an end behind a body that is too large to be read on.
+        self._flow.resume_reading()
+        if self._cycle.disconnected:
             callback()
 
     def client_left(self) -> None:
