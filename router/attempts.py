@@ -7,7 +7,6 @@ worker is full, the choice waits for room. Bounds: `max_attempts` in a row witho
 budget, and the request's deadline.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from random import Random

@@ -1,7 +1,7 @@
 """Counts of one thread, kept as plain numbers and shown in Prometheus' words when somebody looks.
 
-prometheus_client's own take a lock, and several calls, for each observation: for those that are made for every token and
-for every request that is most of the cost of serving it. Nothing here may be called from another thread.
+prometheus_client's own take a lock, and several calls, for each observation: too much for those that are made for every
+token. Nothing here may be called from another thread.
 """
 
 from bisect import bisect_left

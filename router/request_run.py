@@ -3,8 +3,8 @@
 All that happens to it arrives in one mailbox and is handled in order by whoever awaits `step`; what to do is
 decided by `ChoiceProgress` and `Placer`. Orders to workers never wait, so the whole request is one coroutine.
 
-Tokens alone take a shorter way when a `Reader` follows the request: if no mail waits before them and the reader has room,
-they are handed over in the session's own turn, and the coroutine sleeps on.
+Tokens alone take a shorter way when a `Reader` follows the request: if no mail waits before them and the reader has
+room, they are handed over in the session's own turn, and the coroutine sleeps on.
 """
 
 import asyncio
@@ -185,10 +185,10 @@ class RequestRun:
             self._rejoin = self._mail_later(self._around.settings.rejoin_s, RejoinOver())
 
     def _post(self, choice_index: int, attempt: int, event: AttemptEvent) -> None:
-        if self._reader is not None and type(event) is TokensArrived:
-            if self._mailbox.is_empty and not self._reader_is_slow:
-                self._hand_over(self._reader, self._choices[choice_index], attempt, event)
-                return
+        reader = None if self._reader_is_slow or not self._mailbox.is_empty else self._reader
+        if reader is not None and type(event) is TokensArrived:
+            self._hand_over(reader, self._choices[choice_index], attempt, event)
+            return
         self._mailbox.put(FromWorker(choice_index=choice_index, attempt=attempt, event=event))
         if self._mailbox.overflowed:
             self._abandon_all()

@@ -75,9 +75,9 @@ class Reader(Protocol):
     """Takes a request's deltas where they arrive, without a task in between."""
 
     def take(self, delta: ChoiceDelta) -> bool:
-        """The next delta, without waiting; whether nothing more should come before `ready`. Raises what ends the request.
+        """The next delta, without waiting. Raises what ends the request.
 
-        What comes meanwhile waits, up to dispatch's bound.
+        Returns whether nothing more should come before `ready`; what comes meanwhile waits, up to dispatch's bound.
         """
         ...
 

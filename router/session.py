@@ -226,11 +226,7 @@ class WorkerSession:
         key = self.info.key
         match message.WhichOneof("kind"):
             case "tokens":
-                deltas = message.tokens.deltas
-                if any(delta.token_ids for delta in deltas):
-                    listener.answered(key)
-                for delta in deltas:
-                    self._take_tokens(delta)
+                self._take_step(message.tokens.deltas, listener)
             case "load":
                 listener.load_changed(key, load_from_pb(message.load))
             case "kv_events":
@@ -252,6 +248,12 @@ class WorkerSession:
                 listener.inherited(key, leaver_from_pb(message.inherited))
             case other:
                 raise ProtocolError(f"unexpected {other or 'unknown message'}")
+
+    def _take_step(self, deltas: Sequence[pb.TokenDelta], listener: SessionListener) -> None:
+        if any(delta.token_ids for delta in deltas):
+            listener.answered(self.info.key)
+        for delta in deltas:
+            self._take_tokens(delta)
 
     def _take_tokens(self, delta: pb.TokenDelta) -> None:
         attempt = self._attempts.get(RequestId(delta.request_id))

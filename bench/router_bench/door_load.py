@@ -1,4 +1,4 @@
-"""`python -m bench.router_bench.door_load URL ...`: a client of its own process, so that it costs the router nothing."""
+"""`python -m bench.router_bench.door_load URL ...`: a client as a process, so that it costs the router nothing."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""What a router costs by itself: processor time for each request and each streamed token, behind workers without a model.
+"""What a router costs by itself: processor time for each request and each streamed token, workers having no model.
 
 Tokenizing is measured apart, against a bare call of the same library on the same text.
 """

@@ -1,7 +1,7 @@
 """One streamed answer, from text to events.
 
-Most events differ from the one before in their text alone: `_TextEvent` keeps the bytes around it, cut out of a chunk that
-the answer's own shape made. Whatever carries more is built as a whole.
+Most events differ from the one before in their text alone: `_TextEvent` keeps the bytes around it, cut out of a chunk
+that the answer itself made. Whatever carries more is built as a whole.
 """
 
 import secrets

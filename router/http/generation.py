@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.frontend import ClientFields, Frontend, Prepared
-from router.http.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer
 from router.http.answer_stream import AnswerStream, StreamExtras
+from router.http.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer
 from router.http.cursor import StreamCursor, last_seen, wants_ids
 from router.http.json_body import BodyBounds, read_object
 from router.http.link import WhileConnected
@@ -176,4 +176,3 @@ def _with_headers(fields: ClientFields, request: Request, seen: StreamPosition |
 def _trace(request: Request) -> TraceContext | None:
     headers = request.headers
     return context_from_headers(headers.getlist("traceparent"), headers.getlist("tracestate"))
-

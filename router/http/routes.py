@@ -51,7 +51,7 @@ class Routes:
             if isinstance(error, InternalError):
                 _log.error("internal error shown to a client: %s", error.message)
             await error_response(error)(scope, receive, send)
-        except Exception:  # the one interceptor for what nobody foresaw
+        except Exception:  # noqa: BLE001  # the one interceptor for what nobody foresaw
             _log.exception("a request failed")
             await error_response(InternalError("internal error"))(scope, receive, send)
 

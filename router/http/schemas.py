@@ -152,9 +152,15 @@ class GenerationBody(_Body):
         return self
 
     def fields(
-        self, *, tenant: str, num_logprobs: int | None, max_tokens: int | None, **own: bool
+        self,
+        *,
+        tenant: str,
+        num_logprobs: int | None,
+        max_tokens: int | None,
+        add_special_tokens: bool = True,
+        add_generation_prompt: bool = True,
     ) -> ClientFields:
-        """What the frontend validates; `own`: fields that one of the two routes has."""
+        """What the frontend validates."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         sampling = SamplingParams(
             **given,
@@ -174,7 +180,8 @@ class GenerationBody(_Body):
             priority=self.priority or 0,
             cache_salt=self.cache_salt,
             tenant=tenant,
-            **own,
+            add_special_tokens=add_special_tokens,
+            add_generation_prompt=add_generation_prompt,
         )
 
 

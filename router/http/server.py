@@ -5,7 +5,7 @@ import contextlib
 import socket
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -43,7 +43,7 @@ class _Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         # The application has not begun: its task runs later.
         self._link = _DirectLink(self)
-        self.scope["extensions"] = {EXTENSION: self._link}  # type: ignore[typeddict-unknown-key]
+        cast("dict[str, Any]", self.scope)["extensions"] = {EXTENSION: self._link}
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
