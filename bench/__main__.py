@@ -13,6 +13,7 @@ from bench import report
 from bench.engine_bench import options as engine_options
 from bench.errors import CannotMeasure
 from bench.report import Row
+from bench.router_bench import options as router_options
 from bench.transfer_bench import options as transfer_options
 from tandem.errors import ConfigError
 
@@ -35,6 +36,8 @@ def main() -> int:
     engine_options.add_options(engine)
     transfer = subjects.add_parser("transfer", help="KV between two processes against the machine's limits and peers")
     transfer_options.add_options(transfer)
+    router = subjects.add_parser("router", help="what the router costs by itself")
+    router_options.add_options(router)
     options = parser.parse_args()
     for file in (options.json, getattr(options, "plot", None)):
         if file is not None and not file.absolute().parent.is_dir():
@@ -79,6 +82,12 @@ async def _transfer(options: argparse.Namespace, rows: list[Row], err: Console) 
     await measure(options, rows, out=_out(), err=err)
 
 
+async def _router(options: argparse.Namespace, rows: list[Row], _err: Console) -> None:
+    from bench.router_bench.measure import measure
+
+    await measure(options, rows, out=_out())
+
+
 def _out() -> Console:
     out = Console(highlight=False)
     return out if out.is_terminal else Console(highlight=False, width=WIDTH)
@@ -95,6 +104,7 @@ _SUBJECTS: Mapping[str, Callable[[argparse.Namespace, list[Row], Console], Corou
     "spine": _spine,
     "engine": _engine,
     "transfer": _transfer,
+    "router": _router,
 }
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def run_client(url: str, body: Mapping[str, Any], *, connections: int, requests:
 @contextmanager
 def cluster(*, num_workers: int, step_ms: float = 10.0) -> Iterator[tuple[str, psutil.Process]]:
     """A router over mock workers: its URL and its process."""
-    secret, ports = secrets.token_hex(16), _free_ports(num_workers + 2)
+    secret, ports = secrets.token_hex(16), free_ports(num_workers + 2)
     tokenizer = Tokenizer.load(model_directory("builtin"))
     says = [str(token_id) for token_id in tokenizer.encode(_WORDS, add_special_tokens=False)]
     with ExitStack() as stack:
@@ -131,7 +131,7 @@ def cluster(*, num_workers: int, step_ms: float = 10.0) -> Iterator[tuple[str, p
         for index, port in enumerate(ports[2:]):
             command = [sys.executable, "-m", "bench.router_bench.mock_worker", "--port", str(port)]
             command += ["--index", str(index), "--secret", secret, "--vocab-size", str(tokenizer.size), "--says", *says]
-            worker = _start(stack, [*command, "--step-ms", str(step_ms)], stdout=subprocess.PIPE)
+            worker = start(stack, [*command, "--step-ms", str(step_ms)], stdout=subprocess.PIPE)
             if worker.stdout is None or worker.stdout.readline() != b"ready\n":
                 raise CannotMeasure("a mock worker did not start")
         config = {
@@ -143,13 +143,14 @@ def cluster(*, num_workers: int, step_ms: float = 10.0) -> Iterator[tuple[str, p
         }
         file = folder / "cluster.yaml"
         file.write_text(yaml.safe_dump(config))
-        router = _start(stack, [sys.executable, "-m", "router", "--config", str(file)])
+        router = start(stack, [sys.executable, "-m", "router", "--config", str(file)])
         url = f"http://127.0.0.1:{ports[0]}"
         _wait_ready(url, router)
         yield url, psutil.Process(router.pid)
 
 
-def _start(stack: ExitStack, command: Sequence[str], **more: Any) -> "subprocess.Popen[bytes]":
+def start(stack: ExitStack, command: Sequence[str], **more: Any) -> "subprocess.Popen[bytes]":
+    """A process that is killed when the stack ends."""
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **more)
 
     def stop() -> None:
@@ -174,7 +175,8 @@ def _wait_ready(url: str, router: "subprocess.Popen[bytes]") -> None:
     raise CannotMeasure("the router was not ready in time")
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listened on a moment ago."""
     with ExitStack() as stack:
         held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [int(one.getsockname()[1]) for one in held]
