@@ -203,7 +203,8 @@ class RequestRun:
             self._reader_error = error
             self._abandon_all()
         else:
-            if not (choice.done or choice.failure or choice.waiting):
+            # A reader that is slow now has something to do before it is given more.
+            if not (self._reader_is_slow or choice.done or choice.failure or choice.waiting):
                 return
         self._mailbox.put(Look())
 
