@@ -214,7 +214,7 @@ class _AlongReader:
 
 
 class _EndReader:
-    """A `Reader` that nobody reads along with, of a request whose text ends no choice: each is read once it has ended."""
+    """A `Reader` that nobody reads along with, of a request whose text ends no choice: each is read when it ended."""
 
     def __init__(self, text: RequestText, meter: RequestMeter, show: TextReader, num_choices: int) -> None:
         self._text = text
