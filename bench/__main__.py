@@ -14,7 +14,7 @@ from bench import report
 from bench.engine_bench import options as engine_options
 from bench.errors import CannotMeasure
 from bench.report import Row
-from bench.router import options as router_options
+from bench.router_bench import options as router_options
 from bench.transfer_bench import options as transfer_options
 from tandem.errors import ConfigError
 
@@ -37,7 +37,7 @@ def main() -> int:
     engine_options.add_options(engine)
     transfer = subjects.add_parser("transfer", help="KV between two processes against the machine's limits and peers")
     transfer_options.add_options(transfer)
-    router = subjects.add_parser("router", help="what placement and the prefix map cost, by the number of workers")
+    router = subjects.add_parser("router", help="what the router costs by itself, and what it decides")
     router_options.add_options(router)
     options = parser.parse_args()
     for file in (options.json, getattr(options, "plot", None)):
@@ -86,7 +86,7 @@ async def _transfer(options: argparse.Namespace, rows: list[Row], err: Console) 
 
 
 async def _router(options: argparse.Namespace, rows: list[Row], _err: Console) -> None:
-    from bench.router.measure import measure
+    from bench.router_bench.measure import measure
 
     await measure(options, rows, out=_out())
 

@@ -1,6 +1,7 @@
 """`python -m router --config FILE`: the front doors, from the configuration to the drain."""
 
 import asyncio
+import gc
 import logging
 import socket
 import sys
@@ -9,14 +10,13 @@ from contextlib import AsyncExitStack
 from random import SystemRandom
 
 import grpc.aio
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from router.admission import Admission
 from router.admission_assembly import hedging_settings, make_gate
 from router.board import RouterBoard
 from router.board_metrics import BoardMetrics
 from router.canary import CANARY_SALT, Canary
-from router.choice_run import DispatchSettings
 from router.costs import CostModel
 from router.decisions import DecisionLog
 from router.dispatch import Dispatcher
@@ -32,6 +32,7 @@ from router.prefix_map import PrefixMap
 from router.readiness import Readiness, first_worker
 from router.session import SessionSettings
 from router.siblings import Siblings
+from router.surroundings import DispatchSettings
 from router.tokenizer import Tokenizer
 from router.workers import WorkerRegistry
 from tandem.block_hash import BlockHasher
@@ -85,6 +86,8 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         await rpc.set_serving(True)
         await stack.enter_async_context(canary)
         shown = reachable(where)
+        # What was made until now lives as long as the process: collections need not look at it.
+        gc.freeze()
         announce(place.ready_fd, {"http": f"http://{join(shown, http.port)}", "grpc": join(shown, rpc.port)})
         _log.info("router serves HTTP on %s:%d and gRPC on %s:%d", where, http.port, where, rpc.port)
         await lifetime.wait()
@@ -121,7 +124,7 @@ async def _join_workers(
 
 
 async def _open_doors(
-    stack: AsyncExitStack, config: ClusterConfig, place: RouterPlace, app: FastAPI, server: grpc.aio.Server
+    stack: AsyncExitStack, config: ClusterConfig, place: RouterPlace, app: ASGIApp, server: grpc.aio.Server
 ) -> tuple[HttpDoor, GrpcDoor]:
     where, drain_s = config.router.host, config.decode.drain_s
     shared = place.siblings is not None

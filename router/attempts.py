@@ -7,7 +7,6 @@ worker is full, the choice waits for room. Bounds: `max_attempts` in a row witho
 budget, and the request's deadline.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from random import Random
@@ -109,18 +108,24 @@ class ChoiceProgress:
         self.num_reroutes = 0
         return self.attempt
 
-    def accept(self, arrived: TokensArrived) -> Sequence[SampledToken]:
+    def accept(self, arrived: TokensArrived) -> tuple[SampledToken, ...]:
         """The tokens that are new to the client; those seen already are dropped. Raises TokenGap."""
-        if arrived.first_index > len(self.token_ids):
-            raise TokenGap(f"token {arrived.first_index} came when {len(self.token_ids)} was due")
-        new = arrived.tokens[len(self.token_ids) - arrived.first_index :]
-        if arrived.started is not None and self._first_start is None:
-            self._first_start = arrived.started
+        first, new, started, _ = arrived
+        token_ids = self.token_ids
+        num_due = len(token_ids)
+        if first != num_due:
+            if first > num_due:
+                raise TokenGap(f"token {first} came when {num_due} was due")
+            new = new[num_due - first :]
+        if started is not None and self._first_start is None:
+            self._first_start = started
         if new:
-            self.token_ids.extend(token.token_id for token in new)
-            self._num_failures = self.num_waits = 0
-            self.excluded.clear()
-            self.full.clear()
+            for token in new:
+                token_ids.append(token.token_id)
+            if self._num_failures or self.num_waits or self.excluded:
+                self._num_failures = self.num_waits = 0
+                self.excluded.clear()
+                self.full.clear()
         return new
 
     def may_retry(self, reason: RetryReason, error: ServingError, budget: RetryBudget) -> bool:

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from router.attempts import ChoiceProgress, RetryReason, TokenGap, final_error, is_final, is_full
@@ -19,19 +18,15 @@ from router.session_events import (
     TransferFailed,
     WorkerLost,
 )
-from router.surroundings import DispatchSettings as DispatchSettings
 from router.surroundings import Post, Surroundings, Waiting
 from router.worker_view import WorkerKey
 from router.workers import FAILURE_PENALTY_S
 from tandem.errors import InternalError, RequestTooLarge, ServingError, Unavailable
-from tandem.ids import BlockHash, RequestId
+from tandem.ids import BlockHash, Incarnation, RequestId
 from tandem.outputs import FinishReason
 from tandem.roles import WorkerRole
 
 logger = logging.getLogger(__name__)
-
-DECODE = WorkerRole.DECODE
-
 
 _ATTEMPTS_BITS = 16
 """A worker tells a stream's readers apart by the numbers of their attempts."""
@@ -50,9 +45,8 @@ class ChoiceRun:
         self._index = index
         self._request = request
         self._request_id = RequestId(f"{request.request_id}-{index}")
-        self._log_name = (
-            self._request_id if request.span is None else f"{self._request_id} trace {request.span.trace_id}"
-        )
+        trace = "" if request.span is None else f" trace {request.span.trace_id}"
+        self._log_name = f"{self._request_id}{trace}"
         self._prompt_names = prompt_names
         self._around = around
         self._placer = around.placer
@@ -66,6 +60,9 @@ class ChoiceRun:
         self._resume = request.resume[index] if request.resume else None
         self._adopting = False
         self._assignment: Assignment | None = None
+        self._awaited: Assignment | None = None
+        """The same, until its first word came."""
+        self._worker = Incarnation(0)
         self._route: PrefillRoute | None = None
         self._proven = False
         """A token came of the attempt that runs."""
@@ -101,7 +98,8 @@ class ChoiceRun:
                     raise self.final_error() from error
                 self._around.observer.retried(RetryReason.REFUSED.value)
                 continue
-            self._assignment, self.waiting, self._proven = assignment, None, False
+            self._assignment = self._awaited = assignment
+            self.waiting, self._proven = None, False
             self._around.health.placed(self._request_id, self._workers(assignment))
             if self._request.only_worker is None:
                 self._placer.record(assignment, self._request_id)
@@ -123,7 +121,8 @@ class ChoiceRun:
         except Unavailable:
             self._placer.release(assignment)
             return
-        self._assignment, self._adopting = assignment, True
+        self._assignment = self._awaited = assignment
+        self._adopting = True
         self._around.observer.placed(assignment.placement.reason.value)
 
     @property
@@ -155,14 +154,14 @@ class ChoiceRun:
             self._assignment = None
             self._placer.release(assignment)
 
-    def take(self, attempt: int, event: AttemptEvent) -> list[ChoiceDelta]:
+    def take(self, attempt: int, event: AttemptEvent) -> Sequence[ChoiceDelta]:
         """What the client gets of an event; nothing of an earlier attempt's. Raises the error that it is told."""
         assignment = self._assignment
         if assignment is None or attempt != self._progress.attempt:
             return []
         match event:
             case TokensArrived():
-                return self._take_tokens(assignment, event)
+                return self.take_tokens(attempt, event)
             case AttemptRefused():
                 return self._take_refusal(assignment, event.error)
             case WorkerLost():
@@ -194,37 +193,44 @@ class ChoiceRun:
         """What the client is told when nothing more can be tried."""
         return final_error(self._progress.last_error, retry_after_s=self._around.settings.retry_after_s)
 
-    def _take_tokens(self, assignment: Assignment, arrived: TokensArrived) -> list[ChoiceDelta]:
+    def take_tokens(self, attempt: int, arrived: TokensArrived) -> Sequence[ChoiceDelta]:
+        """As `take`, of the commonest event."""
+        assignment = self._assignment
+        if assignment is None or attempt != self._progress.attempt:
+            return ()
         try:
-            tokens = tuple(self._progress.accept(arrived))
+            tokens = self._progress.accept(arrived)
         except TokenGap as gap:
             logger.error("request %s: %s", self._log_name, gap)
             assignment.port.cancel(self._request_id, self._progress.attempt)
             return self._retry(assignment, RetryReason.WORKER_FAULT, InternalError("tokens were lost"))
-        self._adopting = False
-        self._placer.prompt_computed(assignment)
-        if arrived.started is not None:
-            self._placer.found_cached(assignment, arrived.started.cached_tokens)
-        if tokens:
-            self._placer.registry.answered(assignment.decode)
-            if not self._proven:
-                self._proven = True
-                self._around.health.answered(self._request_id, self._workers(assignment))
-            self._first_token_s = self._first_token_s or self._around.clock()
-        worker = assignment.decode.incarnation
-        deltas = [ChoiceDelta(choice_index=self._index, tokens=tokens, worker=worker)] if tokens else []
+        if self._awaited is assignment:
+            self._begun(assignment, arrived)
+        if tokens and not self._proven:
+            self._proven = True
+            self._around.health.answered(self._request_id, self._workers(assignment))
         finished = arrived.finished
+        deltas = (ChoiceDelta(self._index, tokens, None, self._worker),) if tokens else ()
         if finished is None:
             return deltas
         if finished.failure is not None or finished.reason in {FinishReason.ABORT, FinishReason.ERROR}:
             error = finished.failure or Unavailable("the worker gave the request up")
             try:
-                return deltas + self._retry(assignment, RetryReason.WORKER_FAULT, error)
+                return (*deltas, *self._retry(assignment, RetryReason.WORKER_FAULT, error))
             except ServingError as told:
                 # These tokens count as the client's, so it must have them before the error.
                 self.failure = told
                 return deltas
-        return [replace(self._finish(self._progress.finish(finished)), tokens=tokens, worker=worker)]
+        return (self._finish(self._progress.finish(finished))._replace(tokens=tokens, worker=self._worker),)
+
+    def _begun(self, assignment: Assignment, arrived: TokensArrived) -> None:
+        """The first word of an attempt that runs."""
+        self._awaited, self._adopting = None, False
+        self._placer.prompt_computed(assignment)
+        if arrived.started is not None:
+            self._placer.found_cached(assignment, arrived.started.cached_tokens)
+        self._worker = assignment.decode.incarnation
+        self._first_token_s = self._first_token_s or self._around.clock()
 
     def _retry(self, assignment: Assignment, reason: RetryReason, error: ServingError) -> list[ChoiceDelta]:
         """The attempt has ended on its worker before the choice has: continue elsewhere, or raise."""
@@ -280,7 +286,9 @@ class ChoiceRun:
         return None if self.waiting is None else Waiting.FOR_WORKER
 
     def _live(self) -> set[WorkerKey]:
-        return {w.info.key for w in self._placer.registry.snapshots() if not w.draining and w.info.role is DECODE}
+        return {
+            w.info.key for w in self._placer.registry.snapshots() if not w.draining and w.info.role is WorkerRole.DECODE
+        }
 
     def _workers(self, assignment: Assignment) -> tuple[WorkerKey, ...]:
         """Who could have been ended by it."""

@@ -108,11 +108,12 @@ class _ByteLevelStream:
         self._pieces = pieces
         self._skip = skip
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decode = self._utf8.decode
 
     def push(self, token_id: int) -> str:
         if token_id in self._skip:
             return ""
-        return self._utf8.decode(self._pieces.bytes_of(token_id))
+        return self._decode(self._pieces.bytes_of(token_id))
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)

@@ -5,7 +5,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
 from random import Random
 
@@ -15,7 +15,7 @@ from router.hedging import Hedging
 from router.observer import DispatchObserver, SilentObserver
 from router.placer import Placer
 from router.request_run import RequestRun
-from router.requests import ChoiceDelta, RoutedRequest
+from router.requests import ChoiceDelta, Reader, RoutedRequest
 from router.surroundings import DispatchSettings, Surroundings
 from router.waiting_room import WaitingRoom
 from router.worker_health import WorkerHealth
@@ -85,24 +85,39 @@ class Dispatcher:
         Raises Overloaded, Unavailable, RequestTooLarge, DeadlineExceeded or InternalError, or what a worker found
         wrong with the request.
         """
+        with self._running(request) as run:
+            while not run.done:
+                for delta in await run.step():
+                    yield delta
+
+    async def run(self, request: RoutedRequest, reader: Reader) -> None:
+        """Give `reader` all choices, interleaved. Cancelling it cancels the request on every worker.
+
+        Raises as `generate`, and what the reader raises.
+        """
+        with self._running(request) as run:
+            await run.follow(reader)
+
+    @contextlib.contextmanager
+    def _running(self, request: RoutedRequest) -> Iterator[RequestRun]:
+        """Admitted and under way while inside."""
         self._supersede(request)
         self.health.check(request)
-        with contextlib.ExitStack() as leaving:
+        try:
+            with self._admission.admit(request.priority):
+                around = self._around if request.only_worker is None else self._unseen
+                around.budget.earn()
+                run = self._runs[request.request_id] = RequestRun(request, around)
+                try:
+                    run.start()
+                    yield run
+                finally:
+                    if self._runs.get(request.request_id) is run:
+                        del self._runs[request.request_id]
+                    run.close()
+        finally:
             # Last, when its place is free again.
-            leaving.callback(self._ended.set)
-            leaving.enter_context(self._admission.admit(request.priority))
-            around = self._around if request.only_worker is None else self._unseen
-            around.budget.earn()
-            run = self._runs[request.request_id] = RequestRun(request, around)
-            try:
-                run.start()
-                while not run.done:
-                    for delta in await run.step():
-                        yield delta
-            finally:
-                if self._runs.get(request.request_id) is run:
-                    del self._runs[request.request_id]
-                run.close()
+            self._ended.set()
 
     def _supersede(self, request: RoutedRequest) -> None:
         """A client that continues its stream here may come before this router has seen it leave."""

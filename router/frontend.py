@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from router.chat_template import Message
@@ -34,6 +35,7 @@ MAX_CHARS_PER_TOKEN = 32
 DEFAULT_COMPLETION_TOKENS = 16
 """`max_tokens` of a plain prompt when absent (OpenAI); a conversation gets the rest of the context."""
 _MOST_TOKENS = 2**31 - 1
+_MAX_ROOTS = 1024
 _INLINE_CHARS = 4096  # about a millisecond of tokenizing; longer texts leave the event loop
 
 
@@ -133,6 +135,7 @@ class Frontend:
         self._tracer = tracer or NoTracer()
         self._preparing = 0
         self._max_chars = model.max_model_len * MAX_CHARS_PER_TOKEN
+        self._hash_root = lru_cache(maxsize=_MAX_ROOTS)(self._new_hash_root)
 
     async def prepare_chat(self, messages: Sequence[Message], fields: ClientFields) -> Prepared:
         """A conversation. Raises InvalidRequest, ContextLengthExceeded or ModelNotFound."""
@@ -253,7 +256,9 @@ class Frontend:
             max_tokens=room if asked is None else min(asked, room),
             seed=self._seed(fields),
         )
-        sampling.validate(vocab_size=self.model.vocab_size)
+        if fields.max_tokens is None:
+            # Else `check_fields` has seen it: what became smaller has stayed within the bounds.
+            sampling.validate(vocab_size=self.model.vocab_size)
         seen = fields.last_seen
         time_left_s = self._config.request_timeout_s
         if fields.time_left_s is not None:
@@ -307,6 +312,9 @@ class Frontend:
 
     def hash_root(self, salt: str) -> BlockHash:
         """Root of the block names of everything under one salt. Clients' salts begin with a number."""
+        return self._hash_root(salt)
+
+    def _new_hash_root(self, salt: str) -> BlockHash:
         return root_hash(secret=self._secret, model_fingerprint=self.model.fingerprint, salt=salt)
 
     def _check_size(self, chars: int, param: str) -> None:

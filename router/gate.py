@@ -5,12 +5,12 @@ Canaries do not come this way, and a stream that is continued does not wait: it 
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Protocol
 
 from router.fair_admission import Entry, FairAdmission, Wanted
-from router.requests import ChoiceDelta, RoutedRequest
+from router.requests import ChoiceDelta, Reader, RoutedRequest
 from router.worker_view import WorkerSnapshot
 from router.workers import WorkerRegistry
 from tandem.errors import ServingError
@@ -24,6 +24,10 @@ class Inner(Protocol):
     """What runs requests: `router.dispatch.Dispatcher`."""
 
     def generate(self, request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
+        """See `router.requests.Generator`."""
+        ...
+
+    async def run(self, request: RoutedRequest, reader: Reader) -> None:
         """See `router.requests.Generator`."""
         ...
 
@@ -62,6 +66,19 @@ class Gate:
 
     async def generate(self, request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
         """See `router.requests.Generator`. Raises Overloaded or Unavailable, with a time to come back, as well."""
+        async with self._inside(request) as count, aclosing(self._inner.generate(request)) as deltas:
+            async for delta in deltas:
+                count(delta)
+                yield delta
+
+    async def run(self, request: RoutedRequest, reader: Reader) -> None:
+        """See `router.requests.Generator`. Raises as `generate`."""
+        async with self._inside(request) as count:
+            await self._inner.run(request, _Counting(reader, count))
+
+    @contextlib.asynccontextmanager
+    async def _inside(self, request: RoutedRequest) -> AsyncIterator[Callable[[ChoiceDelta], None]]:
+        """From its turn to its end; yields what counts its deltas."""
         entry = self._enter(request)
         try:
             if entry.waiting:
@@ -69,10 +86,12 @@ class Gate:
             # What runs it writes it into the workers' books before it waits for the first time.
             asyncio.get_running_loop().call_soon(self._placed, entry)
             shown = sum(point.num_tokens for point in request.resume)
-            async with aclosing(self._inner.generate(request)) as deltas:
-                async for delta in deltas:
-                    shown = self._note(entry, delta, shown)
-                    yield delta
+
+            def count(delta: ChoiceDelta) -> None:
+                nonlocal shown
+                shown = self._note(entry, delta, shown)
+
+            yield count
         finally:
             self.admission.end(entry)
             self._ended.set()
@@ -144,6 +163,19 @@ class Gate:
         for entry, error in refused:
             if (turn := self._turns.get(entry)) is not None and not turn.done():
                 turn.set_exception(error)
+
+
+class _Counting:
+    """A `Reader` in front of another: what passes is counted."""
+
+    def __init__(self, reader: Reader, count: Callable[[ChoiceDelta], None]) -> None:
+        self._take = reader.take
+        self._count = count
+        self.ready = reader.ready
+
+    def take(self, delta: ChoiceDelta) -> bool:
+        self._count(delta)
+        return self._take(delta)
 
 
 def _after(first: Callable[[WorkerSnapshot], None], then: Callable[[], None]) -> Callable[[WorkerSnapshot], None]:

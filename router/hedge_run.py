@@ -5,7 +5,7 @@ becomes the choice. A twin is never retried; when the first run fails, its twin 
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from router.choice_run import ChoiceRun
 from router.hedging import Hedging
@@ -34,6 +34,11 @@ class HedgeRun:
         self._timers: list[asyncio.TimerHandle] = []
         self._started_s: dict[int, float] = {}
 
+    @property
+    def are_off(self) -> bool:
+        """Whether there are no twins, now or later."""
+        return self._hedging is None
+
     def start(self, mailbox: Mailbox) -> None:
         """The choices were sent."""
         if (hedging := self._hedging) is None:
@@ -61,7 +66,7 @@ class HedgeRun:
         else:
             self._twins[index] = twin
 
-    def take(self, mail: FromWorker) -> list[ChoiceDelta]:
+    def take(self, mail: FromWorker) -> Sequence[ChoiceDelta]:
         """An event of either run. Raises what the choice raises."""
         index, event = mail.choice_index, mail.event
         if (hedging := self._hedging) is None:

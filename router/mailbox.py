@@ -59,6 +59,11 @@ class RoomMayBe:
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """Something was handled on the way that has consequences: an end, a wait, a failure."""
+
+
+@dataclass(frozen=True, slots=True)
 class Overflowed:
     """More tokens were waiting than the mailbox holds."""
 
@@ -76,6 +81,7 @@ Mail = (
     | RejoinOver
     | RoomMayBe
     | HedgeDue
+    | Look
     | Overflowed
     | Superseded
 )
@@ -103,14 +109,22 @@ class Mailbox:
         self._mail.append(mail)
         self._arrived.set()
 
-    async def get(self) -> Mail:
-        """Take the oldest mail, waiting for it."""
+    async def arrival(self) -> None:
+        """Return when there is mail."""
         while not self._mail:
             self._arrived.clear()
             await self._arrived.wait()
+
+    def take(self) -> Mail:
+        """The oldest mail, which there must be."""
         mail = self._mail.popleft()
         self._num_tokens -= _count_tokens(mail)
         return mail
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits to be taken."""
+        return not self._mail
 
     @property
     def overflowed(self) -> bool:

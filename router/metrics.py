@@ -8,11 +8,13 @@ Label values are ours alone, never a client's words.
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from router.board_metrics import PublishMetrics
+from router.instruments import Spread, Total
 from router.placement_metrics import PlacementMetrics
 from router.requests import ChoiceFinish
 from router.tier_metrics import TierMetrics
@@ -36,6 +38,7 @@ _TOKENS = tuple(float(scale * 10**power) for power in range(6) for scale in (1, 
 _TRANSFER = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _LABELS = ("model_name", "engine")
 _ENGINE = "router"
+_I = TypeVar("_I", Total, Spread)
 
 
 class RouterMetrics:
@@ -157,14 +160,18 @@ class RouterMetrics:
             self._requests.labels(*worker, "waiting").set(load.num_waiting)
             self._kv_usage.labels(self._model[0], info.key.worker_id).set(used / info.num_blocks)
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, _LABELS, registry=self.registry).labels(*self._model)
+    def _counter(self, name: str, text: str) -> Total:
+        return self._registered(Total(name, text, CounterMetricFamily, dict(zip(_LABELS, self._model, strict=True))))
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, _LABELS, registry=self.registry).labels(*self._model)
+    def _gauge(self, name: str, text: str) -> Total:
+        return self._registered(Total(name, text, GaugeMetricFamily, dict(zip(_LABELS, self._model, strict=True))))
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, _LABELS, buckets=buckets, registry=self.registry).labels(*self._model)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Spread:
+        return self._registered(Spread(name, text, buckets, dict(zip(_LABELS, self._model, strict=True))))
+
+    def _registered(self, instrument: _I) -> _I:
+        self.registry.register(instrument)
+        return instrument
 
 
 def _nothing() -> None:
@@ -223,11 +230,10 @@ class RequestMeter:
             if self._span is not None:
                 self._span.event("first_token", now)
         if (last := self._last[choice]) is not None:
-            for _ in range(count):
-                self._metrics.itl.observe((now - last) / count)
+            self._metrics.itl.observe((now - last) / count, count)
         self._last[choice] = now
         self._counts[choice] += count
-        self._metrics.generation_tokens.inc(count)
+        self._metrics.generation_tokens.value += count
 
     def choice_finished(self, choice: int, finish: ChoiceFinish) -> None:
         """One choice ended; its phase times are the workers' own."""

@@ -2,9 +2,13 @@
 
 All that happens to it arrives in one mailbox and is handled in order by whoever awaits `step`; what to do is
 decided by `ChoiceProgress` and `Placer`. Orders to workers never wait, so the whole request is one coroutine.
+
+Tokens alone take a shorter way when a `Reader` follows the request: if no mail waits before them and the reader has
+room, they are handed over in the session's own turn, and the coroutine sleeps on.
 """
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 
 from router.choice_run import ChoiceRun
@@ -13,6 +17,7 @@ from router.mailbox import (
     DeadlinePassed,
     FromWorker,
     HedgeDue,
+    Look,
     Mail,
     Mailbox,
     Overflowed,
@@ -22,8 +27,8 @@ from router.mailbox import (
     Superseded,
     WorkersChanged,
 )
-from router.requests import ChoiceDelta, RoutedRequest
-from router.session_events import AttemptEvent
+from router.requests import ChoiceDelta, Reader, RoutedRequest
+from router.session_events import AttemptEvent, TokensArrived
 from router.surroundings import Surroundings, Waiting
 from router.waiting_room import Place
 from tandem.errors import DeadlineExceeded, Overloaded, StreamTaken
@@ -42,6 +47,9 @@ class RequestRun:
         self._mailbox = Mailbox(max_tokens=around.settings.stream_buffer_tokens * request.num_choices + shown)
         self._deadline: asyncio.TimerHandle | None = None
         self._rejoin: asyncio.TimerHandle | None = None
+        self._reader: Reader | None = None
+        self._reader_is_slow = False
+        self._reader_error: Exception | None = None
         self._queued: dict[int, Place] = {}
         self._patience: dict[int, asyncio.TimerHandle] = {}
         names: list[BlockHash] = []
@@ -68,15 +76,34 @@ class RequestRun:
             choice.submit()
         self._hedges.start(self._mailbox)
 
-    async def step(self) -> list[ChoiceDelta]:
+    async def step(self) -> Sequence[ChoiceDelta]:
         """Wait for the next thing to happen; what the client gets of it. Raises the errors of Generator."""
         for choice in self._choices:
             if choice.failure is not None:
                 raise choice.failure
-        deltas = self._handle(await self._mailbox.get())
+        await self._mailbox.arrival()
+        if self._reader_is_slow:
+            await self._reader_ready()
+        deltas = self._handle(self._mailbox.take())
         self._watch_for_workers()
         self._queue_for_room()
         return deltas
+
+    async def follow(self, reader: Reader) -> None:
+        """All steps until the end, for a reader. Raises the errors of Generator, and the reader's."""
+        self._reader = reader
+        while not self.done:
+            for delta in await self.step():
+                self._reader_is_slow |= reader.take(delta)
+            if self._reader_error is not None:
+                raise self._reader_error
+            if self._reader_is_slow:
+                await self._reader_ready()
+
+    async def _reader_ready(self) -> None:
+        if self._reader is not None:
+            await self._reader.ready()
+        self._reader_is_slow = False
 
     def stop_choice(self, index: int) -> None:
         """End one choice at once; its finish comes with the next deltas. No-op for one that has ended."""
@@ -108,7 +135,7 @@ class RequestRun:
         self._around.placer.registry.unwatch(self._workers_changed)
         self._abandon_all()
 
-    def _handle(self, mail: Mail) -> list[ChoiceDelta]:
+    def _handle(self, mail: Mail) -> Sequence[ChoiceDelta]:
         match mail:
             case FromWorker():
                 return self._hedges.take(mail)
@@ -173,9 +200,28 @@ class RequestRun:
             self._rejoin = self._mail_later(self._around.settings.rejoin_s, RejoinOver())
 
     def _post(self, choice_index: int, attempt: int, event: AttemptEvent, *, is_twin: bool = False) -> None:
+        reader = None if self._reader_is_slow or not self._mailbox.is_empty else self._reader
+        if reader is not None and type(event) is TokensArrived and self._hedges.are_off:
+            self._hand_over(reader, self._choices[choice_index], attempt, event)
+            return
         self._mailbox.put(FromWorker(choice_index=choice_index, attempt=attempt, event=event, is_twin=is_twin))
         if self._mailbox.overflowed:
             self._abandon_all()
+
+    def _hand_over(self, reader: Reader, choice: ChoiceRun, attempt: int, arrived: TokensArrived) -> None:
+        """The short way of tokens. Whatever else comes of them is mail."""
+        try:
+            for delta in choice.take_tokens(attempt, arrived):
+                if reader.take(delta):
+                    self._reader_is_slow = True
+        except Exception as error:  # noqa: BLE001  # of this request, raised by its own task: here is a session's turn
+            self._reader_error = error
+            self._abandon_all()
+        else:
+            # A reader that is slow now has something to do before it is given more.
+            if not (self._reader_is_slow or choice.done or choice.failure or choice.waiting):
+                return
+        self._mailbox.put(Look())
 
     def _abandon_all(self) -> None:
         self._hedges.close()

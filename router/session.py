@@ -87,6 +87,8 @@ class SessionListener(Protocol):
 
     def prefix_changed(self, key: WorkerKey, change: PrefixChange) -> None: ...  # noqa: D102
 
+    def answered(self, key: WorkerKey) -> None: ...  # noqa: D102
+
     def draining(self, key: WorkerKey, reason: str) -> None: ...  # noqa: D102
 
     def bequeathed(self, key: WorkerKey, bequest: Bequest) -> None: ...  # noqa: D102
@@ -231,8 +233,7 @@ class WorkerSession:
         key = self.info.key
         match message.WhichOneof("kind"):
             case "tokens":
-                for delta in message.tokens.deltas:
-                    self._take_tokens(delta)
+                self._take_step(message.tokens.deltas, listener)
             case "load":
                 listener.load_changed(key, load_from_pb(message.load))
             case "kv_events":
@@ -255,9 +256,15 @@ class WorkerSession:
             case other:
                 raise ProtocolError(f"unexpected {other or 'unknown message'}")
 
+    def _take_step(self, deltas: Sequence[pb.TokenDelta], listener: SessionListener) -> None:
+        if any(delta.token_ids for delta in deltas):
+            listener.answered(self.info.key)
+        for delta in deltas:
+            self._take_tokens(delta)
+
     def _take_tokens(self, delta: pb.TokenDelta) -> None:
-        attempt = self._attempt(delta.request_id, delta.attempt)
-        if attempt is None:
+        attempt = self._attempts.get(RequestId(delta.request_id))
+        if attempt is None or attempt.number != delta.attempt:
             return
         arrived = tokens_from_pb(delta)
         if arrived.finished is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from router.worker_view import WorkerKey
 from tandem.cached_chain import CachedChain
@@ -69,8 +69,7 @@ class AttemptFinished:
     failure: ServingError | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokensArrived:
+class TokensArrived(NamedTuple):
     """Tokens `first_index`, `first_index + 1`, ... of the output; the end, or both."""
 
     first_index: int

@@ -17,7 +17,7 @@ from tandem.cached_chain import chains_from_pb, chains_to_pb
 from tandem.errors import InvalidRequest
 from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
 from tandem.kv_layout import DTYPE_BYTES
-from tandem.outputs import FinishReason
+from tandem.outputs import FinishReason, SampledToken
 from tandem.prefix_holder import holder_to_pb
 from tandem.roles import WorkerRole
 from tandem.session_port import PROTOCOL_VERSION
@@ -129,17 +129,18 @@ def _route_to_pb(route: PrefillRoute | None) -> pb.PrefillRoute | None:
 
 def tokens_from_pb(delta: pb.TokenDelta) -> TokensArrived:
     """One attempt's share of a step. Raises ProtocolError when log probabilities and tokens do not match up."""
-    if delta.logprobs:
-        if len(delta.logprobs) != len(delta.token_ids):
-            raise ProtocolError(f"{len(delta.token_ids)} tokens with {len(delta.logprobs)} logprobs")
-        tokens = tuple(token_from_pb(t, p) for t, p in zip(delta.token_ids, delta.logprobs, strict=True))
+    token_ids, logprobs = delta.token_ids, delta.logprobs
+    if logprobs:
+        if len(logprobs) != len(token_ids):
+            raise ProtocolError(f"{len(token_ids)} tokens with {len(logprobs)} logprobs")
+        tokens = tuple(token_from_pb(t, p) for t, p in zip(token_ids, logprobs, strict=True))
     else:
-        tokens = tuple(token_from_pb(t, None) for t in delta.token_ids)
+        tokens = tuple(map(SampledToken, token_ids))
     started = None
     if delta.HasField("started"):
         started = AttemptStarted(cached_tokens=delta.started.cached_tokens, times=times_from_pb(delta.started.times))
     finished = _finished_from_pb(delta.finish) if delta.HasField("finish") else None
-    return TokensArrived(first_index=delta.first_index, tokens=tokens, started=started, finished=finished)
+    return TokensArrived(delta.first_index, tokens, started, finished)
 
 
 def _finished_from_pb(finish: pb.Finish) -> AttemptFinished:

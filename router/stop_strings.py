@@ -37,9 +37,10 @@ class StopStrings:
             raise InvalidRequest(f"stop: each string must have 1 to {MAX_STOP_CHARS} characters", param="stop")
         self.strings = tuple(strings)
         self._nodes = [_Node(0, {})]
-        for string in strings:
-            self._insert(string)
-        self._link()
+        if strings:
+            for string in strings:
+                self._insert(string)
+            self._link()
 
     def __bool__(self) -> bool:
         return len(self._nodes) > 1

@@ -1,13 +1,15 @@
 """From dispatch's tokens to a client's text: detokenize, look for stop strings, count, measure.
 
-`ChoiceText` is one choice, without I/O. `stream_text` runs all choices of one request; `stream_all` those of
-several requests side by side, with bounded queues. Closing either stream closes dispatch's, which cancels the request.
+`ChoiceText` is one choice, `RequestText` all of one request, both without I/O. `read_text` gives the answers of one
+client call to a `TextReader`, in whatever turn brings their tokens; `stream_text` is a generator of one answer, for who
+has to be one himself. Cancelling the first or closing the second cancels the requests.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple, Protocol
 
 from router.frontend import Prepared
 from router.metrics import RequestMeter
@@ -19,11 +21,8 @@ from tandem.errors import InternalError
 from tandem.ids import Incarnation
 from tandem.outputs import FinishReason, SampledToken
 
-_MERGE_QUEUE = 16  # deltas of several prompts waiting for one slow reader; beyond it dispatch's own bound counts
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """New text of one choice, the tokens counted with it, its end, or all three."""
 
     choice_index: int
@@ -33,7 +32,7 @@ class TextDelta:
     finish: ChoiceFinish | None = None
     stopped_by: str | int | None = None
     """With `finish`: the stop string or stop token that ended the choice."""
-    worker: Incarnation = Incarnation(0)  # noqa: RUF009  # an int
+    worker: Incarnation = Incarnation(0)
     """The decode worker's process that it came from."""
     passed: tuple[SampledToken, ...] = ()
     """Of a stream that is continued: tokens before these that the client has."""
@@ -47,6 +46,9 @@ class ChoiceText:
         self._prepared = prepared
         self._words = tokenizer.detokenizer(skip_special_tokens=prepared.skip_special_tokens)
         self._matcher = StopMatcher(prepared.stops, include_match=prepared.include_stop)
+        self.has_stops = bool(prepared.stops)
+        self._stop_token_ids = prepared.stop_token_ids
+        self._min_tokens = prepared.request.sampling.min_tokens
         self._stop_token: int | None = None
         self._num_tokens = 0
         self.finished = False
@@ -58,14 +60,15 @@ class ChoiceText:
 
     def feed(self, delta: ChoiceDelta) -> TextDelta | None:
         """What dispatch's delta means to the client; None when nothing."""
+        tokens, finish = delta.tokens, delta.finish
         text: list[str] = []
-        counted: list[SampledToken] = []
-        for token in delta.tokens:
-            if self.stopped or self.finished:
-                break
-            counted.append(token)
-            text.append(self._push(token.token_id))
-        finish = delta.finish
+        if self.has_stops or self.finished:
+            tokens = self._until_stop(tokens, text)
+        else:
+            for token in tokens:
+                text.append(self._push(token.token_id))
+            if finish is None and tokens:
+                return TextDelta(self._index, "".join(text), tokens, None, None, delta.worker)
         if finish is not None:
             self.finished = True
             if finish.reason is FinishReason.ERROR:
@@ -75,27 +78,37 @@ class ChoiceText:
             if self.stopped:
                 # The worker may have met another end between the match and our word to it.
                 finish = ChoiceFinish(reason=FinishReason.STOP, cached_tokens=finish.cached_tokens, times=finish.times)
-        if not counted and finish is None:
+        if not tokens and finish is None:
             return None
         return TextDelta(
             choice_index=self._index,
             text="".join(text),
-            tokens=tuple(counted),
+            tokens=tokens,
             finish=finish,
             stopped_by=(self._matcher.match or self._stop_token) if finish else None,
             worker=delta.worker,
         )
 
+    def _until_stop(self, tokens: Sequence[SampledToken], text: list[str]) -> tuple[SampledToken, ...]:
+        """Those that count; adds their text."""
+        counted: list[SampledToken] = []
+        for token in tokens:
+            if self.stopped or self.finished:
+                break
+            counted.append(token)
+            text.append(self._push(token.token_id))
+        return tuple(counted)
+
     def _push(self, token_id: int) -> str:
         self._num_tokens += 1
-        early = self._num_tokens <= self._prepared.request.sampling.min_tokens
-        if token_id in self._prepared.stop_token_ids and not early:
+        early = self._num_tokens <= self._min_tokens
+        if token_id in self._stop_token_ids and not early:
             self._stop_token = token_id
             if not self._prepared.include_stop:
                 return ""
         text = self._words.push(token_id)
         # Text of the first `min_tokens` tokens stops nothing, nor does it begin a stop string.
-        return text if early else self._matcher.feed(text)
+        return text if early or not self.has_stops else self._matcher.feed(text)
 
 
 class Remainder:
@@ -113,103 +126,184 @@ class Remainder:
         chars = min(self._num_chars, len(delta.text))
         self._num_tokens -= tokens
         self._num_chars -= chars
-        return replace(delta, tokens=delta.tokens[tokens:], text=delta.text[chars:], passed=delta.tokens[:tokens])
+        return delta._replace(tokens=delta.tokens[tokens:], text=delta.text[chars:], passed=delta.tokens[:tokens])
+
+
+class RequestText:
+    """The text of all choices of one request, measured."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        prepared: Prepared,
+        tokenizer: Tokenizer,
+        meter: RequestMeter,
+        first_index: int = 0,
+    ) -> None:
+        """`first_index`: of the first choice, over all prompts of the client's call."""
+        request = prepared.request
+        self._generator = generator
+        self._request_id = request.request_id
+        self._choices = [ChoiceText(first_index + i, prepared, tokenizer) for i in range(request.num_choices)]
+        self._remainders = [Remainder(has) for has in prepared.has]
+        self._meter = meter
+
+    def feed(self, delta: ChoiceDelta, *, num_measured: int = 0) -> TextDelta | None:
+        """What dispatch's delta means to the client; None when nothing. Raises InternalError.
+
+        `num_measured`: leading tokens that were measured when they came.
+        """
+        index = delta.choice_index
+        choice = self._choices[index]
+        was_stopped = choice.has_stops and choice.stopped
+        shown = choice.feed(delta)
+        if shown is None:
+            return None
+        if self._remainders:
+            shown = self._remainders[index].of(shown)
+        self._meter.tokens(index, len(shown.tokens) - num_measured)
+        if shown.finish is not None:
+            self._meter.choice_finished(index, shown.finish)
+        elif choice.has_stops and choice.stopped and not was_stopped:
+            self._generator.finish_choice(self._request_id, index)
+        return shown
+
+    def end(self) -> None:
+        """Dispatch has nothing more. Raises InternalError when a choice has not ended."""
+        if not all(choice.finished for choice in self._choices):
+            raise InternalError("the answer ended before its last choice did")
+        self._meter.succeeded()
 
 
 async def stream_text(
-    generator: Generator,
-    prepared: Prepared,
-    tokenizer: Tokenizer,
-    meter: RequestMeter,
-    first_index: int = 0,
+    generator: Generator, prepared: Prepared, tokenizer: Tokenizer, meter: RequestMeter
 ) -> AsyncGenerator[TextDelta, None]:
     """All choices of one request, interleaved, until each has finished. Raises what dispatch raises."""
-    request = prepared.request
-    choices = [ChoiceText(first_index + i, prepared, tokenizer) for i in range(request.num_choices)]
-    remainders = [Remainder(has) for has in prepared.has]
+    text = RequestText(generator, prepared, tokenizer, meter)
     with meter:
-        async with aclosing(generator.generate(request)) as deltas:
+        async with aclosing(generator.generate(prepared.request)) as deltas:
             async for delta in deltas:
-                choice = choices[delta.choice_index]
-                was_stopped = choice.stopped
-                shown = choice.feed(delta)
-                if shown is None:
-                    continue
-                if remainders:
-                    shown = remainders[delta.choice_index].of(shown)
-                meter.tokens(delta.choice_index, len(shown.tokens))
-                if shown.finish is not None:
-                    meter.choice_finished(delta.choice_index, shown.finish)
-                elif choice.stopped and not was_stopped:
-                    generator.finish_choice(request.request_id, delta.choice_index)
-                yield shown
-        if not all(choice.finished for choice in choices):
-            raise InternalError("the answer ended before its last choice did")
-        meter.succeeded()
+                if (shown := text.feed(delta)) is not None:
+                    yield shown
+        text.end()
 
 
-async def stream_all(
+class TextReader(Protocol):
+    """Takes a client call's text where it arrives; see `router.requests.Reader`."""
+
+    def take(self, delta: TextDelta) -> bool:
+        """The next delta; whether nothing more should come before `ready`."""
+        ...
+
+    async def ready(self) -> None:
+        """Return when there is room again. Raises what ends the call."""
+        ...
+
+
+class _AlongReader:
+    """A `Reader` that shows each delta's text at once."""
+
+    def __init__(self, text: RequestText, show: TextReader) -> None:
+        self._feed = text.feed
+        self._show = show.take
+        self.ready = show.ready
+
+    def take(self, delta: ChoiceDelta) -> bool:
+        shown = self._feed(delta)
+        return shown is not None and self._show(shown)
+
+
+class _EndReader:
+    """A `Reader` that nobody reads along with, of a request whose text ends no choice: each is read when it ended."""
+
+    def __init__(self, text: RequestText, meter: RequestMeter, show: TextReader, num_choices: int) -> None:
+        self._text = text
+        self._meter = meter
+        self._show = show
+        self._held: list[list[SampledToken]] = [[] for _ in range(num_choices)]
+
+    async def ready(self) -> None:
+        """There is always room: an answer is bounded by `max_tokens`."""
+
+    def take(self, delta: ChoiceDelta) -> bool:
+        index, held = delta.choice_index, self._held[delta.choice_index]
+        if delta.finish is None:
+            held += delta.tokens
+            self._meter.tokens(index, len(delta.tokens))
+            return False
+        whole = delta._replace(tokens=(*held, *delta.tokens))
+        shown = self._text.feed(whole, num_measured=len(held))
+        return shown is not None and self._show.take(shown)
+
+
+async def read_text(
     generator: Generator,
     prepared: Sequence[Prepared],
     tokenizer: Tokenizer,
     new_meter: Callable[[Prepared], RequestMeter],
-) -> AsyncGenerator[TextDelta, None]:
-    """The answers of several requests of one client call, as they come. The first error ends all of them."""
-    starts = [0]
-    for one in prepared:
-        starts.append(starts[-1] + one.request.num_choices)
-    streams = [
-        stream_text(generator, one, tokenizer, new_meter(one), start)
-        for one, start in zip(prepared, starts, strict=False)
+    show: TextReader,
+    *,
+    along: bool,
+) -> None:
+    """Show the answers to the requests of one client call. The first error ends all of them.
+
+    `along`: as they come; else each choice at its end, unless its text may end it earlier.
+    """
+    firsts = accumulate((one.request.num_choices for one in prepared), initial=0)
+    reads = [
+        _read(generator, tokenizer, new_meter(one), _Showing(one, first, show, along or bool(one.stops)))
+        for one, first in zip(prepared, firsts, strict=False)
     ]
-    merged = streams[0] if len(streams) == 1 else _merge(streams)
-    async with aclosing(merged) as deltas:
-        async for delta in deltas:
-            yield delta
-
-
-async def _merge(streams: Sequence[AsyncGenerator[TextDelta, None]]) -> AsyncGenerator[TextDelta, None]:
-    """One task per stream, so that each is read and closed by a single task."""
-    room = asyncio.Semaphore(_MERGE_QUEUE)
-    arrived: asyncio.Queue[TextDelta | asyncio.Task[None]] = asyncio.Queue()  # bounded by `room`, and one end per task
-
-    async def pump(stream: AsyncGenerator[TextDelta, None]) -> None:
-        async with aclosing(stream):
-            async for delta in stream:
-                await room.acquire()
-                arrived.put_nowait(delta)
-
-    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
-    for task in tasks:
-        task.add_done_callback(arrived.put_nowait)
+    if len(reads) == 1:
+        await reads[0]
+        return
+    tasks = [asyncio.create_task(read) for read in reads]
     try:
-        open_streams = len(tasks)
-        while open_streams:
-            item = await arrived.get()
-            if isinstance(item, asyncio.Task):
-                item.result()  # raises what ended it, if anything did
-                open_streams -= 1
-            else:
-                room.release()
-                yield item
+        await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def collect(deltas: AsyncIterator[TextDelta]) -> list[TextDelta]:
-    """One delta per choice that holds its whole answer, in order of the choices."""
-    whole: dict[int, list[TextDelta]] = {}
-    async for delta in deltas:
-        whole.setdefault(delta.choice_index, []).append(delta)
-    return [
-        TextDelta(
-            choice_index=index,
-            text="".join(part.text for part in parts),
-            tokens=tuple(token for part in parts for token in part.tokens),
-            finish=parts[-1].finish,
-            stopped_by=parts[-1].stopped_by,
-        )
-        for index, parts in sorted(whole.items())
-    ]
+class _Showing(NamedTuple):
+    """One request of a call, and how it is shown."""
+
+    prepared: Prepared
+    first_index: int
+    show: TextReader
+    along: bool
+
+
+async def _read(generator: Generator, tokenizer: Tokenizer, meter: RequestMeter, showing: _Showing) -> None:
+    request, show = showing.prepared.request, showing.show
+    text = RequestText(generator, showing.prepared, tokenizer, meter, showing.first_index)
+    reader = _AlongReader(text, show) if showing.along else _EndReader(text, meter, show, request.num_choices)
+    with meter:
+        await generator.run(request, reader)
+        text.end()
+
+
+class WholeText:
+    """A `TextReader` that puts a call's answer together."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, list[TextDelta]] = {}
+
+    async def ready(self) -> None:
+        """There is always room."""
+
+    def take(self, delta: TextDelta) -> bool:
+        """See TextReader."""
+        self._parts.setdefault(delta.choice_index, []).append(delta)
+        return False
+
+    def choices(self) -> list[TextDelta]:
+        """One delta per choice that holds its whole answer, in order of the choices."""
+        return [parts[0] if len(parts) == 1 else _joined(parts) for _, parts in sorted(self._parts.items())]
+
+
+def _joined(parts: Sequence[TextDelta]) -> TextDelta:
+    return parts[-1]._replace(
+        text="".join(part.text for part in parts), tokens=tuple(token for part in parts for token in part.tokens)
+    )

@@ -41,6 +41,7 @@ class Tokenizer:
         self._pieces = read_pieces(json.loads(spec).get("decoder"), self.size, self._library.id_to_token)
         self._guard = _Guard([token.content for token in special.values()])
         self._alias_ids = self._add_aliases(special)
+        self._lowest_alias_id = min(self._alias_ids, default=0)
         self._prove_decoding()
 
     @classmethod
@@ -74,8 +75,7 @@ class Tokenizer:
         Raises InvalidRequest for text that is no valid Unicode or holds NUL.
         """
         check_text(text, "prompt")
-        ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return self._encode(text, add_special_tokens=add_special_tokens)
 
     def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool, max_chars: int) -> list[int]:
         """Token ids of a conversation, rendered by the model's template.
@@ -91,8 +91,11 @@ class Tokenizer:
             name = self._guard.hide(message.name) if message.name else None
             guarded.append(Message(role=message.role, content=self._guard.hide(message.content), name=name))
         text = self._template.render(guarded, add_generation_prompt=add_generation_prompt, max_chars=max_chars)
-        encoded = self._library.encode(self._guard.resolve(text), add_special_tokens=False)
-        return [self._alias_ids.get(i, i) for i in encoded.ids]
+        alias_ids, lowest = self._alias_ids, self._lowest_alias_id
+        return [
+            alias_ids.get(i, i) if i >= lowest else i
+            for i in self._encode(self._guard.resolve(text), add_special_tokens=False)
+        ]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of all tokens at once."""
@@ -107,6 +110,12 @@ class Tokenizer:
     def bytes_of(self, token_id: int) -> bytes:
         """One token's bytes; for logprobs."""
         return self._pieces.bytes_of(token_id)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # "fast": without the offsets of tokens in the text, which nobody asks for.
+        (encoded,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoded.ids
+        return ids
 
     def _add_aliases(self, special: dict[int, Any]) -> dict[int, int]:
         """From now on special literals are read as text, and only their aliases as control tokens."""

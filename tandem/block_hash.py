@@ -53,5 +53,14 @@ class BlockHasher:
 
     def extend(self, root: BlockHash, chain: list[BlockHash], tokens: Sequence[int]) -> None:
         """Append to `chain` the names of all full blocks of `tokens` that it does not yet hold."""
-        for start in range(len(chain) * HASH_BLOCK_TOKENS, len(tokens) - HASH_BLOCK_TOKENS + 1, HASH_BLOCK_TOKENS):
-            chain.append(self.child(chain[-1] if chain else root, tokens[start : start + HASH_BLOCK_TOKENS]))
+        first, end = len(chain) * HASH_BLOCK_TOKENS, len(tokens) // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS
+        if first >= end:
+            return
+        # As `child`, with the tokens turned into bytes once.
+        new, parent = array("i", tokens[first:end]), chain[-1] if chain else root
+        data, size, seeded = new.tobytes(), new.itemsize * HASH_BLOCK_TOKENS, self._seeded
+        for start in range(0, len(data), size):
+            digest = seeded.copy()
+            digest.update(parent + data[start : start + size])
+            parent = BlockHash(digest.digest())
+            chain.append(parent)

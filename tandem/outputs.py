@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class FinishReason(Enum):
@@ -23,9 +24,11 @@ class TokenLogprob:
     logprob: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledToken:
-    """One sampled token; `logprob` and `top_logprobs` only when the request asked for them."""
+class SampledToken(NamedTuple):
+    """One sampled token; `logprob` and `top_logprobs` only when the request asked for them.
+
+    A named tuple, because it is made for every token: a frozen dataclass takes twice as long.
+    """
 
     token_id: int
     logprob: float | None = None

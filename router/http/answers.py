@@ -29,6 +29,11 @@ class AnswerHead:
 class Answer(Protocol):
     """How one route shows an answer. Chunks carry neither usage nor timing; the route adds them."""
 
+    @property
+    def is_text_only(self) -> bool:
+        """Whether chunks between the first and a choice's last show nothing but its text."""
+        ...
+
     def opening(self) -> list[dict[str, Any]]:
         """Chunks before the first token."""
         ...
@@ -53,6 +58,7 @@ class ChatAnswer:
         self._head = head
         self._request = prepared[0].request
         self._logprobs = _Logprobs(tokenizer)
+        self.is_text_only = _is_text_only(head, prepared)
 
     def opening(self) -> list[dict[str, Any]]:
         """Role chunks."""
@@ -116,6 +122,7 @@ class CompletionAnswer:
         self._logprobs = _Logprobs(tokenizer)
         self._offsets: dict[int, int] = {}
         """Where the next token's text begins, by choice; for logprobs."""
+        self.is_text_only = _is_text_only(head, prepared)
 
     def opening(self) -> list[dict[str, Any]]:
         """The echoed prompt, and its token ids."""
@@ -232,6 +239,10 @@ def _finite(logprob: float) -> float:
 
 def _head(head: AnswerHead, kind: str) -> dict[str, Any]:
     return {"id": head.id, "object": kind, "created": head.created_s, "model": head.model}
+
+
+def _is_text_only(head: AnswerHead, prepared: Sequence[Prepared]) -> bool:
+    return not head.return_token_ids and prepared[0].request.sampling.num_logprobs is None
 
 
 def _chat_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:

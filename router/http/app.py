@@ -3,18 +3,18 @@
 from importlib import metadata
 from typing import Any, Protocol
 
-from fastapi import APIRouter, Depends, FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from router.auth import ApiKeys
 from router.decisions import DecisionLog
 from router.frontend import Frontend
-from router.http import errors
 from router.http.debug import DecisionRoutes
 from router.http.generation import GenerationRoutes
 from router.http.json_body import BodyBounds, read_object
 from router.http.middleware import Envelope
+from router.http.routes import Handler, Routes
 from router.http.schemas import DetokenizeBody, TokenizeBody, validate
 from router.metrics import RouterMetrics
 from router.requests import Generator
@@ -39,33 +39,32 @@ def create_app(
     config: RouterConfig,
     metrics: RouterMetrics,
     decisions: DecisionLog | None = None,
-) -> FastAPI:
+) -> ASGIApp:
     """The ASGI application. It owns nothing: whoever made the parts closes them.
 
     `decisions`: shown at /debug/decisions; there is no such page when none are kept.
     """
-    app = FastAPI(title="Tandem", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    errors.install(app)
-    keys = ApiKeys(config.api_keys)
+    routes, keys = Routes(), ApiKeys(config.api_keys)
 
-    async def authenticate(request: Request) -> None:
-        request.state.tenant = keys.tenant(request.headers.get("authorization"))
+    def public(handler: Handler) -> Handler:
+        async def authenticated(request: Request) -> Response | dict[str, Any]:
+            request.state.tenant = keys.tenant(request.headers.get("authorization"))
+            return await handler(request)
+
+        return authenticated
 
     generation = GenerationRoutes(frontend, generator, metrics, max_body_bytes=config.max_body_bytes)
     texts = _TextRoutes(frontend, max_body_bytes=config.max_body_bytes)
-    public = APIRouter(dependencies=[Depends(authenticate)])
-    public.add_api_route("/v1/chat/completions", generation.chat, methods=["POST"], response_model=None)
-    public.add_api_route("/v1/completions", generation.completions, methods=["POST"], response_model=None)
-    public.add_api_route("/v1/models", texts.models, methods=["GET"])
-    public.add_api_route("/v1/models/{name:path}", texts.model, methods=["GET"])
-    public.add_api_route("/tokenize", texts.tokenize, methods=["POST"])
-    public.add_api_route("/detokenize", texts.detokenize, methods=["POST"])
+    routes.add("POST", "/v1/chat/completions", public(generation.chat))
+    routes.add("POST", "/v1/completions", public(generation.completions))
+    routes.add("GET", "/v1/models", public(texts.models))
+    routes.add("GET", "/v1/models/*", public(texts.model))
+    routes.add("POST", "/tokenize", public(texts.tokenize))
+    routes.add("POST", "/detokenize", public(texts.detokenize))
     if decisions is not None and decisions.most:
-        public.add_api_route("/debug/decisions", DecisionRoutes(decisions).show, methods=["GET"], response_model=None)
-    app.include_router(public)
-    app.include_router(_operator_routes(readiness, metrics))
-    app.add_middleware(Envelope, metrics=metrics)
-    return app
+        routes.add("GET", "/debug/decisions", public(DecisionRoutes(decisions).show))
+    _add_operator_routes(routes, readiness, metrics)
+    return Envelope(routes, metrics)
 
 
 class _TextRoutes:
@@ -75,13 +74,13 @@ class _TextRoutes:
         self._frontend = frontend
         self._bounds = BodyBounds.of(max_body_bytes, frontend.model.max_model_len)
 
-    async def models(self) -> dict[str, Any]:
+    async def models(self, _request: Request) -> dict[str, Any]:
         """The one model."""
         return {"object": "list", "data": [self._card()]}
 
-    async def model(self, name: str) -> dict[str, Any]:
+    async def model(self, request: Request) -> dict[str, Any]:
         """The same, by name."""
-        self._frontend.check_model(name)
+        self._frontend.check_model(request.scope["path"].removeprefix("/v1/models/"))
         return self._card()
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
@@ -127,29 +126,27 @@ class _TextRoutes:
         }
 
 
-def _operator_routes(readiness: Readiness, metrics: RouterMetrics) -> APIRouter:
+def _add_operator_routes(routes: Routes, readiness: Readiness, metrics: RouterMetrics) -> None:
     """Probes, metrics, version: without a key, because orchestrators have none."""
-    routes = APIRouter()
 
-    @routes.get("/health")
-    async def health() -> dict[str, str]:
+    async def health(_request: Request) -> dict[str, Any]:
         return {"status": "alive"}
 
-    @routes.get("/readyz")
-    async def readyz() -> dict[str, str]:
+    async def readyz(_request: Request) -> dict[str, Any]:
         if (reason := readiness.not_ready_reason()) is not None:
             raise Unavailable(f"not ready: {reason}", retry_after_s=1.0)
         return {"status": "ready"}
 
-    @routes.get("/metrics", response_model=None)
-    async def render_metrics() -> Response:
+    async def render_metrics(_request: Request) -> Response:
         return Response(await metrics.collect(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @routes.get("/version")
-    async def version() -> dict[str, str]:
+    async def version(_request: Request) -> dict[str, Any]:
         try:
             return {"version": metadata.version(_DISTRIBUTION)}
         except metadata.PackageNotFoundError:
             return {"version": "unknown"}
 
-    return routes
+    routes.add("GET", "/health", health)
+    routes.add("GET", "/readyz", readyz)
+    routes.add("GET", "/metrics", render_metrics)
+    routes.add("GET", "/version", version)

@@ -89,6 +89,16 @@ class StreamCursor:
             at.num_chars += len(delta.text)
             at.worker = delta.worker or at.worker
 
+    @property
+    def has_ids(self) -> bool:
+        """Whether events have ids."""
+        return self._ids is not None
+
+    def text_id(self, delta: TextDelta) -> bytes | None:
+        """As `moved`, and the id of the event that carries the delta's text and no end."""
+        self.moved(delta)
+        return None if self._ids is None else self._ids.write(self._head, self._choices)
+
     def id_of(self, chunk: dict[str, Any]) -> bytes | None:
         """The id of the event that carries `chunk`."""
         if self._ids is None:

@@ -1,9 +1,9 @@
 """POST /v1/chat/completions and /v1/completions: one client call from body to last byte."""
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import orjson
@@ -11,16 +11,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.frontend import ClientFields, Frontend, Prepared
+from router.http.answer_stream import AnswerStream, StreamExtras
 from router.http.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer
 from router.http.cursor import StreamCursor, last_seen, wants_ids
 from router.http.json_body import BodyBounds, read_object
+from router.http.link import WhileConnected
 from router.http.middleware import check_request_id
 from router.http.schemas import ChatBody, CompletionBody, GenerationBody, validate
-from router.http.sse import SseResponse, event, unless_disconnected
+from router.http.sse import EventStream, SseResponse
+from router.http.usage_json import timing_object, usage_object
 from router.metrics import RequestMeter, RouterMetrics
 from router.requests import Generator
 from router.stream_ids import StreamIds, StreamPosition
-from router.text_stream import TextDelta, collect, stream_all
+from router.text_stream import TextReader, WholeText, read_text
 from router.usage import Usage
 from tandem.errors import InvalidRequest
 from tandem.tracing import TraceContext, context_from_headers
@@ -37,9 +40,7 @@ class _Call:
 
     prepare: Callable[[], Awaitable[list[Prepared]]]
     show: Callable[[list[Prepared]], Answer]
-    include_usage: bool
-    continuous_usage: bool
-    timing: bool
+    extras: StreamExtras
     ids: StreamIds | None
     seen: StreamPosition | None
 
@@ -104,22 +105,26 @@ class GenerationRoutes:
         seen: StreamPosition | None,
     ) -> Response:
         options = body.stream_options
-        call = _Call(
-            prepare=prepare,
-            show=show,
+        extras = StreamExtras(
             include_usage=options is not None and bool(options.include_usage),
             continuous_usage=options is not None and bool(options.continuous_usage_stats),
             timing=request.headers.get(TIMING_HEADER) == "1",
+        )
+        call = _Call(
+            prepare=prepare,
+            show=show,
+            extras=extras,
             ids=self._frontend.stream_ids if wants_ids(request) else None,
             seen=seen,
         )
         if body.stream:
-            return SseResponse(self._events(call))
-        content = await unless_disconnected(request.receive, self._whole(call))
+            return SseResponse(partial(self._stream, call))
+        async with WhileConnected(request.scope, request.receive):
+            content = await self._whole(call)
         return Response(orjson.dumps(content), media_type="application/json")
 
-    def _deltas(self, prepared: list[Prepared]) -> AsyncGenerator[TextDelta, None]:
-        return stream_all(self._generator, prepared, self._frontend.tokenizer, self._meter)
+    async def _read_text(self, prepared: list[Prepared], show: TextReader, *, along: bool) -> None:
+        await read_text(self._generator, prepared, self._frontend.tokenizer, self._meter, show, along=along)
 
     def _meter(self, one: Prepared) -> RequestMeter:
         request = one.request
@@ -133,49 +138,26 @@ class GenerationRoutes:
 
     async def _whole(self, call: _Call) -> dict[str, Any]:
         prepared = await call.prepare()
-        usage = Usage(prepared)
-        async with aclosing(self._deltas(prepared)) as deltas:
-            choices = await collect(deltas)
+        usage, text = Usage(prepared), WholeText()
+        await self._read_text(prepared, text, along=False)
+        choices = text.choices()
         for choice in choices:
             usage.add(choice)
         content = call.show(prepared).whole(choices)
-        content["usage"] = _usage(usage)
-        if call.timing:
-            content["timing"] = _timing(usage)
+        content["usage"] = usage_object(usage)
+        if call.extras.timing:
+            content["timing"] = timing_object(usage)
         return content
 
-    async def _events(self, call: _Call) -> AsyncGenerator[bytes, None]:
-        """The stream. Nothing comes before the first token, so that earlier errors keep their HTTP status."""
+    async def _stream(self, call: _Call, events: EventStream) -> None:
+        """Nothing is written before the first token, so that earlier errors keep their HTTP status."""
         prepared = await call.prepare()
         cursor = StreamCursor(prepared, call.ids, call.seen)
         if cursor.has_all:
             return
-        answer, usage, opened = call.show(prepared), Usage(prepared), cursor.is_continued
-        extra: dict[str, Any] = {"usage": None} if call.include_usage else {}
-        async with aclosing(self._deltas(prepared)) as deltas:
-            async for delta in deltas:
-                usage.add(delta)
-                chunks = [] if cursor.has_ended(delta.choice_index) else answer.chunks(delta)
-                if call.continuous_usage:
-                    extra["usage"] = _usage(usage)
-                if call.timing and usage.complete and not call.include_usage and chunks:
-                    chunks[-1]["timing"] = _timing(usage)
-                events = [] if opened else _opening(answer, cursor, extra)
-                opened = True
-                cursor.moved(delta)
-                events += [event(chunk | extra, cursor.id_of(chunk)) for chunk in chunks]
-                if events:
-                    yield b"".join(events)
-        if call.include_usage:
-            timing = {"timing": _timing(usage)} if call.timing else {}
-            ending = answer.ending()
-            yield event(ending | {"usage": _usage(usage)} | timing, cursor.id_of(ending))
-
-
-def _opening(answer: Answer, cursor: StreamCursor, extra: dict[str, Any]) -> list[bytes]:
-    """The last one alone has an id: whoever has not all of them begins anew."""
-    chunks = answer.opening()
-    return [event(c | extra, cursor.id_of(c) if c is chunks[-1] else None) for c in chunks]
+        stream = AnswerStream(events, call.show(prepared), cursor, Usage(prepared), call.extras)
+        await self._read_text(prepared, stream, along=True)
+        stream.end()
 
 
 def _head(body: GenerationBody, prefix: str, first: Prepared, seen: StreamPosition | None, model: str) -> AnswerHead:
@@ -190,7 +172,10 @@ def _head(body: GenerationBody, prefix: str, first: Prepared, seen: StreamPositi
 
 
 def _with_headers(fields: ClientFields, request: Request, seen: StreamPosition | None) -> ClientFields:
-    return replace(fields, trace=_trace(request), last_seen=seen, time_left_s=_time_left_s(request))
+    trace, time_left_s = _trace(request), _time_left_s(request)
+    if trace is None and seen is None and time_left_s is None:
+        return fields
+    return replace(fields, trace=trace, last_seen=seen, time_left_s=time_left_s)
 
 
 def _time_left_s(request: Request) -> float | None:
@@ -208,26 +193,3 @@ def _time_left_s(request: Request) -> float | None:
 def _trace(request: Request) -> TraceContext | None:
     headers = request.headers
     return context_from_headers(headers.getlist("traceparent"), headers.getlist("tracestate"))
-
-
-def _usage(usage: Usage) -> dict[str, Any]:
-    """OpenAI's usage object."""
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": 0},
-    }
-
-
-def _timing(usage: Usage) -> dict[str, Any]:
-    """Seconds by phase, measured by the workers."""
-    times = usage.times()
-    return {
-        "queue_s": round(times.prefill_queue_s + times.decode_queue_s, 6),
-        "prefill_s": round(times.prefill_s, 6),
-        "transfer_s": round(times.transfer_s, 6),
-        "decode_s": round(times.decode_s, 6),
-        "cached_tokens": usage.cached_tokens,
-    }

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 from starlette.requests import ClientDisconnect, Request
 
+from router.http.link import link_of
 from tandem.errors import Cancelled, InvalidRequest, RequestTooLarge
 
 BODY_TIMEOUT_S = 30.0
@@ -115,6 +116,10 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     stated = request.headers.get("content-length", "")
     if stated.isdecimal() and int(stated[:20]) > max_bytes:
         raise too_large
+    if (link := link_of(request.scope)) is not None and (whole := link.whole_body()) is not None:
+        if len(whole) > max_bytes:
+            raise too_large
+        return whole
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):

@@ -6,6 +6,7 @@ import secrets
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.http.errors import error_response
+from router.http.routes import ROUTE_KEY
 from router.metrics import RouterMetrics
 from tandem.errors import InvalidRequest
 
@@ -52,7 +53,7 @@ class Envelope:
                 return
             await self._app(scope, receive, enveloped)
         finally:
-            route = getattr(scope.get("route"), "path", "unknown")
+            route = scope.get(ROUTE_KEY, "unknown")
             method = scope["method"] if scope["method"] in _METHODS else "other"
             self._metrics.http_answered(route, method, status)
 

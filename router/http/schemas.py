@@ -5,7 +5,6 @@ not serve stand in `_NOT_YET` with the values that ask for nothing; everything e
 """
 
 import re
-from dataclasses import replace
 from typing import Annotated, Any, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -95,7 +94,10 @@ class _Body(BaseModel):
             return data
         if len(data) > _MAX_KEYS:
             raise InvalidRequest(f"more than {_MAX_KEYS} fields in one object")
-        return {name: value for name, value in data.items() if name in cls.model_fields or not _neutral(name, value)}
+        known = cls.__pydantic_fields__
+        if data.keys() <= known.keys():
+            return data
+        return {name: value for name, value in data.items() if name in known or not _neutral(name, value)}
 
 
 class StreamOptions(_Body):
@@ -149,7 +151,15 @@ class GenerationBody(_Body):
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")
         return self
 
-    def fields(self, *, tenant: str, num_logprobs: int | None, max_tokens: int | None) -> ClientFields:
+    def fields(
+        self,
+        *,
+        tenant: str,
+        num_logprobs: int | None,
+        max_tokens: int | None,
+        add_special_tokens: bool = True,
+        add_generation_prompt: bool = True,
+    ) -> ClientFields:
         """What the frontend validates."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         sampling = SamplingParams(
@@ -170,6 +180,8 @@ class GenerationBody(_Body):
             priority=self.priority or 0,
             cache_salt=self.cache_salt,
             tenant=tenant,
+            add_special_tokens=add_special_tokens,
+            add_generation_prompt=add_generation_prompt,
         )
 
 
@@ -219,8 +231,12 @@ class ChatBody(GenerationBody):
         if len(limits) > 1:
             raise InvalidRequest("max_tokens and max_completion_tokens differ", param="max_completion_tokens")
         num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        fields = self.fields(tenant=tenant, num_logprobs=num_logprobs, max_tokens=next(iter(limits), None))
-        return replace(fields, add_generation_prompt=self.add_generation_prompt is not False)
+        return self.fields(
+            tenant=tenant,
+            num_logprobs=num_logprobs,
+            max_tokens=next(iter(limits), None),
+            add_generation_prompt=self.add_generation_prompt is not False,
+        )
 
 
 class CompletionBody(GenerationBody):
@@ -238,8 +254,12 @@ class CompletionBody(GenerationBody):
             raise InvalidRequest(f"logprobs must be an integer in [0, {MAX_TOP_LOGPROBS}]", param="logprobs")
         if self.echo and self.logprobs is not None:
             raise InvalidRequest("echo together with logprobs is not supported yet", param="echo")
-        fields = self.fields(tenant=tenant, num_logprobs=self.logprobs, max_tokens=self.max_tokens)
-        return replace(fields, add_special_tokens=self.add_special_tokens is not False)
+        return self.fields(
+            tenant=tenant,
+            num_logprobs=self.logprobs,
+            max_tokens=self.max_tokens,
+            add_special_tokens=self.add_special_tokens is not False,
+        )
 
 
 class TokenizeBody(_Body):

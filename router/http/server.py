@@ -3,14 +3,15 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from router.http.link import EXTENSION
 from router.http.middleware import MAX_HEADER_BYTES
 
 _BACKLOG = 2048
@@ -20,10 +21,11 @@ _MAX_HEAD_BYTES = 4 * MAX_HEADER_BYTES
 """Beyond what the application answers with 400, the connection is closed: a head may otherwise be endless."""
 
 
-class _BoundedProtocol(HttpToolsProtocol):
-    """Gives up on a request whose head never ends; httptools itself collects without a bound."""
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's, with bounded heads (httptools itself collects without a bound), and a `Link` for each request."""
 
     _head_bytes = 0
+    _link: "_DirectLink | None" = None
 
     def on_message_begin(self) -> None:
         self._head_bytes = 0
@@ -37,11 +39,61 @@ class _BoundedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
         self._count(len(name) + len(value), _MAX_HEAD_BYTES)
 
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        # The application has not begun: its task runs later.
+        self._link = _DirectLink(self)
+        cast("dict[str, Any]", self.scope)["extensions"] = {EXTENSION: self._link}
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._link is not None:
+            self._link.client_left()
+
     def _count(self, size: int, most: int) -> None:
         self._head_bytes += size
         if self._head_bytes > most:
             # uvicorn answers a parser's error with 400 and closes.
             raise ValueError("request head too large")
+
+
+class _DirectLink:
+    """One request's `router.http.link.Link`."""
+
+    def __init__(self, protocol: _Protocol) -> None:
+        self._write = protocol.transport.write
+        self._flow = protocol.flow
+        self._cycle = protocol.cycle
+        self._on_leave: Callable[[], None] | None = None
+
+    @property
+    def is_paused(self) -> bool:
+        return self._flow.write_paused
+
+    async def drain(self) -> None:
+        await self._flow.drain()
+
+    def write(self, body: bytes) -> bool:
+        if self._cycle.disconnected:
+            return False
+        self._write(b"%x\r\n%b\r\n" % (len(body), body))
+        return self._flow.write_paused
+
+    def whole_body(self) -> bytes | None:
+        return None if self._cycle.more_body else bytes(self._cycle.body)
+
+    def on_leave(self, callback: Callable[[], None] | None) -> None:
+        self._on_leave = callback
+        if callback is None:
+            return
+        # Nobody hears of an end behind a body that is too large to be read on.
+        self._flow.resume_reading()
+        if self._cycle.disconnected:
+            callback()
+
+    def client_left(self) -> None:
+        if self._cycle.disconnected and self._on_leave is not None:
+            self._on_leave()
 
 
 class _Server(uvicorn.Server):
@@ -55,7 +107,7 @@ class _Server(uvicorn.Server):
 class HttpDoor:
     """Listens while entered; leaving stops new connections and lets running requests end within `grace_s`."""
 
-    def __init__(self, app: FastAPI, *, host: str, port: int, grace_s: float = 30.0, shares_port: bool = False) -> None:
+    def __init__(self, app: ASGIApp, *, host: str, port: int, grace_s: float = 30.0, shares_port: bool = False) -> None:
         """`shares_port`: other processes listen on it, too; the kernel gives each connection to one of them."""
         self._shares_port = shares_port
         self._host = host
@@ -65,7 +117,7 @@ class HttpDoor:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=_BoundedProtocol,
+                http=_Protocol,
                 ws="none",
                 lifespan="off",
                 access_log=False,

@@ -1,16 +1,16 @@
-"""Server-sent events that end when the client does, and work that a departing client cancels."""
+"""Server-sent events, written where they arise, that end when the client does."""
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.http.errors import error_object
+from router.http.link import Link, WhileConnected, link_of
 from tandem.errors import Cancelled, InternalError, ServingError
 
 WRITE_TIMEOUT_S = 30.0
@@ -26,86 +26,107 @@ def event(content: dict[str, Any], event_id: bytes | None = None) -> bytes:
     return b"data: " + orjson.dumps(content) + b"\n\n"
 
 
-_T = TypeVar("_T")
-
-
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """The result of `work`, run in one task of its own. Raises Cancelled, with `work` ended, when the client leaves."""
-    task = asyncio.create_task(work)
-    watch = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise Cancelled("the client left")
-    finally:
-        task.cancel()
-        watch.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 class _SlowReader(Exception):
     """The client's socket took nothing for too long."""
 
 
+class EventStream:
+    """What is written to one stream. The answer starts with its first event.
+
+    Over a `Link` events go out at once; until it is known, and without one, they wait for `ready`.
+    """
+
+    def __init__(self, send: Send, link: Link | None, start: dict[str, Any], write_timeout_s: float) -> None:
+        """`start`: the ASGI message."""
+        self._send = send
+        self._link = link
+        self._start = start
+        self._timeout_s = write_timeout_s
+        self._held: list[bytes] = []
+        self._direct: Link | None = None
+        self._sending = asyncio.Lock()
+        self.started = False
+
+    def write(self, events: bytes) -> bool:
+        """One event or more, without waiting; whether `ready` should be awaited before the next."""
+        if self._direct is not None:
+            return self._direct.write(events)
+        self._held.append(events)
+        return True
+
+    async def ready(self) -> None:
+        """Return when the client took what was written."""
+        async with self._sending:
+            if self._held:
+                await self._send_body(self._take_held(), more=True)
+                self._direct = self._link
+            if self._direct is not None and self._direct.is_paused:
+                await self._in_time(self._direct.drain())
+
+    async def end(self) -> None:
+        """Write the end mark."""
+        await self._send_body(self._take_held() + DONE, more=False)
+
+    def _take_held(self) -> bytes:
+        held, self._held = b"".join(self._held), []
+        return held
+
+    async def _send_body(self, body: bytes, *, more: bool) -> None:
+        if not self.started:
+            self.started = True
+            await self._send(self._start)
+        await self._in_time(self._send({"type": "http.response.body", "body": body, "more_body": more}))
+
+    async def _in_time(self, waiting: Awaitable[None]) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await waiting
+        except TimeoutError:
+            raise _SlowReader from None
+
+
 class SseResponse(Response):
-    """Streams events; an error before the first of them is an ordinary error answer, a later one an event."""
+    """Streams what `run` writes; an error before the first event is an ordinary error answer, a later one an event."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], *, write_timeout_s: float = WRITE_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        run: Callable[[EventStream], Awaitable[None]],
+        *,
+        write_timeout_s: float = WRITE_TIMEOUT_S,
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         # The length of a stream is not known.
         del self.headers["content-length"]
-        self._events = events
+        self._run = run
         self._write_timeout_s = write_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises what the stream raises before its first event, for the application's handlers."""
+        """Raises what `run` raises before its first event, for the application's handlers."""
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        stream = EventStream(send, link_of(scope), start, self._write_timeout_s)
         try:
-            await unless_disconnected(receive, self._pump(send))
+            async with WhileConnected(scope, receive):
+                await self._fill(stream)
+                await stream.end()
         except Cancelled:
             _log.debug("a client left its stream")
         except _SlowReader:
             _log.warning("a client did not read its stream for %s s and was given up", self._write_timeout_s)
 
-    async def _pump(self, send: Send) -> None:
-        started = False
-
-        async def start() -> None:
-            nonlocal started
-            if not started:
-                started = True
-                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-
-        async def write(chunk: bytes, *, more: bool) -> None:
-            try:
-                async with asyncio.timeout(self._write_timeout_s):
-                    await send({"type": "http.response.body", "body": chunk, "more_body": more})
-            except TimeoutError:
-                raise _SlowReader from None
-
-        async with aclosing(self._events) as events:
-            try:
-                async for chunk in events:
-                    await start()
-                    await write(chunk, more=True)
-            except ServingError as error:
-                if not started:
-                    raise
-                await write(event(error_object(error)), more=True)
-            except _SlowReader:
+    async def _fill(self, stream: EventStream) -> None:
+        try:
+            await self._run(stream)
+        except ServingError as error:
+            if not stream.started:
                 raise
-            except Exception:
-                # The stream's interceptor: a fault of ours must still end in a readable event.
-                if not started:
-                    raise
-                _log.exception("a stream failed")
-                await write(event(error_object(InternalError("internal error"))), more=True)
-            await start()
-            await write(DONE, more=False)
+            stream.write(event(error_object(error)))
+        except _SlowReader:
+            raise
+        except Exception:
+            # The stream's interceptor: a fault of ours must still end in a readable event.
+            if not stream.started:
+                raise
+            _log.exception("a stream failed")
+            stream.write(event(error_object(InternalError("internal error"))))

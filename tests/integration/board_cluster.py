@@ -16,13 +16,13 @@ import grpc.aio
 
 from router.admission import Admission
 from router.board import RouterBoard
-from router.choice_run import DispatchSettings
 from router.costs import CostModel
 from router.dispatch import Dispatcher
 from router.fleet import Backoff, WorkerFleet
 from router.placer import Placer
 from router.prefix_map import PrefixMap
 from router.session import SessionSettings
+from router.surroundings import DispatchSettings
 from router.workers import WorkerRegistry
 from tandem.block_hash import BlockHasher
 from tandem.board.breaker import BreakerPolicy, CircuitBreaker

@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 
 from router.admission import Admission
-from router.choice_run import DispatchSettings
 from router.dispatch import Dispatcher
 from router.fleet import Backoff, WorkerFleet
 from router.placement import CostModel
@@ -16,6 +15,7 @@ from router.prefix_map import PrefixMap
 from router.requests import ChoiceDelta, RoutedRequest
 from router.session import SessionSettings
 from router.session_events import WorkerPort
+from router.surroundings import DispatchSettings
 from router.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
 from router.workers import WorkerRegistry
 from tandem.block_hash import BlockHasher, root_hash

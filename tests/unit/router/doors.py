@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer as Library
 from router.chat_template import ChatTemplate
 from router.frontend import Frontend, ModelInfo
 from router.metrics import RouterMetrics
-from router.requests import ChoiceDelta, ChoiceFinish, RoutedRequest
+from router.requests import ChoiceDelta, ChoiceFinish, Reader, RoutedRequest
 from router.tokenizer import Tokenizer
 from tandem.config import RouterConfig
 from tandem.errors import ServingError
@@ -118,6 +119,12 @@ class FakeGenerator:
         finally:
             self.open_streams -= 1
             self.closed.set()
+
+    async def run(self, request: RoutedRequest, reader: Reader) -> None:
+        async with aclosing(self.generate(request)) as deltas:
+            async for delta in deltas:
+                if reader.take(delta):
+                    await reader.ready()
 
     def finish_choice(self, request_id: RequestId, choice_index: int) -> None:
         self.stopped.append((request_id, choice_index))

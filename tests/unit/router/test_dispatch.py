@@ -6,8 +6,8 @@ from contextlib import aclosing
 
 import pytest
 
-from router.choice_run import DispatchSettings
 from router.requests import ChoiceDelta
+from router.surroundings import DispatchSettings
 from tandem.errors import DeadlineExceeded, InvariantError, Overloaded, Unavailable
 from tandem.outputs import FinishReason
 from tandem.roles import WorkerRole

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from router.choice_run import DispatchSettings
 from router.requests import ChoiceDelta, ChoiceFinish
+from router.surroundings import DispatchSettings
 from tandem.errors import ContextLengthExceeded, InternalError, RequestTooLarge, Unavailable
 from tandem.outputs import FinishReason
 from tandem.roles import WorkerRole

@@ -11,7 +11,7 @@ import pytest
 from router.http import json_body
 from router.http.app import create_app
 from router.http.server import HttpDoor
-from router.http.sse import SseResponse
+from router.http.sse import EventStream, SseResponse
 from router.tokenizer import Tokenizer
 from tests.unit.router import doors
 
@@ -138,15 +138,16 @@ async def test_hostile_heads_are_cut_off(door: HttpDoor, head: list[bytes]) -> N
 async def test_reader_that_never_reads_is_given_up() -> None:
     closed = asyncio.Event()
 
-    async def endless() -> AsyncIterator[bytes]:
+    async def endless(stream: EventStream) -> None:
         try:
             while True:
-                yield b"x" * (1 << 20)
+                stream.write(b"x" * (1 << 20))
+                await stream.ready()
         finally:
             closed.set()
 
     async def app(scope, receive, send) -> None:
-        await SseResponse(endless(), write_timeout_s=0.05)(scope, receive, send)
+        await SseResponse(endless, write_timeout_s=0.05)(scope, receive, send)
 
     async with HttpDoor(app, host="127.0.0.1", port=0, grace_s=1.0) as door:
         _reader, writer = await asyncio.open_connection("127.0.0.1", door.port, limit=1)

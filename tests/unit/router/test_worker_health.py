@@ -9,9 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from router.breaker import BreakerState
-from router.choice_run import DispatchSettings
 from router.health_metrics import HealthMetrics
-from router.surroundings import HedgingSettings
+from router.surroundings import DispatchSettings, HedgingSettings
 from tandem.errors import InternalError
 from tandem.roles import WorkerRole
 from tests.fake_worker import FakeWorker, Submission, answer, expected_tokens, hold

@@ -7,13 +7,16 @@ from rich.console import Console
 
 from bench.report import Row
 from bench.report import show as show_rows
-from bench.router import options, overload, placement, prefix_map, redis
+from bench.router_bench import door_rows, options, overload, placement, prefix_map, redis
 
 
 async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console) -> None:
     """Measure and show what was asked for; `rows` grow part by part, so that a later part's failure loses nothing."""
     for part in options.parts(given):
-        found = await overload.rows() if part == "overload" else _PARTS[part](given.repeats)
+        if part == "doors":
+            found = door_rows.rows(given.rounds, given.peer)
+        else:
+            found = await overload.rows() if part == "overload" else _PARTS[part](given.repeats)
         show_rows(out, found)
         rows += found
 

@@ -7,7 +7,7 @@ a machine where others run as well it says more than the clock. A process of its
 what a busy one would. `known_again`: from Redis's return until a router knows all that workers have stored meanwhile,
 which is when its hit rate is back.
 
-`python -m bench.router.redis` prints both; it needs a redis-server (the dev dependencies bring one).
+`python -m bench.router_bench.redis` prints both; it needs a redis-server (the dev dependencies bring one).
 """
 
 import argparse
@@ -222,7 +222,7 @@ async def _round(registry: WorkerRegistry) -> _Late:
 async def _latency_rows(rounds: int) -> AsyncIterator[Row]:
     for fault, begin in _FAULTS.items():
         server = _Server()
-        command = [sys.executable, "-m", "bench.router.redis", "--play-workers", str(server.port)]
+        command = [sys.executable, "-m", "bench.router_bench.redis", "--play-workers", str(server.port)]
         players = await asyncio.create_subprocess_exec(*command)
         try:
             # Beside the same neighbours: what the workers' process takes of the machine is not the board's.
@@ -309,7 +309,9 @@ def rows(repeats: int) -> list[Row]:
 
 def main() -> None:
     """Print the figures, or play the workers."""
-    parser = argparse.ArgumentParser(prog="python -m bench.router.redis", description="What Redis costs requests.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.router_bench.redis", description="What Redis costs requests."
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--play-workers", type=int, metavar="PORT", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -3,7 +3,9 @@
 import argparse
 from pathlib import Path
 
-PARTS = ("placement", "prefix_map", "redis", "overload")
+PARTS = ("doors", "placement", "prefix_map", "redis", "overload")
+PEER_NAMES = ("nginx",)
+ROUNDS = 3
 REPEATS = 30
 
 
@@ -11,7 +13,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare them."""
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"some of: {', '.join(PARTS)}")
     parser.add_argument(
-        "--repeats", type=_positive, default=REPEATS, metavar="N", help=f"rounds, of which the best counts; {REPEATS}"
+        "--peer", nargs="+", choices=PEER_NAMES, default=[], metavar="PEER", help=f"some of: {', '.join(PEER_NAMES)}"
+    )
+    parser.add_argument(
+        "--rounds", type=_positive, default=ROUNDS, metavar="N", help=f"of doors, of which the best counts; {ROUNDS}"
+    )
+    parser.add_argument(
+        "--repeats", type=_positive, default=REPEATS, metavar="N", help=f"of the others, likewise; {REPEATS}"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
 

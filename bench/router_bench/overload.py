@@ -1,4 +1,4 @@
-"""`python -m bench.router.overload`: a cluster that is asked for three times what it can do, and tenants beside one
+"""`python -m bench.router_bench.overload`: a cluster asked for three times what it can do, and tenants beside one
 that asks for ten times as much as each of them.
 
 Goodput is answers per second whose first token came within `TTFT_S` and whose others came within `TPOT_S` on average.
@@ -269,7 +269,7 @@ def _measure(options: argparse.Namespace, note: Callable[[str], None]) -> Corout
 
 def main() -> int:
     """By itself; 1 when a goal was missed, 2 when nothing could be measured."""
-    parser = argparse.ArgumentParser(prog="python -m bench.router.overload", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.router_bench.overload", description=__doc__)
     parser.add_argument("--seconds", type=float, default=6.0, help="of each load level (default: 6)")
     parser.add_argument("--rounds", type=int, default=5, help="of the fairness part (default: 5)")
     parser.add_argument("--mode", default="shm", help="`colocated`, or a KV transport (default: shm)")

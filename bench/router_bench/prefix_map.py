@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from random import Random
 
 from bench.report import Row, figure
-from bench.router import workers
-from bench.router.timing import least_us
+from bench.router_bench import workers
+from bench.router_bench.timing import least_us
 from router.prefix_map import PrefixMap
 from tandem.ids import BlockHash, WorkerId
 

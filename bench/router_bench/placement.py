@@ -12,8 +12,8 @@ from random import Random
 import numpy as np
 
 from bench.report import Row, figure
-from bench.router import workers
-from bench.router.timing import least_us
+from bench.router_bench import workers
+from bench.router_bench.timing import least_us
 from router.costs import CostModel
 from router.placement import Demand, place
 from router.placer import Placer

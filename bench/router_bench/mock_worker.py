@@ -1,0 +1,168 @@
+"""`python -m bench.router_bench.mock_worker ...`: a decode worker without a model, for what a router costs by itself.
+
+It speaks the session protocol over the workers' own classes. Each "engine step" gives every live request one token, in
+one message, as a real worker's does; or all tokens of a request at once, with `--step-ms 0`.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tandem.block_hash import HASH_BLOCK_TOKENS
+from tandem.ids import Incarnation
+from tandem.outputs import FinishReason
+from tandem.rpc import ClusterAuth, listen, make_server
+from tandem.session_port import PROTOCOL_VERSION, SessionPort
+from tandem.v1 import common_pb2 as common
+from tandem.v1 import session_pb2 as pb
+from tandem.v1.session_pb2_grpc import add_WorkerServicer_to_server
+from tandem.wire import finish_reason_to_pb
+from tandem.worker_session import WorkerSessions
+
+NUM_BLOCKS = 1 << 16
+MAX_MODEL_LEN = 1 << 14
+
+
+@dataclass(slots=True)
+class _Running:
+    port: SessionPort
+    submit: pb.Submit
+    num_tokens: int = 0
+
+
+class MockWorker:
+    """SessionHandler of one decode worker."""
+
+    def __init__(
+        self, *, index: int, vocab_size: int, model_name: str, step_s: float, token_ids: Iterable[int]
+    ) -> None:
+        """`token_ids`: what every answer says, again and again."""
+        self._index = index
+        self._vocab_size = vocab_size
+        self._model_name = model_name
+        self._step_s = step_s
+        self._says = list(token_ids)
+        self._running: dict[tuple[SessionPort, str], _Running] = {}
+        self._has_work = asyncio.Event()
+
+    def hello(self) -> pb.WorkerHello:
+        """A worker with room for everything."""
+        layout = common.KVLayout(
+            model_fingerprint="mock",
+            dtype="bfloat16",
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=8,
+            block_size=HASH_BLOCK_TOKENS,
+            tp_size=1,
+        )
+        return pb.WorkerHello(
+            protocol_version=PROTOCOL_VERSION,
+            worker_id=f"decode-{self._index}",
+            incarnation=Incarnation(self._index + 1),
+            role=pb.WORKER_ROLE_DECODE,
+            model_name=self._model_name,
+            max_model_len=MAX_MODEL_LEN,
+            num_blocks=NUM_BLOCKS,
+            layout=layout,
+            vocab_size=self._vocab_size,
+        )
+
+    def opened(self, port: SessionPort) -> None:
+        """Nothing is cached."""
+        port.send_snapshot(0, ())
+
+    def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
+        """Submits and cancels."""
+        kind = message.WhichOneof("kind")
+        if kind == "submit":
+            self._running[port, message.submit.request_id] = _Running(port=port, submit=message.submit)
+            self._has_work.set()
+            if not self._step_s:
+                self._step()
+        elif kind == "cancel":
+            self._running.pop((port, message.cancel.request_id), None)
+
+    def closed(self, port: SessionPort) -> None:
+        """Its requests are over."""
+        self._running = {key: one for key, one in self._running.items() if one.port is not port}
+
+    async def load(self) -> pb.LoadSnapshot:
+        """A quick worker that is nearly empty."""
+        return pb.LoadSnapshot(
+            num_running=len(self._running),
+            num_free_blocks=NUM_BLOCKS,
+            num_total_blocks=NUM_BLOCKS,
+            prefill_tokens_per_s=1e5,
+            decode_step_s=0.01,
+        )
+
+    async def run(self) -> None:
+        """Steps for ever."""
+        while True:
+            await self._has_work.wait()
+            self._has_work.clear()
+            while self._step_s and self._running:
+                await asyncio.sleep(self._step_s)
+                self._step()
+
+    def _step(self) -> None:
+        deltas: dict[SessionPort, list[pb.TokenDelta]] = {}
+        for key, one in list(self._running.items()):
+            wanted = one.submit.sampling.max_tokens
+            count = 1 if self._step_s else wanted
+            says = [self._says[(one.num_tokens + i) % len(self._says)] for i in range(count)]
+            delta = pb.TokenDelta(
+                request_id=one.submit.request_id,
+                attempt=one.submit.attempt,
+                first_index=one.num_tokens,
+                token_ids=says,
+            )
+            if not one.num_tokens:
+                delta.started.CopyFrom(pb.Started())
+            one.num_tokens += count
+            if one.num_tokens >= wanted:
+                delta.finish.CopyFrom(pb.Finish(reason=finish_reason_to_pb(FinishReason.LENGTH)))
+                del self._running[key]
+            deltas.setdefault(one.port, []).append(delta)
+        for port, told in deltas.items():
+            port.send(pb.WorkerMessage(tokens=pb.StepTokens(deltas=told)))
+
+
+async def _serve(options: argparse.Namespace) -> None:
+    worker = MockWorker(
+        index=options.index,
+        vocab_size=options.vocab_size,
+        model_name=options.model,
+        step_s=options.step_ms / 1e3,
+        token_ids=options.says,
+    )
+    sessions = WorkerSessions(worker)
+    server = make_server(ClusterAuth(options.secret.encode()))
+    add_WorkerServicer_to_server(sessions, server)  # type: ignore[no-untyped-call]
+    listen(server, "127.0.0.1", options.port)
+    await server.start()
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(sessions.tell_load())
+        tasks.create_task(worker.run())
+
+
+def main() -> None:
+    """Until killed."""
+    parser = argparse.ArgumentParser(prog="python -m bench.router_bench.mock_worker", description=__doc__)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--index", type=int, default=0)
+    parser.add_argument("--secret", required=True)
+    parser.add_argument("--model", default="mock")
+    parser.add_argument("--vocab-size", type=int, required=True)
+    parser.add_argument("--step-ms", type=float, default=10.0)
+    parser.add_argument("--says", type=int, nargs="+", default=[5, 6, 7])
+    asyncio.run(_serve(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

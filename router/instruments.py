@@ -1,0 +1,71 @@
+"""Counts of one thread, kept as plain numbers and shown in Prometheus' words when somebody looks.
+
+prometheus_client's own take a lock, and several calls, for each observation: too much for those that are made for every
+token. Nothing here may be called from another thread.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+
+class Total(Collector):
+    """A counter or a gauge."""
+
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        family: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        labels: Mapping[str, str],
+    ) -> None:
+        self.value = 0.0
+        self._name = name
+        self._text = text
+        self._family = family
+        self._labels = labels
+
+    def inc(self, amount: float = 1.0) -> None:
+        """Add."""
+        self.value += amount
+
+    def dec(self) -> None:
+        """Take one away; for gauges."""
+        self.value -= 1.0
+
+    def collect(self) -> Iterable[Metric]:
+        """See Collector."""
+        family = self._family(self._name, self._text, labels=tuple(self._labels))
+        family.add_metric(tuple(self._labels.values()), self.value)
+        yield family
+
+
+class Spread(Collector):
+    """A histogram."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float], labels: Mapping[str, str]) -> None:
+        """`bounds`: upper ends of buckets, ascending, without infinity."""
+        self._name = name
+        self._text = text
+        self._bounds = tuple(bounds)
+        self._labels = labels
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """So many observations of one value."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterable[Metric]:
+        """See Collector."""
+        family = HistogramMetricFamily(self._name, self._text, labels=tuple(self._labels))
+        buckets, reached = [], 0
+        for bound, count in zip((*map(floatToGoString, self._bounds), "+Inf"), self._counts, strict=True):
+            reached += count
+            buckets.append((bound, reached))
+        family.add_metric(tuple(self._labels.values()), buckets, self._sum)
+        yield family

@@ -1,0 +1,40 @@
+"""Plain instruments show what prometheus_client's own would."""
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from router.instruments import Spread, Total
+
+LABELS = {"model_name": "m", "engine": "router"}
+
+
+def samples(registry: CollectorRegistry) -> list[str]:
+    lines = generate_latest(registry).decode().splitlines()
+    return [line for line in lines if "_created" not in line]
+
+
+def test_a_histogram_is_the_librarys() -> None:
+    bounds = (0.015625, 0.5, 1.0, 500000.0, 2e7)
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    plain = Spread("tandem_x", "some", bounds, LABELS)
+    ours.register(plain)
+    library = Histogram("tandem_x", "some", tuple(LABELS), buckets=bounds, registry=theirs).labels(*LABELS.values())
+    for value in (0.0, 0.015625, 0.03125, 0.5, 3.0, 1e9):
+        for _ in range(3):
+            library.observe(value)
+        plain.observe(value, 3)
+    assert samples(ours) == samples(theirs)
+
+
+def test_totals() -> None:
+    registry = CollectorRegistry()
+    count = Total("tandem_c", "some", CounterMetricFamily, LABELS)
+    level = Total("tandem_g", "some", GaugeMetricFamily, LABELS)
+    registry.register(count)
+    registry.register(level)
+    count.inc()
+    count.inc(4)
+    level.inc(2)
+    level.dec()
+    assert registry.get_sample_value("tandem_c_total", LABELS) == 5
+    assert registry.get_sample_value("tandem_g", LABELS) == 1
