@@ -15,7 +15,7 @@ from tandem.model_path import BUILTIN, model_directory
 MIN_PYTHON = (3, 11)
 COMMAND_TIMEOUT_S = 10.0
 _REQUIRED = (
-    "fastapi",
+    "starlette",
     "google.protobuf",
     "grpc",
     "grpc_health",
