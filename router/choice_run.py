@@ -295,7 +295,7 @@ class ChoiceRun:
         return (assignment.decode,) if self._route is None else (assignment.decode, self._route.worker)
 
     def _mourn(self, key: WorkerKey) -> None:
-        """Raises InternalError when the request is taken to have ended it."""
+        """Raises Unavailable when the request is taken to have ended it."""
         if not self._progress.is_complete and not self._placer.registry.went_in_order(key):
             self._around.health.lost(self._request_id, key, self._request)
 

@@ -8,8 +8,11 @@ from router.requests import RoutedRequest
 from router.stream_ids import request_digest
 from router.suspicion import Suspicion
 from router.worker_view import WorkerKey
-from tandem.errors import InternalError
+from tandem.errors import Unavailable
 from tandem.ids import RequestId
+
+PAUSE_S = 60.0
+"""For how long a request that is taken to have ended workers, and its like, are refused."""
 
 
 class WorkerHealth:
@@ -17,14 +20,16 @@ class WorkerHealth:
 
     def __init__(self, *, clock: Callable[[], float], hedging: Hedging | None = None) -> None:
         self.breakers = Breakers()
-        self.suspicion = Suspicion()
+        self.suspicion = Suspicion(remembered_s=PAUSE_S)
         self.hedging = hedging
         self._clock = clock
 
     def check(self, request: RoutedRequest) -> None:
-        """Raises InternalError for the like of a request that ended workers a short while ago."""
+        """Raises Unavailable for the like of a request that ended workers a short while ago."""
         if self.suspicion.any_condemned and self.suspicion.is_condemned(_digest(request), self._clock()):
-            raise InternalError("requests like this one have ended workers; it is refused for a while")
+            raise Unavailable(
+                "requests like this one have ended workers; it is refused for a while", retry_after_s=PAUSE_S
+            )
 
     def shunned(self, choice: RequestId) -> set[WorkerKey]:
         """Workers that get no request now, or not this one, as long as there are others."""
@@ -59,11 +64,15 @@ class WorkerHealth:
         self.suspicion.left(choice)
 
     def lost(self, choice: RequestId, key: WorkerKey, request: RoutedRequest) -> None:
-        """A worker died under an attempt. Raises InternalError when the request is taken to be the cause."""
+        """A worker died under an attempt. Raises Unavailable when the request is taken to be the cause.
+
+        Not InternalError: workers also die of other causes, and then the client may well come back.
+        """
         self.breakers.keep(self.breakers.states(0.0).keys() - {key})
         if self.suspicion.lost(choice, key, self._clock()):
             self.suspicion.condemn(_digest(request), self._clock())
-            raise InternalError("two workers ended while they computed this request alone; it is not tried again")
+            told = "two workers ended while they computed this request alone; it is left alone for a while"
+            raise Unavailable(told, retry_after_s=PAUSE_S)
 
     def gone(self, choice: RequestId, workers: tuple[WorkerKey, ...] = ()) -> None:
         """The choice runs no more; `workers`: those that it was taken back from."""

@@ -23,6 +23,7 @@ from tests.e2e.oracle import noise, prompts
 from tests.e2e.running_cluster import Streamed, body, running
 from tests.e2e.test_failures import kill_the_busiest
 
+TOO_LATE = {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE}
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MAX_TOKENS = 64
 TIGHT = {"engine__pipelined": "on", "engine__num_blocks": 40, "engine__offload_bytes": 4 << 20, "decode__replicas": 2}
@@ -197,7 +198,8 @@ async def test_a_client_whose_time_is_up_leaves_nothing(cluster, oracle, inferen
             async for answer in inference.Generate(request, timeout=patience_s):
                 got += answer.token_ids
         except grpc.aio.AioRpcError as error:
-            assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # noqa: PT017 - it may also have been in time
+            # It may also have been in time; or was told at once that it could not be.
+            assert error.code() in TOO_LATE  # noqa: PT017
         return got
 
     told = await asyncio.gather(*(give_up(prompt, 0.02 * 2**i) for i, prompt in enumerate(made)))

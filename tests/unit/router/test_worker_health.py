@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from router.breaker import BreakerState
 from router.health_metrics import HealthMetrics
 from router.surroundings import DispatchSettings, HedgingSettings
-from tandem.errors import InternalError
+from tandem.errors import Unavailable
 from tandem.roles import WorkerRole
 from tests.fake_worker import FakeWorker, Submission, answer, expected_tokens, hold
 from tests.unit.router.cluster import LONG_PROMPT, PROMPT, cluster, collect, routed
@@ -66,11 +66,11 @@ async def test_a_request_that_ends_two_workers_is_not_given_a_third() -> None:
         worker.script = deadly(worker)
     async with cluster(*workers) as router:
         poison = routed(max_tokens=9)
-        with pytest.raises(InternalError, match="two workers"):
+        with pytest.raises(Unavailable, match="two workers"):
             await collect(router.generate(poison))
         await router.registry.until_live(2)
         # Its client tries again, with another seed.
-        with pytest.raises(InternalError, match="like this one"):
+        with pytest.raises(Unavailable, match="like this one"):
             await collect(router.generate(replace(poison, sampling=replace(poison.sampling, seed=99))))
         tokens = await collect(router.generate(routed((1, 2, 3), request_id="r3")))
         assert tokens[0] == expected_tokens((1, 2, 3), count=8, seed=3)
@@ -100,7 +100,7 @@ async def test_innocents_beside_it_are_answered() -> None:
             if worker is not first:
                 for submission in list(worker._live.values()):
                     submission.give_all()
-        with pytest.raises(InternalError, match="two workers"):
+        with pytest.raises(Unavailable, match="two workers"):
             await poison
         assert [tokens[0] for tokens in await asyncio.gather(*innocents)] == [
             expected_tokens(PROMPT, count=8, seed=i) for i in range(4)
