@@ -46,19 +46,26 @@ def main() -> int:
 
     err = Console(stderr=True, highlight=False)
     rows: list[Row] = []
-    # As Ctrl-C: what was started here must not outlive us.
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
-        asyncio.run(_SUBJECTS[options.subject](options, rows, err))
+        asyncio.run(_ended_by_sigterm(_SUBJECTS[options.subject](options, rows, err)))
     except (CannotMeasure, ConfigError) as error:
         err.print(Text(str(error), style="red"), soft_wrap=True)
         return EXIT_CANNOT_MEASURE
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         return EXIT_INTERRUPTED
     finally:
         if options.json is not None:
             report.write_json(options.json, rows, about=report.circumstances(["tandem", "bench", *sys.argv[1:]]))
     return 1 if report.num_missed(rows) else 0
+
+
+async def _ended_by_sigterm(work: Coroutine[None, None, None]) -> None:
+    """As Ctrl-C ends it: what was started here must not outlive us."""
+    task = asyncio.current_task()
+    if task is not None:
+        # The loop's own way: it wakes the loop, whatever that is about to wait for.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await work
 
 
 async def _spine(options: argparse.Namespace, rows: list[Row], err: Console) -> None:
