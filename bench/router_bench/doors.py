@@ -6,6 +6,7 @@ Tokenizing is measured apart, against a bare call of the same library on the sam
 import json
 import os
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -18,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import tokenizers
 import yaml
@@ -143,9 +143,8 @@ def cluster(*, num_workers: int, step_ms: float = 10.0) -> Iterator[tuple[str, p
         }
         file = folder / "cluster.yaml"
         file.write_text(yaml.safe_dump(config))
-        router = start(stack, [sys.executable, "-m", "router", "--config", str(file)])
+        router = _start_router(stack, file)
         url = f"http://127.0.0.1:{ports[0]}"
-        _wait_ready(url, router)
         yield url, psutil.Process(router.pid)
 
 
@@ -161,18 +160,18 @@ def start(stack: ExitStack, command: Sequence[str], **more: Any) -> "subprocess.
     return process
 
 
-def _wait_ready(url: str, router: "subprocess.Popen[bytes]") -> None:
-    end_s = time.monotonic() + _START_S
-    while time.monotonic() < end_s:
-        if router.poll() is not None:
-            raise CannotMeasure(f"the router ended with {router.returncode}")
-        try:
-            if httpx.get(f"{url}/readyz", trust_env=False).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.1)
-    raise CannotMeasure("the router was not ready in time")
+def _start_router(stack: ExitStack, file: Path) -> "subprocess.Popen[bytes]":
+    """Returns when it has said that it serves."""
+    ready, told = os.pipe()
+    stack.callback(os.close, ready)
+    command = [sys.executable, "-m", "router", "--config", str(file), "--ready-fd", str(told)]
+    router = start(stack, command, pass_fds=(told,))
+    os.close(told)  # the router's end is the pipe's end, so a router that ends is noticed
+    if not select.select([ready], [], [], _START_S)[0]:
+        raise CannotMeasure(f"the router was not ready in {_START_S:g} s")
+    if not os.read(ready, 1):
+        raise CannotMeasure(f"the router ended with {router.wait()}")
+    return router
 
 
 def free_ports(count: int) -> list[int]:

@@ -91,5 +91,5 @@ def _wait(url: str, process: "subprocess.Popen[bytes]", errors: Path) -> None:
                 return
         except httpx.TransportError:
             pass
-        time.sleep(0.1)
+        time.sleep(0.1)  # nginx tells nobody when it serves
     raise CannotMeasure("nginx was not ready in time")
