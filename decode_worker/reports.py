@@ -1,4 +1,8 @@
-"""What the decode worker tells routers: one message per session and engine step."""
+"""What the decode worker tells routers: one message per session and engine step.
+
+Tokens that nobody reads along with may be held back until some have come together: a router then handles one message
+where it had many. The first and the last are told at once.
+"""
 
 from collections.abc import Callable
 
@@ -20,13 +24,16 @@ class StepReports:
 
     def token(self, task: DecodeTask, index: int, token: SampledToken | None, reason: FinishReason | None) -> None:
         """A token, an end, or both: a last token and its end travel together."""
-        delta = token_delta(task.request_id, task.attempt, index, token)
-        if not task.started:
-            task.started = True
-            delta.started.CopyFrom(_started(task))
         task.next_index = index + (token is not None)
         if token is not None:
             task.told.add(token)
+            task.held.append(token)
+        if task.started and reason is None and len(task.held) < task.tokens_per_message:
+            return
+        delta = _held(task)
+        if not task.started:
+            task.started = True
+            delta.started.CopyFrom(_started(task))
         if reason is not None:
             task.finish = self._finish(task, reason)
             delta.finish.CopyFrom(task.finish)
@@ -36,7 +43,7 @@ class StepReports:
         """The task ends without its answer being complete."""
         if task.span is not None:
             task.span.fail(error.message)
-        delta = token_delta(task.request_id, task.attempt, task.next_index, None)
+        delta = _held(task)
         finish = self._finish(task, FinishReason.ERROR)
         finish.failure.CopyFrom(failure_to_pb(error))
         delta.finish.CopyFrom(finish)
@@ -57,11 +64,20 @@ class StepReports:
 def tell_all(task: DecodeTask) -> None:
     """The answer so far, to a router that has just taken it over."""
     delta = task.told.delta(task.request_id, task.attempt)
+    task.held.clear()
     if task.started:
         delta.started.CopyFrom(_started(task))
     if task.finish is not None:
         delta.finish.CopyFrom(task.finish)
     task.port.send(pb.WorkerMessage(tokens=pb.StepTokens(deltas=[delta])))
+
+
+def _held(task: DecodeTask) -> pb.TokenDelta:
+    """What was not told yet; from now on it is."""
+    first_index = task.next_index - len(task.held)
+    delta = token_delta(task.request_id, task.attempt, first_index, task.held)
+    task.held.clear()
+    return delta
 
 
 def _started(task: DecodeTask) -> pb.Started:

@@ -42,6 +42,10 @@ class DecodeTask:
     """Who is thought to hold more of the prompt than whoever computes it."""
     arrived_s: float
     told: ToldTokens
+    tokens_per_message: int = 1
+    """That may be told together, behind the first."""
+    held: list[SampledToken] = field(default_factory=list)
+    """The latest tokens, not told to the router yet."""
     phase: TaskPhase = TaskPhase.ENGINE
     reservation: TransferId | None = None
     """The engine's key for the present attempt's reservation: one per hand-off attempt."""

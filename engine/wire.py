@@ -53,14 +53,15 @@ def load_to_pb(
     )
 
 
-def token_delta(request_id: str, attempt: int, index: int, token: SampledToken | None) -> pb.TokenDelta:
-    """One token of one attempt, or only its place when there is none."""
-    delta = pb.TokenDelta(request_id=request_id, attempt=attempt, first_index=index)
-    if token is not None:
-        delta.token_ids.append(token.token_id)
-        if (logprobs := logprobs_to_pb(token)) is not None:
-            delta.logprobs.append(logprobs)
-    return delta
+def token_delta(request_id: str, attempt: int, first_index: int, tokens: Sequence[SampledToken]) -> pb.TokenDelta:
+    """Tokens of one attempt, or only their place when there are none."""
+    return pb.TokenDelta(
+        request_id=request_id,
+        attempt=attempt,
+        first_index=first_index,
+        token_ids=[token.token_id for token in tokens],
+        logprobs=[found for token in tokens if (found := logprobs_to_pb(token)) is not None],
+    )
 
 
 def hello_to_pb(parts: EngineParts, identity: WorkerIdentity, transports: Sequence[str]) -> pb.WorkerHello:

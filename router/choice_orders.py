@@ -9,6 +9,9 @@ from router.session_events import PrefillRoute, SubmitOrder
 from router.worker_view import WorkerSnapshot
 from tandem.ids import RequestId, TransferId
 
+UNREAD_TOKENS_PER_MESSAGE = 32
+"""Of an answer that is read at its end: what is generated again, at most, when its worker is lost."""
+
 
 def first_route(request_id: RequestId, attempt: int, assignment: Assignment) -> PrefillRoute | None:
     """Where the prompt is computed at first; None: where it is decoded."""
@@ -59,6 +62,7 @@ def submit_order(
         timeout_s=timeout_s,
         prefill=route,
         holder=assignment.holder if route is None else None,
+        tokens_per_message=0 if request.reads_along else UNREAD_TOKENS_PER_MESSAGE,
         trace=None if request.span is None else request.span.context,
     )
 

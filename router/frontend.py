@@ -63,6 +63,8 @@ class ClientFields:
     seed: int | None = None
     model: str | None = None
     num_choices: int = 1
+    reads_along: bool = True
+    """Wants text as it comes."""
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
@@ -271,6 +273,8 @@ class Frontend:
             hash_root=self.hash_root(f"{len(fields.tenant)}:{fields.tenant}{fields.cache_salt or ''}"),
             tenant=fields.tenant,
             num_choices=fields.num_choices,
+            # Text that may end the answer is read as it comes.
+            reads_along=fields.reads_along or bool(fields.stop),
             priority=fields.priority,
             deadline_s=self.clock() + time_left_s,
             resume=tuple(ResumePoint(worker=c.worker, num_tokens=c.num_tokens) for c in seen.choices) if seen else (),

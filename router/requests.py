@@ -40,6 +40,8 @@ class RoutedRequest:
     tenant: str = ""
     """Whose limits and share it counts for."""
     num_choices: int = 1
+    reads_along: bool = True
+    """Tokens are wanted as they come; else the first one at once, the others when some have come together."""
     priority: int = 0
     deadline_s: float | None = None
     """On the router's monotonic clock; None: as long as its reader stays."""

@@ -42,6 +42,7 @@ from router.session_wire import (
     resync_to_pb,
     settled_to_pb,
     submit_to_pb,
+    take_together,
     tokens_from_pb,
     transfer_failed_from_pb,
 )
@@ -206,7 +207,7 @@ class WorkerSession:
             self._has_outgoing.clear()
             while self._outgoing:
                 try:
-                    await self._call.write(self._outgoing.popleft())
+                    await self._call.write(take_together(self._outgoing))
                 except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     return  # The reader sees the same end, and tells everybody.
 

@@ -47,6 +47,8 @@ class SubmitOrder:
     prefill: PrefillRoute | None
     holder: PrefixHolder | None = None
     """Without a route: who is thought to hold more of the prompt's prefix than the decode worker."""
+    tokens_per_message: int = 0
+    """That the worker may tell together, behind the first; 0: each step's at once."""
     trace: TraceContext | None = None
     """Of the span that the worker's spans are children of."""
 

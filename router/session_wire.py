@@ -1,5 +1,7 @@
 """Protobuf to dataclass and back, for the session with workers."""
 
+from collections import deque
+
 from router.session_events import (
     AttemptFinished,
     AttemptRefused,
@@ -38,6 +40,8 @@ _ROLES: dict[int, WorkerRole] = {
 _TIERS = frozenset({"host", "disk"})
 _MAX_TIERS = 4
 _MAX_LENDS_S = 600.0
+_MOST_BYTES_TOGETHER = 1 << 20
+"""Of orders in one message, the last one apart: far below gRPC's bound, which holds for the longest prompt."""
 
 
 class ProtocolError(Exception):
@@ -99,8 +103,17 @@ def submit_to_pb(order: SubmitOrder) -> pb.RouterMessage:
         prefill=_route_to_pb(order.prefill),
         holder=holder_to_pb(order.holder),
         trace=order.trace.to_text() if order.trace is not None else None,
+        tokens_per_message=order.tokens_per_message,
     )
     return pb.RouterMessage(submit=submit)
+
+
+def take_together(waiting: deque[pb.RouterMessage]) -> pb.RouterMessage:
+    """What waits, in as few messages as may be: each costs about as much as the decisions on a whole request."""
+    batch, num_bytes = [waiting.popleft()], 0
+    while waiting and (num_bytes := num_bytes + batch[-1].ByteSize()) < _MOST_BYTES_TOGETHER:
+        batch.append(waiting.popleft())
+    return batch[0] if len(batch) == 1 else pb.RouterMessage(orders=pb.Orders(orders=batch))
 
 
 def cancel_to_pb(request_id: RequestId, attempt: int) -> pb.RouterMessage:

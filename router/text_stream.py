@@ -242,16 +242,14 @@ async def read_text(
     tokenizer: Tokenizer,
     new_meter: Callable[[Prepared], RequestMeter],
     show: TextReader,
-    *,
-    along: bool,
 ) -> None:
     """Show the answers to the requests of one client call. The first error ends all of them.
 
-    `along`: as they come; else each choice at its end, unless its text may end it earlier.
+    Each as it comes if its request `reads_along`, else each choice at its end.
     """
     firsts = accumulate((one.request.num_choices for one in prepared), initial=0)
     reads = [
-        _read(generator, tokenizer, new_meter(one), _Showing(one, first, show, along or bool(one.stops)))
+        _read(generator, tokenizer, new_meter(one), _Showing(one, first, show))
         for one, first in zip(prepared, firsts, strict=False)
     ]
     if len(reads) == 1:
@@ -272,13 +270,12 @@ class _Showing(NamedTuple):
     prepared: Prepared
     first_index: int
     show: TextReader
-    along: bool
 
 
 async def _read(generator: Generator, tokenizer: Tokenizer, meter: RequestMeter, showing: _Showing) -> None:
     request, show = showing.prepared.request, showing.show
     text = RequestText(generator, showing.prepared, tokenizer, meter, showing.first_index)
-    reader = _AlongReader(text, show) if showing.along else _EndReader(text, meter, show, request.num_choices)
+    reader = _AlongReader(text, show) if request.reads_along else _EndReader(text, meter, show, request.num_choices)
     with meter:
         await generator.run(request, reader)
         text.end()

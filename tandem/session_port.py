@@ -9,10 +9,15 @@ from typing import Protocol
 from tandem.ids import Incarnation
 from tandem.v1 import session_pb2 as pb
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_QUEUED_MESSAGES = 16_384
 
 _log = logging.getLogger(__name__)
+
+
+def orders_of(message: pb.RouterMessage) -> Sequence[pb.RouterMessage]:
+    """What a router said, one by one."""
+    return message.orders.orders if message.HasField("orders") else (message,)
 
 
 class EventSink(Protocol):

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import grpc
 
 from tandem.ids import Incarnation
-from tandem.session_port import PROTOCOL_VERSION, EventSink, SessionPort
+from tandem.session_port import PROTOCOL_VERSION, EventSink, SessionPort, orders_of
 from tandem.v1 import session_pb2 as pb
 from tandem.v1.session_pb2_grpc import WorkerServicer
 
@@ -139,6 +139,7 @@ class WorkerSessions(WorkerServicer):
     async def _read(self, port: SessionPort, context: Any) -> None:
         try:
             while isinstance(message := await context.read(), pb.RouterMessage):
-                self._handler.order(port, message)
+                for order in orders_of(message):
+                    self._handler.order(port, order)
         finally:
             port.close()

@@ -15,6 +15,7 @@ import grpc.aio
 from tandem.outputs import FinishReason
 from tandem.roles import WorkerRole
 from tandem.rpc import ClusterAuth, listen, make_server
+from tandem.session_port import PROTOCOL_VERSION, orders_of
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import session_pb2 as pb
 from tandem.v1.session_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
@@ -134,7 +135,7 @@ class FakeWorker(WorkerServicer):
         self.role = role
         self.script = script
         self.hello = pb.WorkerHello(
-            protocol_version=1,
+            protocol_version=PROTOCOL_VERSION,
             worker_id=worker_id,
             incarnation=incarnation,
             role=pb.WORKER_ROLE_DECODE if role is WorkerRole.DECODE else pb.WORKER_ROLE_PREFILL,
@@ -210,7 +211,8 @@ class FakeWorker(WorkerServicer):
             writer = tasks.create_task(self._write(context))
             scripts = []
             while (message := await context.read()) is not grpc.aio.EOF:
-                scripts += self._take(message, tasks)
+                for order in orders_of(message):
+                    scripts += self._take(order, tasks)
             for task in (writer, *scripts):
                 task.cancel()
 

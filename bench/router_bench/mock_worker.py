@@ -1,7 +1,8 @@
 """`python -m bench.router_bench.mock_worker ...`: a decode worker without a model, for what a router costs by itself.
 
-It speaks the session protocol over the workers' own classes. Each "engine step" gives every live request one token, in
-one message, as a real worker's does; or all tokens of a request at once, with `--step-ms 0`.
+It speaks the session protocol over the workers' own classes, and like a real worker it tells of the blocks that it has
+computed. Each "engine step" gives every live request one token, in one message, or holds it back until there are as
+many as the router wants together; or all tokens of a request at once, with `--step-ms 0`.
 """
 
 import argparse
@@ -10,8 +11,8 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tandem.block_hash import HASH_BLOCK_TOKENS
-from tandem.ids import Incarnation
+from tandem.block_hash import HASH_BLOCK_TOKENS, BlockHasher
+from tandem.ids import BlockHash, Incarnation
 from tandem.outputs import FinishReason
 from tandem.rpc import ClusterAuth, listen, make_server
 from tandem.session_port import PROTOCOL_VERSION, SessionPort
@@ -30,15 +31,19 @@ class _Running:
     port: SessionPort
     submit: pb.Submit
     num_tokens: int = 0
+    num_told: int = 0
 
 
 class MockWorker:
     """SessionHandler of one decode worker."""
 
     def __init__(
-        self, *, index: int, vocab_size: int, model_name: str, step_s: float, token_ids: Iterable[int]
+        self, *, index: int, vocab_size: int, model_name: str, step_s: float, token_ids: Iterable[int], secret: bytes
     ) -> None:
         """`token_ids`: what every answer says, again and again."""
+        self._hasher = BlockHasher(secret)
+        self._cached: set[BlockHash] = set()
+        self._num_events = 0
         self._index = index
         self._vocab_size = vocab_size
         self._model_name = model_name
@@ -72,13 +77,14 @@ class MockWorker:
 
     def opened(self, port: SessionPort) -> None:
         """Nothing is cached."""
-        port.send_snapshot(0, ())
+        port.send_snapshot(self._num_events, [pb.KVEvent(block_hash=name, stored=True) for name in self._cached])
 
     def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
         """Submits and cancels."""
         kind = message.WhichOneof("kind")
         if kind == "submit":
             self._running[port, message.submit.request_id] = _Running(port=port, submit=message.submit)
+            self._compute(port, message.submit)
             self._has_work.set()
             if not self._step_s:
                 self._step()
@@ -108,27 +114,42 @@ class MockWorker:
                 await asyncio.sleep(self._step_s)
                 self._step()
 
+    def _compute(self, port: SessionPort, submit: pb.Submit) -> None:
+        """In no time; what is new is cached and told."""
+        names: list[BlockHash] = []
+        self._hasher.extend(BlockHash(submit.hash_root), names, submit.prompt_token_ids)
+        fresh = [name for name in names if name not in self._cached]
+        if fresh:
+            port.send_events(self._num_events, [pb.KVEvent(block_hash=name, stored=True) for name in fresh])
+            self._cached.update(fresh)
+            self._num_events += len(fresh)
+
     def _step(self) -> None:
         deltas: dict[SessionPort, list[pb.TokenDelta]] = {}
         for key, one in list(self._running.items()):
             wanted = one.submit.sampling.max_tokens
-            count = 1 if self._step_s else wanted
-            says = [self._says[(one.num_tokens + i) % len(self._says)] for i in range(count)]
-            delta = pb.TokenDelta(
-                request_id=one.submit.request_id,
-                attempt=one.submit.attempt,
-                first_index=one.num_tokens,
-                token_ids=says,
-            )
-            if not one.num_tokens:
-                delta.started.CopyFrom(pb.Started())
-            one.num_tokens += count
-            if one.num_tokens >= wanted:
-                delta.finish.CopyFrom(pb.Finish(reason=finish_reason_to_pb(FinishReason.LENGTH)))
+            one.num_tokens = one.num_tokens + 1 if self._step_s else wanted
+            is_over = one.num_tokens >= wanted
+            if is_over:
                 del self._running[key]
-            deltas.setdefault(one.port, []).append(delta)
+            if is_over or not one.num_told or one.num_tokens - one.num_told >= one.submit.tokens_per_message:
+                deltas.setdefault(one.port, []).append(self._tell(one, is_over=is_over))
         for port, told in deltas.items():
             port.send(pb.WorkerMessage(tokens=pb.StepTokens(deltas=told)))
+
+    def _tell(self, one: _Running, *, is_over: bool) -> pb.TokenDelta:
+        first, one.num_told = one.num_told, one.num_tokens
+        delta = pb.TokenDelta(
+            request_id=one.submit.request_id,
+            attempt=one.submit.attempt,
+            first_index=first,
+            token_ids=[self._says[i % len(self._says)] for i in range(first, one.num_tokens)],
+        )
+        if not first:
+            delta.started.CopyFrom(pb.Started())
+        if is_over:
+            delta.finish.CopyFrom(pb.Finish(reason=finish_reason_to_pb(FinishReason.LENGTH)))
+        return delta
 
 
 async def _serve(options: argparse.Namespace) -> None:
@@ -138,6 +159,7 @@ async def _serve(options: argparse.Namespace) -> None:
         model_name=options.model,
         step_s=options.step_ms / 1e3,
         token_ids=options.says,
+        secret=options.secret.encode(),
     )
     sessions = WorkerSessions(worker)
     server = make_server(ClusterAuth(options.secret.encode()))

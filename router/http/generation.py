@@ -123,8 +123,8 @@ class GenerationRoutes:
             content = await self._whole(call)
         return Response(orjson.dumps(content), media_type="application/json")
 
-    async def _read_text(self, prepared: list[Prepared], show: TextReader, *, along: bool) -> None:
-        await read_text(self._generator, prepared, self._frontend.tokenizer, self._meter, show, along=along)
+    async def _read_text(self, prepared: list[Prepared], show: TextReader) -> None:
+        await read_text(self._generator, prepared, self._frontend.tokenizer, self._meter, show)
 
     def _meter(self, one: Prepared) -> RequestMeter:
         request = one.request
@@ -139,7 +139,7 @@ class GenerationRoutes:
     async def _whole(self, call: _Call) -> dict[str, Any]:
         prepared = await call.prepare()
         usage, text = Usage(prepared), WholeText()
-        await self._read_text(prepared, text, along=False)
+        await self._read_text(prepared, text)
         choices = text.choices()
         for choice in choices:
             usage.add(choice)
@@ -156,7 +156,7 @@ class GenerationRoutes:
         if cursor.has_all:
             return
         stream = AnswerStream(events, call.show(prepared), cursor, Usage(prepared), call.extras)
-        await self._read_text(prepared, stream, along=True)
+        await self._read_text(prepared, stream)
         stream.end()
 
 

@@ -174,6 +174,7 @@ class GenerationBody(_Body):
             seed=self.seed,
             model=self.model,
             num_choices=self.n if self.n is not None else 1,
+            reads_along=bool(self.stream),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             include_stop=bool(self.include_stop_str_in_output),
             skip_special_tokens=self.skip_special_tokens is not False,

@@ -33,6 +33,7 @@ from tandem.ids import BlockHash, Incarnation, WorkerId
 from tandem.outputs import FinishReason
 from tandem.roles import WorkerRole
 from tandem.rpc import ClusterAuth, open_channel
+from tandem.session_port import orders_of
 from tandem.v1 import session_pb2 as pb
 from tests.fake_worker import SECRET, FakeWorker, Submission
 from tests.redis_server import RedisServer, until
@@ -150,9 +151,10 @@ class PublishingWorker(FakeWorker):
             async with asyncio.TaskGroup() as tasks:
                 writing = [tasks.create_task(self._carry(outgoing, context))]
                 while (message := await context.read()) is not grpc.aio.EOF:
-                    if message.HasField("submit"):
-                        submission = Submission(message.submit, outgoing.put_nowait)
-                        writing.append(tasks.create_task(self.answer(submission)))
+                    for order in orders_of(message):
+                        if order.HasField("submit"):
+                            submission = Submission(order.submit, outgoing.put_nowait)
+                            writing.append(tasks.create_task(self.answer(submission)))
                 for task in writing:
                     task.cancel()
         finally:

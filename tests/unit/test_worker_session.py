@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tandem.ids import Incarnation
-from tandem.session_port import MAX_QUEUED_MESSAGES, SessionPort
+from tandem.session_port import MAX_QUEUED_MESSAGES, PROTOCOL_VERSION, SessionPort
 from tandem.v1 import session_pb2 as pb
 from tandem.worker_session import WorkerSessions
 
@@ -37,7 +37,7 @@ class StuckRouter:
 
     def __init__(self) -> None:
         self.written: list[Any] = []
-        self._hello = [pb.RouterMessage(hello=pb.RouterHello(protocol_version=1, incarnation=7))]
+        self._hello = [pb.RouterMessage(hello=pb.RouterHello(protocol_version=PROTOCOL_VERSION, incarnation=7))]
 
     async def read(self) -> Any:
         if self._hello:
@@ -120,7 +120,9 @@ class Router(StuckRouter):
     def __init__(self, *, reads_board: bool) -> None:
         self.written = []
         self._hello = [
-            pb.RouterMessage(hello=pb.RouterHello(protocol_version=1, incarnation=7, reads_board=reads_board))
+            pb.RouterMessage(
+                hello=pb.RouterHello(protocol_version=PROTOCOL_VERSION, incarnation=7, reads_board=reads_board)
+            )
         ]
 
     async def write(self, message: Any) -> None:

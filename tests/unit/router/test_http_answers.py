@@ -192,3 +192,14 @@ async def test_probes(client: httpx.AsyncClient, parts: doors.Doors) -> None:
     assert (waiting.status_code, waiting.headers["retry-after"]) == (503, "1")
     assert "no decode worker" in error_of(waiting)["message"]
     assert "version" in (await client.get("/version")).json()
+
+
+@pytest.mark.parametrize(
+    ("asked", "along"), [({}, False), ({"stream": True}, True), ({"stop": ["wörld"]}, True), ({"n": 2}, False)]
+)
+async def test_whole_answers_are_read_at_their_end_unless_their_text_may_end_them(
+    parts: doors.Doors, client: httpx.AsyncClient, asked: dict[str, object], along: bool
+) -> None:
+    parts.say("hello wörld")
+    assert (await client.post(CHAT, json=HELLO | asked)).status_code == 200
+    assert parts.generator.requests[0].reads_along is along

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import sys
+from collections import deque
 from random import Random
 
 import pytest
@@ -11,7 +12,7 @@ from router.fleet import Backoff
 from router.prefix_map import PrefixMap
 from router.session import SessionSettings
 from router.session_events import PrefillRoute, SubmitOrder
-from router.session_wire import ProtocolError, hello_from_pb, submit_to_pb, tokens_from_pb
+from router.session_wire import ProtocolError, hello_from_pb, submit_to_pb, take_together, tokens_from_pb
 from router.worker_view import WorkerKey
 from tandem.block_hash import BlockHasher
 from tandem.errors import ConfigError, Unavailable
@@ -19,10 +20,11 @@ from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
 from tandem.registry import StaticDirectory
 from tandem.roles import WorkerRole
 from tandem.sampling import SamplingParams
+from tandem.session_port import orders_of
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import session_pb2 as pb
 from tandem.wire import sampling_from_pb
-from tests.fake_worker import SECRET, FakeWorker
+from tests.fake_worker import SECRET, FakeWorker, hold
 from tests.unit.router.cluster import (
     PROMPT,
     ROOT,
@@ -100,6 +102,31 @@ async def test_a_worker_whose_events_were_missed_is_asked_for_all_of_them() -> N
         await registry.until(lambda: not registry.prefix_map.is_approximate(d0))
         assert registry.prefix_map.longest_prefix(_NAMES) == {"d0": 2}
         assert worker.num_resyncs == 1
+
+
+async def test_orders_of_one_moment_travel_together_and_in_order() -> None:
+    worker = FakeWorker("d0", script=hold)
+    async with cluster(worker) as router:
+        (port,) = [router.registry.port(w.info.key) for w in router.registry.snapshots()]
+        assert port is not None
+        names = [RequestId(f"r{i}") for i in range(40)]
+        for name in names:
+            port.submit(_order(name, attempt=1), lambda _event: None)
+        port.cancel(names[0], 1)
+        arrived = [(await worker.submissions.get()).submit.request_id for _ in names]
+        assert arrived == names
+        await worker.submission(names[0]).cancelled.wait()
+
+
+def test_orders_together_stay_far_below_the_bound_of_a_message() -> None:
+    long = submit_to_pb(_order(prompt=tuple(range(1 << 17, 1 << 18))))
+    short = submit_to_pb(_order())
+    waiting = deque([short, short, long, long, long, short])
+    sizes = []
+    while waiting:
+        sizes.append(len(orders_of(take_together(waiting))))
+    assert sizes == [5, 1]
+    assert orders_of(short) == (short,)
 
 
 async def test_restarted_worker_is_a_new_one_with_nothing_cached() -> None:
@@ -189,7 +216,7 @@ async def test_nonsense_ends_the_session_and_it_comes_again() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"protocol_version": 2}, "protocol version 2"),
+        ({"protocol_version": 99}, "protocol version 99"),
         ({"worker_id": ""}, "lacks"),
         ({"num_blocks": 0}, "lacks"),
         ({"role": pb.WORKER_ROLE_UNSPECIFIED}, "lacks"),
@@ -213,12 +240,12 @@ def test_first_message_must_be_hello() -> None:
         hello_from_pb(pb.WorkerMessage(load=pb.LoadSnapshot()))
 
 
-def _order() -> SubmitOrder:
+def _order(name: str = "r-0", *, attempt: int = 2, prompt: tuple[int, ...] = PROMPT) -> SubmitOrder:
     return SubmitOrder(
-        request_id=RequestId("r-0"),
-        attempt=2,
+        request_id=RequestId(name),
+        attempt=attempt,
         choice_index=1,
-        prompt_token_ids=PROMPT,
+        prompt_token_ids=prompt,
         generated_token_ids=(5, 6),
         sampling=SamplingParams(temperature=0.0, num_logprobs=0, logit_bias={3: -1.0}, stop_token_ids=(9,)),
         hash_root=ROOT,

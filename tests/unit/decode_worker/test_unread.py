@@ -1,0 +1,76 @@
+"""Answers that nobody reads along with: tokens behind the first are told some at a time, and none is lost."""
+
+import pytest
+
+from decode_worker.reports import StepReports
+from tandem.ids import Incarnation
+from tandem.outputs import FinishReason, SampledToken
+from tandem.session_port import SessionPort
+from tandem.v1 import session_pb2 as pb
+from tests.unit.decode_worker.test_bookkeeping import task
+from tests.unit.decode_worker.test_takeover import LONG, PLENTY, adopt, leave, worker
+from tests.unit.decode_worker.test_worker import Bench, bench, expected  # noqa: F401  # the fixture
+
+TOGETHER = 4
+
+
+async def deltas(bench: Bench) -> list[pb.TokenDelta]:  # noqa: F811
+    """All of one attempt."""
+    told: list[pb.TokenDelta] = []
+    while not told or not told[-1].HasField("finish"):
+        told += (await bench.heard("tokens")).deltas
+    return told
+
+
+@pytest.mark.parametrize("length", [1, 2, TOGETHER, TOGETHER + 1, 2 * TOGETHER + 1, 2 * TOGETHER + 2])
+async def test_the_first_token_comes_alone_and_the_others_together(bench: Bench, length: int) -> None:  # noqa: F811
+    bench.submit(prefill=False, max_tokens=length, tokens_per_message=TOGETHER)
+    told = await deltas(bench)
+    whole, rest = divmod(length - 1, TOGETHER)
+    sizes = [1, *[TOGETHER] * whole, *([rest] if rest else [])]
+    assert [len(delta.token_ids) for delta in told] == sizes
+    assert [delta.first_index for delta in told] == [sum(sizes[:i]) for i in range(len(sizes))]
+    assert [t for delta in told for t in delta.token_ids] == expected(length)
+    assert [delta.HasField("started") for delta in told] == [True, *[False] * (len(sizes) - 1)]
+    await bench.assert_empty()
+
+
+async def test_each_has_its_logprobs() -> None:
+    port = SessionPort(Incarnation(1))
+    one = task(port, "r")
+    one.tokens_per_message = TOGETHER
+    reports = StepReports(lambda: 0.0)
+    for index in range(6):
+        token = SampledToken(token_id=index, logprob=-float(index))
+        reports.token(one, index, token, FinishReason.LENGTH if index == 5 else None)
+        reports.send()
+    port.finish()
+    told = []
+    while (message := await port.next()) is not None:
+        told += [list(zip(d.token_ids, (p.logprob for p in d.logprobs), strict=True)) for d in message.tokens.deltas]
+    assert told == [[(0, 0.0)], [(i, -float(i)) for i in range(1, 5)], [(5, -5.0)]]
+
+
+async def test_who_takes_it_over_gets_what_was_held_back_once() -> None:
+    async with worker(num_steps=3) as paced:
+        paced.submit(prefill=False, max_tokens=LONG, tokens_per_message=PLENTY)
+        (first,) = (await paced.heard("tokens")).deltas
+        assert list(first.token_ids) == expected(LONG)[:1]
+        leave(paced)
+        adopt(paced)
+        (so_far,) = (await paced.heard("tokens")).deltas
+        assert list(so_far.token_ids) == expected(LONG)[: len(so_far.token_ids)]
+        paced.go_on()
+        (rest,) = (await paced.heard("tokens")).deltas
+        assert rest.first_index == len(so_far.token_ids)
+        assert [*so_far.token_ids, *rest.token_ids] == expected(LONG)
+
+
+async def test_a_failure_brings_what_was_held_back() -> None:
+    async with worker(num_steps=3) as paced:
+        paced.submit(prefill=False, max_tokens=LONG, tokens_per_message=PLENTY, timeout_s=0.5)
+        told = [*(await paced.heard("tokens")).deltas, *(await paced.heard("tokens")).deltas]
+        tokens = [t for delta in told for t in delta.token_ids]
+        assert tokens == expected(LONG)[: len(tokens)]
+        assert told[-1].first_index + len(told[-1].token_ids) == len(tokens)
+        assert told[-1].finish.failure.code == "DeadlineExceeded"
