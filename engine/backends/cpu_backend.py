@@ -15,6 +15,7 @@ from engine.backends.cpu_attention import CpuAttention
 from engine.backends.cpu_int8_attention import CpuInt8Attention
 from engine.backends.later_added import LaterAdded
 from engine.backends.options import BackendOptions
+from engine.backends.priority import step_back
 from engine.kernels.cpu.build import KernelsUnavailable
 from engine.kernels.cpu.elementwise import CpuElementwise
 from engine.kernels.cpu.gemm import (
@@ -262,6 +263,7 @@ class CpuBackend:
 
     def bind_thread(self) -> None:
         """See Backend. Threads that wait for each other at every product must not share a processor by accident."""
+        step_back()  # before the team is made, which has its priority from this thread
         if self._binds_threads:
             bind_team(self._library, self._threads)
 

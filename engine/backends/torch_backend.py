@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.backends.backend import Role
 from engine.backends.later_added import LaterAdded
+from engine.backends.priority import step_back
 from engine.kv_cache import PagedKVCache
 from engine.layers.attention import AttentionBackend, AttentionSpec
 from engine.layers.linear import GatedLinear, HeadLinear, Linear, TokenEmbedding
@@ -69,6 +70,8 @@ class TorchBackend:
         """See Backend."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        else:
+            step_back()
 
     def sampling(self, vocab_size: int) -> SamplingKernels:
         """See Backend."""
