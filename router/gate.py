@@ -5,7 +5,7 @@ Canaries do not come this way, and a stream that is continued does not wait: it 
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
@@ -18,6 +18,8 @@ from tandem.ids import RequestId
 
 _LOOK_S = 0.1
 """Between two looks at who waits in vain."""
+_DELTAS_TOGETHER = 16
+"""Of one request, that are charged to its tenant at once."""
 
 
 class Inner(Protocol):
@@ -68,16 +70,20 @@ class Gate:
         """See `router.requests.Generator`. Raises Overloaded or Unavailable, with a time to come back, as well."""
         async with self._inside(request) as count, aclosing(self._inner.generate(request)) as deltas:
             async for delta in deltas:
-                count(delta)
+                count((delta,))
                 yield delta
 
     async def run(self, request: RoutedRequest, reader: Reader) -> None:
         """See `router.requests.Generator`. Raises as `generate`."""
         async with self._inside(request) as count:
-            await self._inner.run(request, _Counting(reader, count))
+            counting = _Counting(reader, count)
+            try:
+                await self._inner.run(request, counting)
+            finally:
+                counting.flush()
 
     @contextlib.asynccontextmanager
-    async def _inside(self, request: RoutedRequest) -> AsyncIterator[Callable[[ChoiceDelta], None]]:
+    async def _inside(self, request: RoutedRequest) -> AsyncIterator[Callable[[Sequence[ChoiceDelta]], None]]:
         """From its turn to its end; yields what counts its deltas."""
         entry = self._enter(request)
         try:
@@ -87,9 +93,9 @@ class Gate:
             asyncio.get_running_loop().call_soon(self._placed, entry)
             shown = sum(point.num_tokens for point in request.resume)
 
-            def count(delta: ChoiceDelta) -> None:
+            def count(deltas: Sequence[ChoiceDelta]) -> None:
                 nonlocal shown
-                shown = self._note(entry, delta, shown)
+                shown = self._note(entry, deltas, shown)
 
             yield count
         finally:
@@ -127,9 +133,9 @@ class Gate:
         finally:
             self._turns.pop(entry, None)
 
-    def _note(self, entry: Entry, delta: ChoiceDelta, shown: int) -> int:
+    def _note(self, entry: Entry, deltas: Sequence[ChoiceDelta], shown: int) -> int:
         """Count what came; how many tokens are still to come that the client has."""
-        if count := len(delta.tokens):
+        if count := sum(len(delta.tokens) for delta in deltas):
             passed = min(shown, count)
             shown -= passed
             was_silent = not entry.output_tokens
@@ -137,8 +143,9 @@ class Gate:
             if was_silent:
                 # Its prompt is computed: there may be room for another.
                 self._pump()
-        if delta.finish is not None:
-            self.admission.cached(entry, delta.finish.cached_tokens)
+        for delta in deltas:
+            if delta.finish is not None:
+                self.admission.cached(entry, delta.finish.cached_tokens)
         return shown
 
     def _placed(self, entry: Entry) -> None:
@@ -166,16 +173,26 @@ class Gate:
 
 
 class _Counting:
-    """A `Reader` in front of another: what passes is counted."""
+    """A `Reader` in front of another: what passes is counted, the first delta and each end at once."""
 
-    def __init__(self, reader: Reader, count: Callable[[ChoiceDelta], None]) -> None:
+    def __init__(self, reader: Reader, count: Callable[[Sequence[ChoiceDelta]], None]) -> None:
         self._take = reader.take
         self._count = count
+        self._uncounted: list[ChoiceDelta] = []
+        self._most = 1
         self.ready = reader.ready
 
     def take(self, delta: ChoiceDelta) -> bool:
-        self._count(delta)
+        self._uncounted.append(delta)
+        if delta.finish is not None or len(self._uncounted) >= self._most:
+            self.flush()
         return self._take(delta)
+
+    def flush(self) -> None:
+        """Count what has passed."""
+        self._count(self._uncounted)
+        self._uncounted = []
+        self._most = _DELTAS_TOGETHER
 
 
 def _after(first: Callable[[WorkerSnapshot], None], then: Callable[[], None]) -> Callable[[WorkerSnapshot], None]:

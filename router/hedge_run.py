@@ -27,17 +27,14 @@ class HedgeRun:
     def __init__(self, hedging: Hedging | None, around: Surroundings, choices: list[ChoiceRun], new: NewRun) -> None:
         """`choices`: of the request; a twin that wins takes its place there. Without `hedging` there are no twins."""
         self._hedging = hedging
+        self.are_off = hedging is None
+        """There are no twins, now or later."""
         self._around = around
         self._choices = choices
         self._new = new
         self._twins: dict[int, ChoiceRun] = {}
         self._timers: list[asyncio.TimerHandle] = []
         self._started_s: dict[int, float] = {}
-
-    @property
-    def are_off(self) -> bool:
-        """Whether there are no twins, now or later."""
-        return self._hedging is None
 
     def start(self, mailbox: Mailbox) -> None:
         """The choices were sent."""

@@ -43,6 +43,27 @@ class Total(Collector):
         yield family
 
 
+class Totals(Collector):
+    """A counter by labels, whose values must be few."""
+
+    def __init__(self, name: str, text: str, labels: Sequence[str]) -> None:
+        self._name = name
+        self._text = text
+        self._labels = tuple(labels)
+        self._values: dict[tuple[str, ...], float] = {}
+
+    def inc(self, *values: str, amount: float = 1.0) -> None:
+        """Add, under the labels' values in their order."""
+        self._values[values] = self._values.get(values, 0.0) + amount
+
+    def collect(self) -> Iterable[Metric]:
+        """See Collector."""
+        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        for values, value in self._values.items():
+            family.add_metric(values, value)
+        yield family
+
+
 class Spread(Collector):
     """A histogram."""
 

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from router.board_metrics import PublishMetrics
-from router.instruments import Spread, Total
+from router.instruments import Spread, Total, Totals
 from router.placement_metrics import PlacementMetrics
 from router.requests import ChoiceFinish
 from router.tier_metrics import TierMetrics
@@ -38,7 +38,7 @@ _TOKENS = tuple(float(scale * 10**power) for power in range(6) for scale in (1, 
 _TRANSFER = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _LABELS = ("model_name", "engine")
 _ENGINE = "router"
-_I = TypeVar("_I", Total, Spread)
+_I = TypeVar("_I", Total, Totals, Spread)
 
 
 class RouterMetrics:
@@ -64,17 +64,11 @@ class RouterMetrics:
         self.prompt_size = self._histogram("vllm:request_prompt_tokens", "Prompt tokens per request", _TOKENS)
         self.answer_size = self._histogram("vllm:request_generation_tokens", "Tokens per choice", _TOKENS)
         self.transfer_time = self._histogram("tandem_transfer_seconds", "KV transfer not hidden by prefill", _TRANSFER)
-        self._success = Counter(
-            "vllm:request_success", "Choices that ended well", (*_LABELS, "finished_reason"), registry=self.registry
-        )
+        self._success = self._counters("vllm:request_success", "Choices that ended well", (*_LABELS, "finished_reason"))
         self._failures = Counter("tandem_request_failures", "Requests that failed", ("code",), registry=self.registry)
-        self._http = Counter(
-            "tandem_http_requests", "HTTP answers", ("route", "method", "status"), registry=self.registry
-        )
+        self._http = self._counters("tandem_http_requests", "HTTP answers", ("route", "method", "status"))
         self._rpcs = Counter("tandem_grpc_requests", "gRPC answers", ("method", "code"), registry=self.registry)
-        self._placements = Counter(
-            "tandem_placements", "Where prompts were computed", ("reason",), registry=self.registry
-        )
+        self._placements = self._counters("tandem_placements", "Where prompts were computed", ("reason",))
         self._retries = Counter(
             "tandem_dispatch_retries", "Attempts after the first", ("reason",), registry=self.registry
         )
@@ -112,7 +106,7 @@ class RouterMetrics:
 
     def http_answered(self, route: str, method: str, status: int) -> None:
         """`route` is the route's pattern, never the path that was asked for."""
-        self._http.labels(route, method, str(status)).inc()
+        self._http.inc(route, method, str(status))
 
     def rpc_answered(self, method: str, code: str) -> None:
         """`code` is a name of grpc.StatusCode."""
@@ -120,7 +114,7 @@ class RouterMetrics:
 
     def succeeded(self, reason: str) -> None:
         """One choice ended with `reason`."""
-        self._success.labels(*self._model, reason).inc()
+        self._success.inc(*self._model, reason)
 
     def failed(self, code: Code) -> None:
         """One request ended without an answer."""
@@ -128,7 +122,7 @@ class RouterMetrics:
 
     def placed(self, mode: str) -> None:
         """Dispatch sent an attempt to workers (`router.observer.DispatchObserver`); a value of PlacementReason."""
-        self._placements.labels(mode).inc()
+        self._placements.inc(mode)
 
     def retried(self, reason: str) -> None:
         """Dispatch tries again; a value of RetryReason."""
@@ -162,6 +156,9 @@ class RouterMetrics:
 
     def _counter(self, name: str, text: str) -> Total:
         return self._registered(Total(name, text, CounterMetricFamily, dict(zip(_LABELS, self._model, strict=True))))
+
+    def _counters(self, name: str, text: str, labels: Sequence[str]) -> Totals:
+        return self._registered(Totals(name, text, labels))
 
     def _gauge(self, name: str, text: str) -> Total:
         return self._registered(Total(name, text, GaugeMetricFamily, dict(zip(_LABELS, self._model, strict=True))))

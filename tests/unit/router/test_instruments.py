@@ -1,9 +1,9 @@
 """Plain instruments show what prometheus_client's own would."""
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from router.instruments import Spread, Total
+from router.instruments import Spread, Total, Totals
 
 LABELS = {"model_name": "m", "engine": "router"}
 
@@ -38,3 +38,16 @@ def test_totals() -> None:
     level.dec()
     assert registry.get_sample_value("tandem_c_total", LABELS) == 5
     assert registry.get_sample_value("tandem_g", LABELS) == 1
+
+
+def test_totals_by_label_are_the_librarys() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    plain = Totals("tandem_c", "some", ("a", "b"))
+    ours.register(plain)
+    library = Counter("tandem_c", "some", ("a", "b"), registry=theirs)
+    for values in (("1", 'q"uote'), ("2", "y"), ("1", 'q"uote')):
+        plain.inc(*values)
+        library.labels(*values).inc()
+    plain.inc("2", "y", amount=40)
+    library.labels("2", "y").inc(40)
+    assert samples(ours) == samples(theirs)
