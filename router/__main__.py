@@ -13,7 +13,7 @@ import grpc.aio
 from starlette.types import ASGIApp
 
 from router.admission import Admission
-from router.admission_assembly import hedging_settings, make_gate
+from router.admission_assembly import hedging_settings, make_gate, make_limits
 from router.board import RouterBoard
 from router.board_metrics import BoardMetrics
 from router.canary import CANARY_SALT, Canary
@@ -31,6 +31,8 @@ from router.placer import Placer
 from router.prefix_map import PrefixMap
 from router.readiness import Readiness, first_worker
 from router.session import SessionSettings
+from router.shared_limits import SharedLimits
+from router.sibling_limits import SiblingLimits
 from router.siblings import Siblings
 from router.surroundings import DispatchSettings
 from router.tokenizer import Tokenizer
@@ -40,6 +42,7 @@ from tandem.board.settings import board_settings
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.hosts import join, reachable
+from tandem.ids import Incarnation
 from tandem.model_path import model_directory
 from tandem.process import Lifetime, RouterPlace, announce, router_main
 from tandem.registry import StaticDirectory, WorkerDirectory
@@ -63,7 +66,8 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         tracer = open_tracer(
             stack, config.telemetry, service="tandem-router", instance=f"router.{socket.gethostname()}"
         )
-        board = await _join_workers(stack, config, registry, secret)
+        incarnation, limits = draw_incarnation(), make_limits(config.router, secret, time.monotonic)
+        board = await _join_workers(stack, config, registry, secret, incarnation, limits)
         if not await first_worker(registry, lifetime):
             return
         model = _model_info(registry)
@@ -72,13 +76,11 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         metrics = RouterMetrics(model.name)
         if board is not None:
             metrics.registry.register(BoardMetrics(board))
-        if place.siblings is not None:
-            siblings = Siblings(place.siblings, index=place.index, render=metrics.render)
-            metrics.collect_with((await stack.enter_async_context(siblings)).figures)
+        await _join_siblings(stack, place, metrics, None if board is not None else (incarnation, limits))
         decisions = DecisionLog(config.router.decisions_kept, clock=time.monotonic)
         admission = Admission(max_inflight=config.router.max_inflight_requests, clock=time.monotonic)
         dispatcher = make_dispatcher(config, registry, metrics, secret, decisions, admission)
-        gate = make_gate(config, dispatcher, admission, registry, time.monotonic, metrics.registry)
+        gate = make_gate(config, dispatcher, admission, registry, time.monotonic, limits.limiter, metrics.registry)
         frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret, tracer=tracer)
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
         readiness = Readiness(registry, metrics, canary.answering)
@@ -101,15 +103,22 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
 
 
 async def _join_workers(
-    stack: AsyncExitStack, config: ClusterConfig, registry: WorkerRegistry, secret: bytes
+    stack: AsyncExitStack,
+    config: ClusterConfig,
+    registry: WorkerRegistry,
+    secret: bytes,
+    incarnation: Incarnation,
+    limits: SharedLimits,
 ) -> RouterBoard | None:
     """Keep sessions to all workers; with Redis, those that it tells of are among them, and it tells what they hold."""
     stated = StaticDirectory(prefill=config.prefill.addresses, decode=config.decode.addresses)
     directory: WorkerDirectory = stated
-    incarnation, settings = draw_incarnation(), board_settings(config.redis)
+    settings = board_settings(config.redis)
     board: RouterBoard | None = None
     if settings is not None:
-        board = RouterBoard(settings, secret=secret, router=incarnation, registry=registry, stated=stated.addresses)
+        board = RouterBoard(
+            settings, secret=secret, router=incarnation, registry=registry, limits=limits, stated=stated.addresses
+        )
         directory = (await stack.enter_async_context(board)).directory
     fleet = WorkerFleet(
         directory=directory,
@@ -125,6 +134,20 @@ async def _join_workers(
     )
     await stack.enter_async_context(fleet)
     return board
+
+
+async def _join_siblings(
+    stack: AsyncExitStack, place: RouterPlace, metrics: RouterMetrics, tells: tuple[Incarnation, SharedLimits] | None
+) -> None:
+    """Share figures with the processes that share the doors, and what tenants had, unless Redis `tells` it."""
+    if place.siblings is None:
+        return
+    siblings = Siblings(place.siblings, index=place.index, render=metrics.render)
+    metrics.collect_with((await stack.enter_async_context(siblings)).figures)
+    if tells is not None:
+        router, limits = tells
+        shared = SiblingLimits(place.siblings, index=place.index, router=router, limits=limits)
+        await stack.enter_async_context(shared)
 
 
 async def _open_doors(

@@ -6,11 +6,13 @@ from prometheus_client import CollectorRegistry
 
 from router.admission import Admission
 from router.admission_metrics import AdmissionMetrics
+from router.auth import ApiKeys
 from router.cluster_room import RoomPolicy
 from router.dispatch import Dispatcher
 from router.fair_admission import AdmissionPolicy, FairAdmission
 from router.gate import Gate
 from router.health_metrics import HealthMetrics
+from router.shared_limits import SharedLimits, tenant_tags
 from router.surroundings import HedgingSettings
 from router.tenant_limits import Limiter
 from router.workers import WorkerRegistry
@@ -40,12 +42,19 @@ def hedging_settings(config: RouterConfig) -> HedgingSettings | None:
     return None if asked is None else HedgingSettings(quantile=asked.quantile, budget=asked.budget)
 
 
+def make_limits(config: RouterConfig, secret: bytes, clock: Callable[[], float]) -> SharedLimits:
+    """The accounts of all tenants that there are."""
+    limiter = Limiter(config.limits, clock=clock)
+    return SharedLimits(limiter, tenants=ApiKeys(config.api_keys).tenants, tag_of=tenant_tags(secret))
+
+
 def make_gate(
     config: ClusterConfig,
     dispatcher: Dispatcher,
     admission: Admission,
     registry: WorkerRegistry,
     clock: Callable[[], float],
+    limiter: Limiter,
     metrics: CollectorRegistry,
 ) -> Gate:
     """The gate of one router; `admission`: that of `dispatcher`, whose places bound what runs.
@@ -60,7 +69,7 @@ def make_gate(
     fair = FairAdmission(
         workers=registry.snapshots,
         places=places,
-        limiter=Limiter(config.router.limits, clock=clock),
+        limiter=limiter,
         policy=admission_policy(config.router, max_running=config.engine.max_running_requests),
         clock=clock,
     )

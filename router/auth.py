@@ -20,6 +20,11 @@ class ApiKeys:
             for secret, one in zip(secrets, keys, strict=True)
         )
 
+    @property
+    def tenants(self) -> frozenset[str]:
+        """All that there are."""
+        return frozenset(tenant for _, tenant in self._keys) or frozenset({""})
+
     def tenant(self, authorization: str | None) -> str:
         """The tenant that an Authorization value proves, "" when no key is asked for.
 

@@ -17,6 +17,7 @@ from router.board_follower import BoardCounts, BoardFollower
 from router.board_poll import BoardReader, LoadExchange, RegistryPoll
 from router.board_view import BoardView
 from router.peer_load import PeerLoads
+from router.shared_limits import SharedLimits
 from router.workers import WorkerRegistry
 from tandem.board.breaker import CircuitBreaker
 from tandem.board.entries import BoardCodec
@@ -43,6 +44,7 @@ class RouterBoard:
         secret: bytes,
         router: Incarnation,
         registry: WorkerRegistry,
+        limits: SharedLimits,
         stated: frozenset[WorkerAddress],
     ) -> None:
         """`stated`: workers that the configuration names. Raises ConfigError when redis is not installed."""
@@ -51,6 +53,7 @@ class RouterBoard:
         self.counts = BoardCounts()
         self.directory = RedisDirectory(WorkerListing(stated, forget_s=FORGET_LEASES * settings.lease_s))
         self._registry = registry
+        self._limits = limits
         self._peers = PeerLoads(lease_s=settings.lease_s)
         self._clock = clock
         self._view = BoardView()
@@ -67,7 +70,7 @@ class RouterBoard:
             keys,
             router=router,
             peers=self._peers,
-            lease_s=settings.lease_s,
+            limits=limits,
             wall_clock=time.time,
         )
         self._stack = AsyncExitStack()
@@ -136,4 +139,5 @@ class RouterBoard:
                 _log.debug("no exchange of loads: %s", self._poll.health.reason)
             if self._peers.expire(self._clock()):
                 self._registry.peers_changed()
+            self._limits.keep(self._peers.routers)
             await asyncio.sleep(TURN_S)

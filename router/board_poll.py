@@ -14,7 +14,18 @@ from router.board_directory import MAX_ADDRESSES, RedisDirectory
 from router.board_follower import BoardCounts
 from router.board_view import BoardView
 from router.peer_load import PeerLoads
-from tandem.board.entries import LOAD_BYTES, SMALL_BYTES, BadEntry, BoardCodec, Notice, Process, RouterLoad, Share
+from router.shared_limits import SharedLimits
+from tandem.board.entries import (
+    LOAD_BYTES,
+    SMALL_BYTES,
+    BadEntry,
+    BoardCodec,
+    Notice,
+    Process,
+    RouterLoad,
+    Share,
+    TenantTally,
+)
 from tandem.board.keys import BoardKeys
 from tandem.board.link import Command, RedisLink, Refusal, Reply
 from tandem.ids import Incarnation
@@ -25,6 +36,8 @@ LOOK_S = 1.0
 MAX_ROUTERS = 256
 _FORGET_MS = 3_600_000
 _T = TypeVar("_T")
+_Content = tuple[tuple[Share, ...], tuple[TenantTally, ...]]
+"""What a router tells of itself: what it has at each worker, and what it has given each tenant."""
 
 
 class BoardReader:
@@ -108,7 +121,7 @@ class LoadExchange:
         *,
         router: Incarnation,
         peers: PeerLoads,
-        lease_s: float,
+        limits: SharedLimits,
         wall_clock: Callable[[], float],
     ) -> None:
         self._link = link
@@ -116,9 +129,9 @@ class LoadExchange:
         self._keys = keys
         self._router = router
         self._peers = peers
-        self._lease_s = lease_s
+        self._limits = limits
         self._wall_clock = wall_clock
-        self._told: tuple[Share, ...] | None = None
+        self._told: _Content | None = None
         self._renew_s = 0.0
         self._sequence = 0
         self._others: list[Incarnation] = []
@@ -131,44 +144,52 @@ class LoadExchange:
         Raises RedisDown.
         """
         keys, codec, others = self._keys, self._reader.codec, self._others
-        writing = self._writing(in_flight) if in_flight != self._told or now_s >= self._renew_s else []
+        content = (in_flight, self._limits.tallies())
+        writing = self._writing(content) if content != self._told or now_s >= self._renew_s else []
         reading: list[Command] = [("GETRANGE", keys.load(router), 0, LOAD_BYTES) for router in others]
         replies = await self._link.ask([*writing, ("ZREVRANGE", keys.routers, 0, MAX_ROUTERS - 1), *reading])
-        if writing and not self._written(replies[: len(writing)], in_flight, now_s):
+        if writing and not self._written(replies[: len(writing)], content, now_s):
             await self._link.close()  # after a failover the same address may lead to another server
         members, *values = replies[len(writing) :]
         changed = False
         for router, data in zip(others, values, strict=True):
             load = self._reader.opened("load", data, partial(codec.open_load, router=router))
-            changed |= self._peers.gone(router) if load is None else self._peers.heard(load, now_s)
+            changed |= self._peers.gone(router) if load is None else self._heard(load, now_s)
         found = self._reader.members("router", members, _parse_router)
         self._others = [router for router in found if router != self._router]
         return changed
+
+    def _heard(self, load: RouterLoad, now_s: float) -> bool:
+        is_news = self._peers.heard(load, now_s)
+        if is_news:
+            self._limits.heard(load.router, load.tallies)
+        return is_news
 
     async def leave(self) -> None:
         """Take our load down. Raises RedisDown."""
         keys = self._keys
         await self._link.ask([("DEL", keys.load(self._router)), ("ZREM", keys.routers, f"{self._router:x}")])
 
-    def _writing(self, in_flight: tuple[Share, ...]) -> list[Command]:
+    def _writing(self, content: _Content) -> list[Command]:
         self._sequence += 1
-        load = RouterLoad(router=self._router, sequence=self._sequence, shares=in_flight)
+        shares, tallies = content
+        load = RouterLoad(router=self._router, sequence=self._sequence, shares=shares, tallies=tallies)
         wall_ms, routers = int(self._wall_clock() * 1e3), self._keys.routers
         sealed = self._reader.codec.seal_load(load)
         return [
-            ("SET", self._keys.load(self._router), sealed, "PX", int(self._lease_s * 1e3)),
+            ("SET", self._keys.load(self._router), sealed, "PX", int(self._peers.lease_s * 1e3)),
             ("ZADD", routers, wall_ms, f"{self._router:x}"),
             ("ZREMRANGEBYSCORE", routers, "-inf", wall_ms - _FORGET_MS),
         ]
 
-    def _written(self, replies: list[Reply], in_flight: tuple[Share, ...], now_s: float) -> bool:
+    def _written(self, replies: list[Reply], content: _Content, now_s: float) -> bool:
         refusal = next((reply for reply in replies if isinstance(reply, Refusal)), None)
         if (refusal is None) != self.is_told:
             self.is_told = refusal is None
             if refusal is not None:
                 _log.warning("Redis does not take this router's load: %s", refusal)
         # A refusal is met again no sooner than the lease would have been renewed.
-        self._told, self._renew_s = in_flight, now_s + self._lease_s / 3
+        self._told, self._renew_s = content, now_s + self._peers.lease_s / 3
         return self.is_told
 
 

@@ -41,7 +41,7 @@ class PeerLoads:
 
     def __init__(self, *, lease_s: float) -> None:
         """`lease_s`: how long a load counts that its router does not write again."""
-        self._lease_s = lease_s
+        self.lease_s = lease_s
         self._heard: dict[Incarnation, _Heard] = {}
 
     def __len__(self) -> int:
@@ -58,7 +58,7 @@ class PeerLoads:
         if former is not None and load.sequence <= former.load.sequence:
             return False
         shares = {WorkerKey(*share.process): share for share in load.shares}
-        self._heard[load.router] = _Heard(load, shares, now_s + self._lease_s)
+        self._heard[load.router] = _Heard(load, shares, now_s + self.lease_s)
         return True
 
     def gone(self, router: Incarnation) -> bool:

@@ -1,7 +1,12 @@
-"""What each tenant may ask for: requests and tokens per minute, requests at once. Pure; the caller tells the time."""
+"""What each tenant may ask for: requests and tokens per minute, requests at once. Pure; the caller tells the time.
 
+What other routers give a tenant counts as well, as soon as it is heard of (`router.shared_limits`).
+"""
+
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tandem.admission_config import LimitsConfig, TenantLimits
 from tandem.errors import Overloaded
@@ -10,6 +15,8 @@ _MINUTE_S = 60.0
 _PER_REQUEST_S = 1.0
 """What a tenant at its bound of concurrent requests is told when none of its requests has ended yet."""
 _SMOOTHING = 0.2
+RECENT_S = 2 * _MINUTE_S
+"""After so long without use every account is full again, and what was used before concerns nobody."""
 
 
 class TokenBucket:
@@ -36,6 +43,16 @@ class TokenBucket:
         self._now_s = now_s
 
 
+class Usage(NamedTuple):
+    """What a tenant with limits has had here in this epoch."""
+
+    tenant: str
+    epoch: int
+    requests: int
+    tokens: int
+    num_inflight: int
+
+
 @dataclass(slots=True, kw_only=True)
 class _Account:
     limits: TenantLimits
@@ -44,6 +61,35 @@ class _Account:
     num_inflight: int = 0
     mean_s: float = _PER_REQUEST_S
     """How long a request takes."""
+    epoch: int = 0
+    """How often it began anew after a while without use."""
+    requests_taken: int = 0
+    tokens_taken: float = 0.0
+    """Here, in this epoch, less what was given back."""
+    touched_s: float = -math.inf
+
+    @property
+    def is_limited(self) -> bool:
+        return any(bound is not None for bound in (self.requests, self.tokens, self.limits.concurrent_requests))
+
+    def usage(self, tenant: str) -> Usage:
+        return Usage(tenant, self.epoch, self.requests_taken, round(self.tokens_taken), self.num_inflight)
+
+    def take(self, requests: int, tokens: float, now_s: float) -> None:
+        """Use of its own; below zero gives back."""
+        if now_s - self.touched_s > RECENT_S and not self.num_inflight:
+            self.epoch, self.requests_taken, self.tokens_taken = self.epoch + 1, 0, 0.0
+        self.requests_taken += requests
+        self.tokens_taken += tokens
+        self.touched_s = now_s
+        self.use(requests, tokens, now_s)
+
+    def use(self, requests: int, tokens: float, now_s: float) -> None:
+        """Use, here or elsewhere."""
+        if self.requests is not None and requests:
+            self.requests.take(float(requests), now_s)
+        if self.tokens is not None and tokens:
+            self.tokens.take(tokens, now_s)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,6 +109,8 @@ class Limiter:
         self._config = config
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
+        self.num_elsewhere: Callable[[str], int] = _none_elsewhere
+        """Requests of a tenant that other routers have under way."""
 
     def of(self, tenant: str) -> TenantLimits:
         """A tenant's own limits, or the default."""
@@ -88,12 +136,9 @@ class Limiter:
         """
         account, now_s = self._account(tenant), self._clock()
         if not promised:
-            self._check(account, estimated_tokens, now_s)
+            self._check(tenant, account, estimated_tokens, now_s)
+        account.take(0 if promised else 1, estimated_tokens, now_s)
         account.num_inflight += 1
-        if account.requests is not None and not promised:
-            account.requests.take(1.0, now_s)
-        if account.tokens is not None:
-            account.tokens.take(estimated_tokens, now_s)
         return Grant(tenant=tenant, estimated_tokens=estimated_tokens, since_s=now_s)
 
     def settle(self, grant: Grant, used_tokens: float) -> None:
@@ -102,10 +147,9 @@ class Limiter:
             return
         grant.given_back = True
         account, now_s = self._account(grant.tenant), self._clock()
-        account.num_inflight -= 1
         account.mean_s += _SMOOTHING * (now_s - grant.since_s - account.mean_s)
-        if account.tokens is not None:
-            account.tokens.take(used_tokens - grant.estimated_tokens, now_s)
+        account.take(0, used_tokens - grant.estimated_tokens, now_s)
+        account.num_inflight -= 1
 
     def cancel(self, grant: Grant) -> None:
         """The request was refused after all, for no fault of its tenant: it costs nothing."""
@@ -113,16 +157,27 @@ class Limiter:
             return
         grant.given_back = True
         account, now_s = self._account(grant.tenant), self._clock()
+        account.take(-1, -grant.estimated_tokens, now_s)
         account.num_inflight -= 1
-        if account.requests is not None:
-            account.requests.take(-1.0, now_s)
-        if account.tokens is not None:
-            account.tokens.take(-grant.estimated_tokens, now_s)
 
-    def _check(self, account: _Account, estimated_tokens: float, now_s: float) -> None:
+    def usages(self) -> list[Usage]:
+        """Of tenants with limits that have requests here, or had some lately; the latest first."""
+        since_s = self._clock() - RECENT_S
+        recent = [
+            (account.touched_s, tenant)
+            for tenant, account in self._accounts.items()
+            if account.is_limited and (account.num_inflight or account.touched_s >= since_s)
+        ]
+        return [self._accounts[tenant].usage(tenant) for _, tenant in sorted(recent, reverse=True)]
+
+    def used_elsewhere(self, tenant: str, requests: int, tokens: int) -> None:
+        """Another router has given a tenant so much more."""
+        self._account(tenant).use(requests, float(tokens), self._clock())
+
+    def _check(self, tenant: str, account: _Account, estimated_tokens: float, now_s: float) -> None:
         limits = account.limits
         most = limits.concurrent_requests
-        if most is not None and account.num_inflight >= most:
+        if most is not None and account.num_inflight + self.num_elsewhere(tenant) >= most:
             raise _over("concurrent_requests", most, account.mean_s / most)
         if account.requests is not None and (wait_s := account.requests.wait_s(1.0, now_s)) > 0.0:
             raise _over("requests_per_minute", limits.requests_per_minute, wait_s)
@@ -141,6 +196,11 @@ class Limiter:
 
     def _bucket(self, per_minute: int | None) -> TokenBucket | None:
         return None if per_minute is None else TokenBucket(per_minute=per_minute, now_s=self._clock())
+
+
+def _none_elsewhere(_tenant: str) -> int:
+    """Of a router that is alone."""
+    return 0
 
 
 def _over(name: str, bound: int | None, wait_s: float) -> Overloaded:

@@ -32,6 +32,7 @@ from rich.console import Console
 
 from bench.errors import CannotMeasure
 from bench.report import Row, figure, show
+from router.admission_assembly import make_limits
 from router.board import RouterBoard
 from router.costs import CostModel
 from router.placer import Placer
@@ -42,6 +43,7 @@ from tandem.board.breaker import CircuitBreaker
 from tandem.board.entries import BoardCodec, Notice, Process
 from tandem.board.publisher import BoardPublisher
 from tandem.board.settings import BoardSettings
+from tandem.config import RouterConfig
 from tandem.ids import BlockHash, Incarnation, WorkerId
 from tandem.kv_layout import KVLayout
 from tandem.registry import WorkerAddress
@@ -184,7 +186,10 @@ def _registry(num_workers: int) -> WorkerRegistry:
 @asynccontextmanager
 async def _board(registry: WorkerRegistry, settings: BoardSettings) -> AsyncIterator[RouterBoard]:
     stated: frozenset[WorkerAddress] = frozenset()
-    board = RouterBoard(settings, secret=_SECRET, router=Incarnation(9), registry=registry, stated=stated)
+    limits = make_limits(RouterConfig(), _SECRET, time.monotonic)
+    board = RouterBoard(
+        settings, secret=_SECRET, router=Incarnation(9), registry=registry, limits=limits, stated=stated
+    )
     async with board:
         yield board
 

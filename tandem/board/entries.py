@@ -8,7 +8,7 @@ Whatever is too large, malformed, forged or somebody else's is a BadEntry.
 
 import hmac
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -23,13 +23,15 @@ MAX_CHANGES = 1024
 """In one entry of a log: what a router takes in at once, between two steps of its event loop."""
 MAX_STATE_NAMES = 1 << 20
 MAX_SHARES = 4096
+MAX_TALLIES = 4096
+TAG_BYTES = 16
 MAX_ID_LENGTH = 128
 MAX_ADDRESS_LENGTH = 256
 SMALL_BYTES = 1024
 """Most of a worker's notice or head."""
 STATE_BYTES = MAX_STATE_NAMES * HASH_BYTES + SMALL_BYTES
 CHANGES_BYTES = MAX_CHANGES * (HASH_BYTES + 1) + SMALL_BYTES
-LOAD_BYTES = MAX_SHARES * (MAX_ID_LENGTH + 64) + SMALL_BYTES
+LOAD_BYTES = MAX_SHARES * (MAX_ID_LENGTH + 64) + MAX_TALLIES * (TAG_BYTES + 32) + SMALL_BYTES
 _MAC_BYTES = 32
 _MAX_COUNT = (1 << 63) - 1
 _ROLES = {WorkerRole.PREFILL: session_pb2.WORKER_ROLE_PREFILL, WorkerRole.DECODE: session_pb2.WORKER_ROLE_DECODE}
@@ -131,12 +133,26 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TenantTally:
+    """What one tenant has had of one router since it last came there after a while."""
+
+    tenant: bytes
+    """A keyed hash of its name, of TAG_BYTES."""
+    epoch: int
+    """How often it has come so."""
+    requests: int
+    tokens: int
+    num_inflight: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterLoad:
     """What one router has under way."""
 
     router: Incarnation
     sequence: int
     shares: tuple[Share, ...]
+    tallies: tuple[TenantTally, ...] = ()
 
 
 class BoardCodec:
@@ -232,7 +248,10 @@ class BoardCodec:
             )
             for share in load.shares[:MAX_SHARES]
         ]
-        return self._seal(b"load", pb.BoardLoad(router=load.router, sequence=load.sequence, shares=shares))
+        message = pb.BoardLoad(
+            router=load.router, sequence=load.sequence, shares=shares, tallies=tallies_to_pb(load.tallies)
+        )
+        return self._seal(b"load", message)
 
     def open_load(self, data: bytes, router: Incarnation) -> RouterLoad:
         """Raises BadEntry."""
@@ -241,7 +260,12 @@ class BoardCodec:
             raise BadEntry("another router's")
         if len(message.shares) > MAX_SHARES:
             raise BadEntry("too many shares")
-        return RouterLoad(router=router, sequence=message.sequence, shares=tuple(map(_share, message.shares)))
+        return RouterLoad(
+            router=router,
+            sequence=message.sequence,
+            shares=tuple(map(_share, message.shares)),
+            tallies=tallies_from_pb(message.tallies),
+        )
 
     def _seal(self, kind: bytes, message: Message) -> bytes:
         body = message.SerializeToString()
@@ -272,6 +296,25 @@ class BoardCodec:
             code.update(len(part).to_bytes(8, "little"))
             code.update(part)
         return code.digest()
+
+
+def tallies_to_pb(tallies: Sequence[TenantTally]) -> list[pb.TenantTally]:
+    """Of more tenants than there may be, the first."""
+    return [pb.TenantTally(**asdict(tally)) for tally in tallies[:MAX_TALLIES]]
+
+
+def tallies_from_pb(tallies: Sequence[pb.TenantTally]) -> tuple[TenantTally, ...]:
+    """Raises BadEntry."""
+    if len(tallies) > MAX_TALLIES:
+        raise BadEntry("too many tenants")
+    for tally in tallies:
+        _check_counts(tally.requests, tally.tokens)
+        if len(tally.tenant) != TAG_BYTES:
+            raise BadEntry("no tenant")
+    return tuple(
+        TenantTally(tenant=t.tenant, epoch=t.epoch, requests=t.requests, tokens=t.tokens, num_inflight=t.num_inflight)
+        for t in tallies
+    )
 
 
 def _who(process: Process) -> dict[str, Any]:

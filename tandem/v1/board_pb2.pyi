@@ -60,14 +60,30 @@ class BoardState(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., next_sequence: _Optional[int] = ..., names: _Optional[bytes] = ...) -> None: ...
 
 class BoardLoad(_message.Message):
-    __slots__ = ("router", "sequence", "shares")
+    __slots__ = ("router", "sequence", "shares", "tallies")
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     SHARES_FIELD_NUMBER: _ClassVar[int]
+    TALLIES_FIELD_NUMBER: _ClassVar[int]
     router: int
     sequence: int
     shares: _containers.RepeatedCompositeFieldContainer[BoardShare]
-    def __init__(self, router: _Optional[int] = ..., sequence: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[BoardShare, _Mapping]]] = ...) -> None: ...
+    tallies: _containers.RepeatedCompositeFieldContainer[TenantTally]
+    def __init__(self, router: _Optional[int] = ..., sequence: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[BoardShare, _Mapping]]] = ..., tallies: _Optional[_Iterable[_Union[TenantTally, _Mapping]]] = ...) -> None: ...
+
+class TenantTally(_message.Message):
+    __slots__ = ("tenant", "epoch", "requests", "tokens", "num_inflight")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_INFLIGHT_FIELD_NUMBER: _ClassVar[int]
+    tenant: bytes
+    epoch: int
+    requests: int
+    tokens: int
+    num_inflight: int
+    def __init__(self, tenant: _Optional[bytes] = ..., epoch: _Optional[int] = ..., requests: _Optional[int] = ..., tokens: _Optional[int] = ..., num_inflight: _Optional[int] = ...) -> None: ...
 
 class BoardShare(_message.Message):
     __slots__ = ("worker_id", "incarnation", "report_number", "backlog_tokens", "num_requests", "backlog_since", "num_since")

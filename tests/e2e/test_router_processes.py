@@ -11,20 +11,33 @@ from tests.e2e.running_cluster import WAIT_S, body, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ASKED = 24
+NUM_PROCESSES = 3
+PER_MINUTE = 40
+SETTINGS = {
+    "router__processes": NUM_PROCESSES,
+    "router__api_keys": [{"key": "key-of-all"}, {"key": "key-of-few", "tenant": "few"}],
+    "router__limits": {"tenants": {"few": {"requests_per_minute": PER_MINUTE}}},
+}
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def cluster():
-    async with running(router__processes=3) as made:
+    async with running(**SETTINGS) as made:
         yield made
 
 
-async def ask(cluster, prompt, num_tokens=8):
+async def post(cluster, prompt, num_tokens, key="key-of-all"):
     """Over a connection of its own: the kernel chooses the process."""
+    headers = {"Authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, trust_env=False) as http:
-        response = await http.post("/v1/completions", json=body(prompt, num_tokens))
-        assert response.status_code == 200, response.text
-        return response.json()["choices"][0]["token_ids"]
+        return await http.post("/v1/completions", json=body(prompt, num_tokens), headers=headers)
+
+
+async def ask(cluster, prompt, num_tokens=8):
+    """The tokens."""
+    response = await post(cluster, prompt, num_tokens)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["token_ids"]
 
 
 async def figure(cluster, name, **labels):
@@ -55,3 +68,14 @@ async def test_one_of_them_dies_and_comes_back(cluster, oracle):
     assert await asyncio.gather(*(ask(cluster, prompt) for _ in range(ASKED))) == [expected] * ASKED
     await cluster.local.wait_ready("router-1", after_pid=pid)
     assert await asyncio.gather(*(ask(cluster, prompt) for _ in range(ASKED))) == [expected] * ASKED
+
+
+async def test_a_limit_is_one_limit_whichever_of_them_is_asked(cluster):
+    served, refused_in_a_row = 0, 0
+    while refused_in_a_row < 4 * NUM_PROCESSES and served < PER_MINUTE * NUM_PROCESSES:
+        response = await post(cluster, (300, 301), 1, key="key-of-few")
+        assert response.status_code in (200, 429), response.text
+        served += response.status_code == 200
+        refused_in_a_row = 0 if response.status_code == 200 else refused_in_a_row + 1
+    # One account, overdrawn by what was asked for before the others had heard of it.
+    assert PER_MINUTE <= served < PER_MINUTE * (NUM_PROCESSES - 1)

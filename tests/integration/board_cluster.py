@@ -15,6 +15,7 @@ from typing import Any
 import grpc.aio
 
 from router.admission import Admission
+from router.admission_assembly import make_limits
 from router.board import RouterBoard
 from router.costs import CostModel
 from router.dispatch import Dispatcher
@@ -22,6 +23,7 @@ from router.fleet import Backoff, WorkerFleet
 from router.placer import Placer
 from router.prefix_map import PrefixMap
 from router.session import SessionSettings
+from router.shared_limits import SharedLimits
 from router.surroundings import DispatchSettings
 from router.workers import WorkerRegistry
 from tandem.block_hash import BlockHasher
@@ -29,6 +31,7 @@ from tandem.board.breaker import BreakerPolicy, CircuitBreaker
 from tandem.board.entries import BoardCodec, Notice, Process
 from tandem.board.publisher import BoardPublisher
 from tandem.board.settings import BoardSettings
+from tandem.config import RouterConfig
 from tandem.ids import BlockHash, Incarnation, WorkerId
 from tandem.outputs import FinishReason
 from tandem.roles import WorkerRole
@@ -199,11 +202,16 @@ class Router:
 
 
 @asynccontextmanager
-async def router(number: int, settings: BoardSettings, *, live: int) -> AsyncIterator[Router]:
+async def router(
+    number: int, settings: BoardSettings, *, live: int, limits: SharedLimits | None = None
+) -> AsyncIterator[Router]:
     """Finds the workers on the board; waits until `live` of them are here."""
     registry = WorkerRegistry(prefix_map=PrefixMap(), clock=time.monotonic)
     incarnation = Incarnation(1000 + number)
-    board = RouterBoard(settings, secret=SECRET, router=incarnation, registry=registry, stated=frozenset())
+    limits = make_limits(RouterConfig(), SECRET, time.monotonic) if limits is None else limits
+    board = RouterBoard(
+        settings, secret=SECRET, router=incarnation, registry=registry, limits=limits, stated=frozenset()
+    )
     for link in (board._logs, board._poll):
         link._breaker = CircuitBreaker(Random(number), QUICK)
     async with AsyncExitStack() as stack:

@@ -8,13 +8,15 @@ from random import Random
 
 import pytest
 
+from router.admission_assembly import make_limits
 from router.board_view import Reload
 from tandem.board.entries import MAX_CHANGES, BoardCodec, Footprint, Notice, Process, RouterLoad, Share
 from tandem.board.keys import BoardKeys
-from tandem.errors import ServingError
+from tandem.config import RouterConfig
+from tandem.errors import Overloaded, ServingError
 from tandem.ids import BlockHash, Incarnation, WorkerId
 from tandem.roles import WorkerRole
-from tests.fake_worker import expected_tokens
+from tests.fake_worker import SECRET, expected_tokens
 from tests.integration.board_cluster import PublishingWorker, Router, board_at, names_of, router
 from tests.redis_server import RedisServer, until
 
@@ -312,3 +314,21 @@ async def test_a_report_tells_what_has_reached_the_worker_and_peers_add_the_rest
         assert (share.report_number, share.backlog_since) == (1000, 50)
         first.registry.computed(key, 50)
         first.registry.release(key)
+
+
+async def test_routers_share_a_tenants_limits(server: RedisServer) -> None:
+    config = RouterConfig.model_validate({"limits": {"default": {"concurrent_requests": 2}}})
+    limits = [make_limits(config, SECRET, lambda: 0.0) for _ in range(2)]
+    async with AsyncExitStack() as stack:
+        settings = board_at(server)
+        await stack.enter_async_context(PublishingWorker("d0", settings))
+        first = await stack.enter_async_context(router(0, settings, live=1, limits=limits[0]))
+        await stack.enter_async_context(router(1, settings, live=1, limits=limits[1]))
+        for _ in range(2):
+            limits[0].limiter.admit("", 10.0)
+        await until(lambda: limits[1].limiter.num_elsewhere("") == 2, "the other router knows")
+        with pytest.raises(Overloaded, match="concurrent_requests"):
+            limits[1].limiter.admit("", 10.0)
+        await first.crash()
+        await until(lambda: limits[1].limiter.num_elsewhere("") == 0, "its lease has ended")
+        limits[1].limiter.admit("", 10.0)

@@ -8,7 +8,9 @@ import pytest
 from tandem.board.entries import (
     MAX_CHANGES,
     MAX_SHARES,
+    MAX_TALLIES,
     SMALL_BYTES,
+    TAG_BYTES,
     BadEntry,
     BoardCodec,
     Changes,
@@ -17,6 +19,7 @@ from tandem.board.entries import (
     Process,
     RouterLoad,
     Share,
+    TenantTally,
 )
 from tandem.ids import BlockHash, Incarnation, WorkerId
 from tandem.roles import WorkerRole
@@ -31,7 +34,8 @@ NOTICE = Notice(process=ME, role=WorkerRole.DECODE, address="10.0.0.1:7000")
 FOOTPRINT = Footprint(next_sequence=9, state_sequence=4, num_entries=2)
 CHANGES = Changes(first_sequence=5, changes=((NAMES[0], True), (NAMES[1], False)))
 SHARE = Share(process=ME, report_number=3, backlog_tokens=100, num_requests=2, backlog_since=40, num_since=1)
-LOAD = RouterLoad(router=Incarnation(99), sequence=4, shares=(SHARE,))
+TALLY = TenantTally(tenant=bytes(TAG_BYTES), epoch=2, requests=3, tokens=400, num_inflight=1)
+LOAD = RouterLoad(router=Incarnation(99), sequence=4, shares=(SHARE,), tallies=(TALLY,))
 
 
 def test_every_entry_comes_back_as_it_was() -> None:
@@ -132,6 +136,12 @@ def test_what_is_no_protobuf_and_what_has_too_many_shares_is_bad() -> None:
     nobody = pb.BoardLoad(router=99, shares=[pb.BoardShare(incarnation=1)]).SerializeToString()
     with pytest.raises(BadEntry, match="no worker"):
         CODEC.open_load(sealed(b"load", nobody), Incarnation(99))
+    for tallies, said in (
+        ([pb.TenantTally()] * (MAX_TALLIES + 1), "too many"),
+        ([pb.TenantTally(tenant=b"x")], "no ten"),
+    ):
+        with pytest.raises(BadEntry, match=said):
+            CODEC.open_load(sealed(b"load", pb.BoardLoad(router=99, tallies=tallies).SerializeToString()), LOAD.router)
 
 
 def test_an_entry_is_never_made_too_large() -> None:
@@ -139,6 +149,8 @@ def test_an_entry_is_never_made_too_large() -> None:
         CODEC.seal_changes(ME, Changes(first_sequence=0, changes=((NAMES[0], True),) * (MAX_CHANGES + 1)))
     many = RouterLoad(router=LOAD.router, sequence=1, shares=(SHARE,) * (MAX_SHARES + 5))
     assert len(CODEC.open_load(CODEC.seal_load(many), LOAD.router).shares) == MAX_SHARES
+    many = RouterLoad(router=LOAD.router, sequence=1, shares=(), tallies=(TALLY,) * (MAX_TALLIES + 5))
+    assert len(CODEC.open_load(CODEC.seal_load(many), LOAD.router).tallies) == MAX_TALLIES
 
 
 @pytest.mark.parametrize("mark", ["", "w", "@1", "w@", "w@x", "w@0", f"w@{1 << 63:x}", "w" * 200 + "@1"])
