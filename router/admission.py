@@ -32,14 +32,15 @@ class Admission:
         return (self._max_background if priority > 0 else self._max_inflight) - self.num_inflight
 
     @contextmanager
-    def admit(self, priority: int) -> Iterator[None]:
+    def admit(self, priority: int, *, promised: bool = False) -> Iterator[None]:
         """Hold one place while inside. Raises Overloaded with the predicted time until a place is free.
 
-        Raises Unavailable once closed: another router, or this one's successor, will answer.
+        Raises Unavailable once closed: another router, or this one's successor, will answer. `promised`: a stream that
+        goes on has a place whatever is free.
         """
         if self._closed:
             raise Unavailable("the router is draining", retry_after_s=_SUCCESSOR_S)
-        if self.num_free(priority) <= 0:
+        if not promised and self.num_free(priority) <= 0:
             self._num_turned_away += 1
             raise Overloaded(f"{self.num_inflight} requests are in flight", retry_after_s=self.retry_after_s())
         started_s = self._clock()

@@ -101,15 +101,15 @@ class Dispatcher:
     @contextlib.contextmanager
     def _running(self, request: RoutedRequest) -> Iterator[RequestRun]:
         """Admitted and under way while inside."""
-        self._supersede(request)
+        former = self._former(request)
         self.health.check(request)
         try:
-            with self._admission.admit(request.priority):
+            with self._admission.admit(request.priority, promised=bool(request.resume)):
                 around = self._around if request.only_worker is None else self._unseen
                 around.budget.earn()
                 run = self._runs[request.request_id] = RequestRun(request, around)
                 try:
-                    run.start()
+                    self._start(run, former)
                     yield run
                 finally:
                     if self._runs.get(request.request_id) is run:
@@ -119,15 +119,28 @@ class Dispatcher:
             # Last, when its place is free again.
             self._ended.set()
 
-    def _supersede(self, request: RoutedRequest) -> None:
+    def _former(self, request: RoutedRequest) -> RequestRun | None:
         """A client that continues its stream here may come before this router has seen it leave."""
-        if (former := self._runs.get(request.request_id)) is None:
-            return
+        former = self._runs.get(request.request_id)
+        if former is None:
+            return None
         if not request.resume:
             raise InvariantError(f"request id {request.request_id} is in use")
         if former.resumptions >= request.resumptions:
             raise InvalidRequest("this stream is being continued already")
-        former.supersede()
+        return former
+
+    @staticmethod
+    def _start(run: RequestRun, former: RequestRun | None) -> None:
+        """Whoever had the stream has it until somebody else does; if nobody can, nobody generates it any more."""
+        try:
+            run.start()
+        except BaseException:
+            if former is not None:
+                former.supersede(is_over=True)
+            raise
+        if former is not None:
+            former.supersede()
 
     def finish_choice(self, request_id: RequestId, choice_index: int) -> None:
         """Stop generating one choice early; its ChoiceFinish still follows. No-op once the request has ended."""

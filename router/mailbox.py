@@ -6,7 +6,9 @@ holds nothing but that fact, and no one else is slowed down.
 
 import asyncio
 from collections import deque
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from router.session_events import AttemptEvent, TokensArrived
 
@@ -86,6 +88,9 @@ Mail = (
     | Superseded
 )
 
+_URGENT = (DeadlinePassed, Overflowed, Superseded)
+"""Whatever the client has not read yet comes too late then."""
+
 
 class Mailbox:
     """Many writers, one reader, first come first served."""
@@ -96,6 +101,7 @@ class Mailbox:
         self._num_tokens = 0
         self._overflowed = False
         self._arrived = asyncio.Event()
+        self._urgent: asyncio.Event | None = None
 
     def put(self, mail: Mail) -> None:
         """Leave mail; after an overflow it is thrown away."""
@@ -108,12 +114,35 @@ class Mailbox:
             mail = Overflowed()
         self._mail.append(mail)
         self._arrived.set()
+        if isinstance(mail, _URGENT) and self._urgent is not None:
+            self._urgent.set()
 
     async def arrival(self) -> None:
         """Return when there is mail."""
         while not self._mail:
             self._arrived.clear()
             await self._arrived.wait()
+
+    async def urgent_or(self, waiting: Coroutine[Any, Any, None]) -> None:
+        """Return when `waiting` does, or when there is mail that ends the request: that is then the first to be taken.
+
+        Raises what `waiting` raises.
+        """
+        self._urgent = urgent = asyncio.Event()
+        if any(isinstance(mail, _URGENT) for mail in self._mail):
+            urgent.set()
+        tasks = (asyncio.ensure_future(waiting), asyncio.ensure_future(urgent.wait()))
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                tasks[0].result()
+            else:
+                self._mail = deque(sorted(self._mail, key=lambda mail: not isinstance(mail, _URGENT)))
+        finally:
+            self._urgent = None
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def take(self) -> Mail:
         """The oldest mail, which there must be."""

@@ -101,8 +101,9 @@ class RequestRun:
                 await self._reader_ready()
 
     async def _reader_ready(self) -> None:
+        """Or there is mail that does not wait for readers."""
         if self._reader is not None:
-            await self._reader.ready()
+            await self._mailbox.urgent_or(self._reader.ready())
         self._reader_is_slow = False
 
     def stop_choice(self, index: int) -> None:
@@ -118,11 +119,14 @@ class RequestRun:
         """How often the stream has been continued."""
         return self._request.resumptions
 
-    def supersede(self) -> None:
-        """Another run goes on with what runs for this one."""
+    def supersede(self, *, is_over: bool = False) -> None:
+        """Another run goes on with what runs for this one; `is_over`: none does, and it is to end."""
         self._hedges.close()
         for choice in self._choices:
-            choice.let_go()
+            if is_over:
+                choice.abandon()
+            else:
+                choice.let_go()
         self._mailbox.put(Superseded())
 
     def close(self) -> None:

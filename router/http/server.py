@@ -25,7 +25,8 @@ class _Protocol(HttpToolsProtocol):
     """uvicorn's, with bounded heads (httptools itself collects without a bound), and a `Link` for each request."""
 
     _head_bytes = 0
-    _link: "_DirectLink | None" = None
+    _links: "tuple[_DirectLink, ...]" = ()
+    """Of requests without a complete answer: several when a client sends the next ones ahead."""
 
     def on_message_begin(self) -> None:
         self._head_bytes = 0
@@ -42,13 +43,14 @@ class _Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         # The application has not begun: its task runs later.
-        self._link = _DirectLink(self)
-        cast("dict[str, Any]", self.scope)["extensions"] = {EXTENSION: self._link}
+        link = _DirectLink(self)
+        self._links = (*(former for former in self._links if not former.is_complete), link)
+        cast("dict[str, Any]", self.scope)["extensions"] = {EXTENSION: link}
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self._link is not None:
-            self._link.client_left()
+        for link in self._links:
+            link.client_left()
 
     def _count(self, size: int, most: int) -> None:
         self._head_bytes += size
@@ -91,8 +93,18 @@ class _DirectLink:
         if self._cycle.disconnected:
             callback()
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the whole answer has been written."""
+        return self._cycle.response_complete
+
     def client_left(self) -> None:
-        if self._cycle.disconnected and self._on_leave is not None:
+        """uvicorn tells the newest request alone."""
+        if self.is_complete:
+            return
+        self._cycle.disconnected = True
+        self._cycle.message_event.set()
+        if self._on_leave is not None:
             self._on_leave()
 
 

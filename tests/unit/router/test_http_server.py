@@ -181,3 +181,25 @@ async def test_closing_lets_running_streams_end(parts: doors.Doors) -> None:
         assert (await answer).json()["choices"][0]["text"] == "hello world"
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", door.port)) != 0
+
+
+async def test_a_client_that_sent_the_next_request_ahead_and_leaves() -> None:
+    began, ended = asyncio.Event(), asyncio.Event()
+
+    async def run(events: EventStream) -> None:
+        began.set()
+        try:
+            while True:
+                if events.write(b"data: x\n\n"):
+                    await events.ready()
+                await asyncio.sleep(0.01)
+        finally:
+            ended.set()
+
+    async with HttpDoor(SseResponse(run), host="127.0.0.1", port=0, grace_s=1.0) as door, asyncio.timeout(WAIT_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: r\r\n\r\n" * 2)
+        await began.wait()
+        await reader.read(10)
+        writer.close()
+        await ended.wait()

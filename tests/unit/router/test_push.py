@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import httpx
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from router.http.app import create_app
 from router.http.server import HttpDoor
 from router.surroundings import DispatchSettings
-from tandem.errors import Cancelled, InternalError, Overloaded
+from tandem.errors import Cancelled, DeadlineExceeded, InternalError, Overloaded
 from tests.fake_worker import FakeWorker, Submission, answer, expected_tokens, hold
 from tests.unit.router import doors
 from tests.unit.router.cluster import PROMPT, Cluster, cluster, routed
@@ -161,3 +162,31 @@ async def test_a_client_that_leaves_its_stream_cancels_on_the_worker() -> None:
             await core.dispatcher.drain(most_s=WAIT_S)
         core.assert_idle()
     assert parts.metrics.registry.get_sample_value("tandem_request_failures_total", {"code": Cancelled.code.value}) == 1
+
+
+async def test_the_deadline_of_a_reader_that_does_not_read() -> None:
+    async def begin(submission: Submission) -> None:
+        for index in range(3):
+            submission.give(submission.tokens[index : index + 1], first_index=index)
+
+    worker = FakeWorker("d0", script=begin)
+    async with cluster(worker) as router, asyncio.timeout(WAIT_S):
+        reader = SlowReader()
+        with pytest.raises(DeadlineExceeded):
+            await router.dispatcher.run(routed(deadline_s=time.monotonic() + 0.2), reader)
+        assert len(reader.taken) == 1, "nothing was pushed on it"
+        await worker.submissions.get_nowait().cancelled.wait()
+        router.assert_idle()
+
+
+async def test_a_reader_that_fails_while_it_is_waited_for() -> None:
+    class Broken(SlowReader):
+        async def ready(self) -> None:
+            await asyncio.sleep(0)
+            raise OSError("gone")
+
+    worker = FakeWorker("d0", script=answer)
+    async with cluster(worker) as router, asyncio.timeout(WAIT_S):
+        with pytest.raises(OSError, match="gone"):
+            await router.dispatcher.run(routed(), Broken())
+        router.assert_idle()

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from router.requests import ResumePoint, RoutedRequest
-from tandem.errors import InvalidRequest, StreamTaken
+from tandem.errors import InvalidRequest, RequestTooLarge, StreamTaken, Unavailable
 from tandem.ids import Incarnation
+from tandem.outputs import FinishReason
 from tests.fake_worker import FakeWorker, Submission, expected_tokens
 from tests.unit.router.cluster import PROMPT, cluster, collect, routed
 
@@ -114,3 +115,54 @@ async def test_a_long_answer_comes_back_in_one_piece() -> None:
     worker.keeps = {"r1-0": [7] * 6001}
     async with cluster(worker) as router:
         assert await collect(router.generate(long)) == {0: [7] * 6001}
+
+
+async def test_a_full_router_takes_a_stream_that_goes_on() -> None:
+    async def begin(submission: Submission) -> None:
+        submission.give(whole()[:2])
+
+    worker = FakeWorker("d0", script=begin)
+    worker.keeps = {"r1-0": whole()}
+    async with (
+        cluster(worker, max_inflight=1) as router,
+        aclosing(router.generate(routed(max_tokens=LENGTH))) as former,
+    ):
+        await anext(former)
+        assert await collect(router.generate(continued())) == {0: whole()}
+        with pytest.raises(StreamTaken):
+            await anext(former)
+        await former.aclose()
+        router.assert_idle()
+
+
+async def test_a_continuation_that_is_refused_leaves_the_stream_where_it_was() -> None:
+    async def begin(submission: Submission) -> None:
+        submission.give(whole()[:2])
+
+    worker = FakeWorker("d0", script=begin)
+    async with cluster(worker) as router, aclosing(router.generate(routed(max_tokens=LENGTH))) as former:
+        await anext(former)
+        router.dispatcher._admission.close()
+        with pytest.raises(Unavailable, match="draining"):
+            await collect(router.generate(continued()))
+        (submission,) = [worker.submissions.get_nowait()]
+        submission.give(whole()[2:], first_index=2, finish=FinishReason.LENGTH)
+        assert [t.token_id for delta in [d async for d in former] for t in delta.tokens] == whole()[2:]
+        router.assert_idle()
+
+
+async def test_a_continuation_that_nobody_can_run_ends_the_stream() -> None:
+    async def begin(submission: Submission) -> None:
+        submission.give(whole()[:2])
+
+    worker = FakeWorker("d0", script=begin)
+    async with cluster(worker) as router, aclosing(router.generate(routed(max_tokens=LENGTH))) as former:
+        await anext(former)
+        too_long = replace(continued(worker=9), prompt_token_ids=tuple(range(5000)))
+        with pytest.raises(RequestTooLarge):
+            await collect(router.generate(too_long))
+        with pytest.raises(StreamTaken):
+            await anext(former)
+        await worker.submissions.get_nowait().cancelled.wait()
+        await former.aclose()
+        router.assert_idle()
