@@ -6,9 +6,10 @@ from functools import partial
 
 from router.attempts import ChoiceProgress, RetryReason, TokenGap, final_error, is_final, is_full
 from router.choice_orders import first_route, next_route, submit_order, trace_placement
+from router.choice_standing import ChoiceStanding
 from router.placement import NoDecodeWorker
 from router.placer import Assignment
-from router.requests import ChoiceDelta, ChoiceFinish, RoutedRequest
+from router.requests import ChoiceDelta, ChoiceFinish
 from router.session_events import (
     AttemptEvent,
     AttemptRefused,
@@ -24,7 +25,6 @@ from router.workers import FAILURE_PENALTY_S
 from tandem.errors import InternalError, RequestTooLarge, ServingError, Unavailable
 from tandem.ids import BlockHash, Incarnation, RequestId
 from tandem.outputs import FinishReason
-from tandem.roles import WorkerRole
 
 logger = logging.getLogger(__name__)
 
@@ -35,19 +35,18 @@ _ATTEMPTS_BITS = 16
 class ChoiceRun:
     """Drives one choice to its end, over as many workers as it takes."""
 
-    def __init__(
-        self, index: int, request: RoutedRequest, prompt_names: list[BlockHash], around: Surroundings, post: Post
-    ) -> None:
+    def __init__(self, standing: ChoiceStanding, names: list[BlockHash], around: Surroundings, post: Post) -> None:
+        """`names`: of the prompt's blocks."""
         self.done = False
         self.waiting: Waiting | None = None
         self.failure: ServingError | None = None
         """What ends the request, once the deltas that came before it are with the client."""
-        self._index = index
-        self._request = request
-        self._request_id = RequestId(f"{request.request_id}-{index}")
+        self._standing = standing
+        self._index, self._request = standing.index, (request := standing.request)
+        self._request_id = RequestId(f"{request.request_id}-{self._index}")
         trace = "" if request.span is None else f" trace {request.span.trace_id}"
         self._log_name = f"{self._request_id}{trace}"
-        self._prompt_names = prompt_names
+        self._prompt_names = names
         self._around = around
         self._placer = around.placer
         self._post = post
@@ -57,7 +56,7 @@ class ChoiceRun:
             max_attempts=around.settings.max_attempts,
         )
         self._progress.attempt = request.resumptions << _ATTEMPTS_BITS
-        self._resume = request.resume[index] if request.resume else None
+        self._resume = request.resume[self._index] if request.resume else None
         self._adopting = False
         self._assignment: Assignment | None = None
         self._awaited: Assignment | None = None
@@ -76,7 +75,7 @@ class ChoiceRun:
         progress = self._progress
         self._adopt()
         while self._assignment is None:
-            if self._around.health.must_wait(self._request_id, self._live()):
+            if self._standing.must_wait():
                 self.waiting = Waiting.FOR_ROOM
                 return
             started_s = self._around.clock()
@@ -100,7 +99,7 @@ class ChoiceRun:
                 continue
             self._assignment = self._awaited = assignment
             self.waiting, self._proven = None, False
-            self._around.health.placed(self._request_id, self._workers(assignment))
+            self._standing.placed(self, self._workers(assignment))
             if self._request.only_worker is None:
                 self._placer.record(assignment, self._request_id)
             self._around.observer.placed(assignment.placement.reason.value)
@@ -149,10 +148,15 @@ class ChoiceRun:
     def let_go(self) -> None:
         """Forget what runs without ending it: another reader has it."""
         self.waiting = None
-        self._around.health.gone(self._request_id)
+        self._standing.left(self)
         if (assignment := self._assignment) is not None:
             self._assignment = None
             self._placer.release(assignment)
+
+    def mourn(self) -> None:
+        """Its worker died, and the choice's other run goes on. Raises Unavailable as `take` does then."""
+        if self._assignment is not None:
+            self._standing.lost(self, self._assignment.decode)
 
     def take(self, attempt: int, event: AttemptEvent) -> Sequence[ChoiceDelta]:
         """What the client gets of an event; nothing of an earlier attempt's. Raises the error that it is told."""
@@ -177,7 +181,7 @@ class ChoiceRun:
         self.waiting = None
         assignment = self._assignment
         taken_back = () if assignment is None or self._proven else self._workers(assignment)
-        self._around.health.gone(self._request_id, taken_back)
+        self._standing.left(self, taken_back)
         if assignment is not None:
             self._assignment = None
             assignment.port.cancel(self._request_id, self._progress.attempt)
@@ -208,7 +212,7 @@ class ChoiceRun:
             self._begun(assignment, arrived)
         if tokens and not self._proven:
             self._proven = True
-            self._around.health.answered(self._request_id, self._workers(assignment))
+            self._standing.answered(self)
         finished = arrived.finished
         deltas = (ChoiceDelta(self._index, tokens, None, self._worker),) if tokens else ()
         if finished is None:
@@ -280,15 +284,10 @@ class ChoiceRun:
 
     def _what_to_wait_for(self) -> Waiting | None:
         """No worker can be asked at the moment: what changes that, or None when nothing is expected to."""
-        if self._live() & self._progress.full:
+        if self._progress.full and self._placer.registry.live_decoders() & self._progress.full:
             return Waiting.FOR_ROOM
         # Those it waited for have left: that is a loss like any other.
         return None if self.waiting is None else Waiting.FOR_WORKER
-
-    def _live(self) -> set[WorkerKey]:
-        return {
-            w.info.key for w in self._placer.registry.snapshots() if not w.draining and w.info.role is WorkerRole.DECODE
-        }
 
     def _workers(self, assignment: Assignment) -> tuple[WorkerKey, ...]:
         """Who could have been ended by it."""
@@ -296,16 +295,16 @@ class ChoiceRun:
 
     def _mourn(self, key: WorkerKey) -> None:
         """Raises Unavailable when the request is taken to have ended it."""
-        if not self._progress.is_complete and not self._placer.registry.went_in_order(key):
-            self._around.health.lost(self._request_id, key, self._request)
+        if not self._progress.is_complete:
+            self._standing.lost(self, key)
 
     def _note_failure(self, assignment: Assignment, error: ServingError) -> None:
         self._assignment = None
         self._placer.release(assignment)
         self._progress.excluded.add(assignment.decode)
-        health, ours = self._around.health, is_full(error) or is_final(error) or isinstance(error, RequestTooLarge)
+        standing, ours = self._standing, is_full(error) or is_final(error) or isinstance(error, RequestTooLarge)
         at_fault = not ours and self._placer.registry.port(assignment.decode) is not None
-        (health.failed if at_fault else health.refused)(self._request_id, assignment.decode)
+        (standing.failed if at_fault else standing.refused)(self, assignment.decode)
         if isinstance(error, RequestTooLarge):
             self._progress.pool_tokens_above = assignment.placement.decode.info.pool_tokens
         elif error.retryable or isinstance(error, InternalError):
@@ -313,7 +312,7 @@ class ChoiceRun:
             self._placer.registry.penalise(assignment.decode, pause_s)
 
     def _assign(self) -> Assignment:
-        excluded, shunned = set(self._progress.excluded), self._around.health.shunned(self._request_id)
+        excluded, shunned = set(self._progress.excluded), self._standing.shunned()
         if (only := self._request.only_worker) is not None:
             excluded |= {w.info.key for w in self._placer.registry.snapshots()} - {only}
         try:
@@ -363,6 +362,7 @@ class ChoiceRun:
         error = failed.error
         if error is not None and is_final(error):
             raise error
+        self._standing.mourn(self)
         self._note_prefill_failure(route.worker)
         progress.excluded.add(route.worker)
         if not isinstance(error, RequestTooLarge):
@@ -371,13 +371,13 @@ class ChoiceRun:
         started_s = self._around.clock()
         prefill = None
         if progress.may_reroute() and self._around.budget.spend():
-            shunned = self._around.health.shunned(self._request_id)
+            shunned = self._standing.shunned()
             prefill = self._placer.reassign_prefill(assignment, frozenset(progress.excluded | shunned))
         else:
             self._placer.compute_locally(assignment)
         self._route = next_route(route, prefill, assignment)
         self._trace(assignment, started_s)
-        self._around.health.placed(self._request_id, self._workers(assignment))
+        self._standing.placed(self, self._workers(assignment))
         self._around.observer.retried(RetryReason.TRANSFER_FAILED.value)
         assignment.port.reroute(self._request_id, progress.attempt, self._route)
 
@@ -385,7 +385,7 @@ class ChoiceRun:
         if self._placer.registry.port(key) is None:
             self._mourn(key)
         else:
-            self._around.health.failed(self._request_id, key)
+            self._standing.failed(self, key)
 
     def _trace(self, assignment: Assignment, started_s: float) -> None:
         now_s = self._around.clock()

@@ -11,7 +11,7 @@ from router.choice_run import ChoiceRun
 from router.hedging import Hedging
 from router.mailbox import FromWorker, HedgeDue, Mailbox
 from router.requests import ChoiceDelta
-from router.session_events import TokensArrived, TransferFailed
+from router.session_events import TokensArrived, TransferFailed, WorkerLost
 from router.surroundings import Surroundings
 from tandem.errors import ServingError
 
@@ -83,9 +83,14 @@ class HedgeRun:
         if twin is None or isinstance(event, TransferFailed):
             # The twin that has won sends its events as it did before.
             return (twin if mail.is_twin and twin is not None else first).take(mail.attempt, event)
+        ended = twin if mail.is_twin else first
+        if not ended.runs(mail.attempt):
+            return []
+        if isinstance(event, WorkerLost):
+            ended.mourn()
         if mail.is_twin:
             self.drop(index)
-        elif first.runs(mail.attempt):
+        else:
             self._replace(index)
         return []
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from router.choice_run import ChoiceRun
+from router.choice_standing import ChoiceStanding
 from router.hedge_run import HedgeRun
 from router.mailbox import (
     DeadlinePassed,
@@ -55,10 +56,15 @@ class RequestRun:
         names: list[BlockHash] = []
         around.hasher.extend(request.hash_root, names, request.prompt_token_ids)
 
-        def twin(index: int) -> ChoiceRun:
-            return ChoiceRun(index, request, names, around, partial(self._post, is_twin=True))
+        standings = [
+            ChoiceStanding(index, request, around.health, around.placer.registry)
+            for index in range(request.num_choices)
+        ]
 
-        self._choices = [ChoiceRun(i, request, names, around, self._post) for i in range(request.num_choices)]
+        def twin(index: int) -> ChoiceRun:
+            return ChoiceRun(standings[index], names, around, partial(self._post, is_twin=True))
+
+        self._choices = [ChoiceRun(standing, names, around, self._post) for standing in standings]
         once = request.only_worker is not None or bool(request.resume)
         self._hedges = HedgeRun(None if once else around.health.hedging, around, self._choices, twin)
 

@@ -11,7 +11,7 @@ in which it had no part calls for one more, and so does a token that it ever had
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from router.worker_view import WorkerKey
@@ -39,6 +39,16 @@ class _Standing:
     waits_since_s: float | None = None
     reserved: tuple[WorkerKey, ...] = ()
     """Workers that nobody new is put on, for its sake."""
+    failed: set[WorkerKey] = field(default_factory=set)
+    """Workers that failed on it, unproven: one that dies upon it may have been about to."""
+
+    def remain(self, still: tuple[WorkerKey, ...]) -> None:
+        """On these of its workers."""
+        self.workers, self.unproven, self.reserved = still, self.unproven and bool(still), ()
+
+    def may_have_ended(self, worker: WorkerKey) -> bool:
+        """Whether no token had come from it."""
+        return (self.unproven and worker in self.workers) or worker in self.failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +92,15 @@ class Suspicion:
         self._standings.pop(choice, None)
         self._trials.discard(choice)
 
-    def left(self, choice: RequestId) -> None:
-        """Its worker refused it or failed without dying: nothing follows from that."""
+    def left(self, choice: RequestId, still: tuple[WorkerKey, ...] = (), *, failed: WorkerKey | None = None) -> None:
+        """A worker refused it or `failed` without dying: nothing follows from that. It is `still` on these."""
         if (standing := self._standings.get(choice)) is not None:
-            standing.workers, standing.unproven, standing.reserved = (), False, ()
+            if failed is not None and standing.unproven:
+                standing.failed.add(failed)
+            standing.remain(still)
 
-    def lost(self, choice: RequestId, worker: WorkerKey, now_s: float) -> bool:
-        """Its worker died. Whether that condemns it."""
+    def lost(self, choice: RequestId, worker: WorkerKey, now_s: float, still: tuple[WorkerKey, ...] = ()) -> bool:
+        """Its worker died, and it is `still` on these. Whether that condemns it."""
         fallen = self._fall(worker, now_s)
         standing = self._standings.setdefault(choice, _Standing())
         blamed = choice in fallen.unproven
@@ -97,7 +109,8 @@ class Suspicion:
         standing.suspect = (blamed and len(fallen.unproven) <= MAX_SUSPECTS) or len(standing.met) > 1
         if standing.suspect:
             self._trials.add(choice)
-        standing.workers, standing.unproven, standing.reserved = (), False, ()
+        standing.failed.discard(worker)
+        standing.remain(still)
         unrelated = any(other.key not in standing.met for other in self._fallen)
         benefit = unrelated + standing.has_run
         if fallen.unproven != {choice} or len(standing.met) < 2 + benefit or standing.num_alone < 1 + benefit:
@@ -113,11 +126,11 @@ class Suspicion:
             return self._unproven_elsewhere(choice)
         return {key for one in self._trials if one in self._standings for key in self._standings[one].reserved}
 
-    def must_wait(self, choice: RequestId, live: Iterable[WorkerKey], now_s: float) -> bool:
+    def must_wait(self, choice: RequestId, live: Callable[[], Iterable[WorkerKey]], now_s: float) -> bool:
         """Whether a suspect has no worker of its own yet: one is kept free of others for it, for a while."""
         if choice not in self._trials or (standing := self._standings.get(choice)) is None:
             return False
-        workers = list(live)
+        workers = list(live())
         taken = self._unproven_elsewhere(choice)
         if not workers or any(key not in taken for key in workers):
             standing.reserved, standing.waits_since_s = (), None
@@ -153,7 +166,7 @@ class Suspicion:
         for fallen in self._fallen:
             if fallen.key == worker:
                 return fallen
-        there = (choice for choice, one in self._standings.items() if one.unproven and worker in one.workers)
+        there = (choice for choice, one in self._standings.items() if one.may_have_ended(worker))
         fallen = _Fallen(key=worker, at_s=now_s, unproven=frozenset(there))
         self._fallen.append(fallen)
         return fallen

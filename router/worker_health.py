@@ -35,16 +35,16 @@ class WorkerHealth:
         """Workers that get no request now, or not this one, as long as there are others."""
         return self.breakers.closed_to(self._clock()) | self.suspicion.avoid(choice)
 
-    def must_wait(self, choice: RequestId, live: Iterable[WorkerKey]) -> bool:
+    def must_wait(self, choice: RequestId, live: Callable[[], Iterable[WorkerKey]]) -> bool:
         """Whether it is to go alone and cannot yet."""
         return self.suspicion.must_wait(choice, live, self._clock())
 
-    def placed(self, choice: RequestId, workers: tuple[WorkerKey, ...]) -> None:
-        """An attempt was sent to these: who decodes it, and who computes its prompt."""
+    def placed(self, choice: RequestId, workers: tuple[WorkerKey, ...], *, beside: tuple[WorkerKey, ...] = ()) -> None:
+        """An attempt was sent to these: who decodes it, and who computes its prompt; `beside` has another of it."""
         now_s = self._clock()
         for key in workers:
             self.breakers.began(key, now_s)
-        self.suspicion.placed(choice, workers)
+        self.suspicion.placed(choice, (*workers, *beside))
 
     def answered(self, choice: RequestId, workers: tuple[WorkerKey, ...]) -> None:
         """The first token of an attempt came."""
@@ -53,23 +53,31 @@ class WorkerHealth:
             self.breakers.succeeded(key, now_s)
         self.suspicion.proven(choice)
 
-    def failed(self, choice: RequestId, key: WorkerKey) -> None:
-        """A worker failed on an attempt and lives."""
+    def failed(self, choice: RequestId, key: WorkerKey, *, still: tuple[WorkerKey, ...] = ()) -> None:
+        """A worker failed on an attempt and lives; `still`: who has another attempt of the choice."""
         self.breakers.failed(key, self._clock())
-        self.suspicion.left(choice)
+        self.suspicion.left(choice, still, failed=key)
 
-    def refused(self, choice: RequestId, key: WorkerKey) -> None:
+    def refused(self, choice: RequestId, key: WorkerKey, *, still: tuple[WorkerKey, ...] = ()) -> None:
         """A worker would not take an attempt, which is no fault of it."""
         self.breakers.released(key)
-        self.suspicion.left(choice)
+        self.suspicion.left(choice, still)
 
-    def lost(self, choice: RequestId, key: WorkerKey, request: RoutedRequest) -> None:
+    def left(self, choice: RequestId, workers: tuple[WorkerKey, ...], *, still: tuple[WorkerKey, ...]) -> None:
+        """One of its attempts was taken back from `workers`, and it is `still` on others."""
+        for key in workers:
+            self.breakers.released(key)
+        self.suspicion.left(choice, still)
+
+    def lost(
+        self, choice: RequestId, key: WorkerKey, request: RoutedRequest, *, still: tuple[WorkerKey, ...] = ()
+    ) -> None:
         """A worker died under an attempt. Raises Unavailable when the request is taken to be the cause.
 
         Not InternalError: workers also die of other causes, and then the client may well come back.
         """
         self.breakers.keep(self.breakers.states(0.0).keys() - {key})
-        if self.suspicion.lost(choice, key, self._clock()):
+        if self.suspicion.lost(choice, key, self._clock(), still):
             self.suspicion.condemn(_digest(request), self._clock())
             told = "two workers ended while they computed this request alone; it is left alone for a while"
             raise Unavailable(told, retry_after_s=PAUSE_S)

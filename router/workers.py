@@ -100,6 +100,14 @@ class WorkerRegistry:
         self._successions.left(key)
         self._tell_watchers()
 
+    def live_decoders(self) -> set[WorkerKey]:
+        """Decode workers that take requests."""
+        return {
+            worker.info.key
+            for worker in self._workers.values()
+            if not worker.draining and worker.info.role is WorkerRole.DECODE
+        }
+
     def went_in_order(self, key: WorkerKey) -> bool:
         """Whether a worker that is gone, or about to go, had been told to."""
         worker = self._find(key)

@@ -65,8 +65,8 @@ def test_innocents_that_shared_the_worker_go_alone_and_are_acquitted() -> None:
     # Whoever comes next keeps away from there, and so does anybody else.
     assert book.avoid(others[1]) == {B}
     assert book.avoid(RequestId("new")) == {B}
-    assert book.must_wait(others[1], [B], 0.0)
-    assert not book.must_wait(others[1], [B, C], 0.0)
+    assert book.must_wait(others[1], lambda: [B], 0.0)
+    assert not book.must_wait(others[1], lambda: [B, C], 0.0)
     book.proven(others[0])
     assert book.avoid(RequestId("new")) == set()
     book.placed(P, (B,))
@@ -118,12 +118,12 @@ def test_established_streams_go_on_anywhere_at_once() -> None:
         assert not book.lost(one, A, 0.0)
         assert book.avoid(one) == set()
         book.placed(one, (B,))
-        assert not book.must_wait(one, [B], 0.0)
+        assert not book.must_wait(one, lambda: [B], 0.0)
     for one in streams:
         assert not book.lost(one, B, 1.0)
     # At the second loss without a token each goes alone.
     book.placed(streams[0], (C,))
-    assert book.must_wait(streams[1], [C], 1.0)
+    assert book.must_wait(streams[1], lambda: [C], 1.0)
 
 
 def test_a_crowd_is_not_suspected_at_first() -> None:
@@ -143,12 +143,12 @@ def test_waiting_for_a_worker_of_ones_own_has_an_end_and_keeps_others_away() -> 
     book.placed(P, (A,))
     book.lost(P, A, 0.0)
     book.placed(other, (B,))
-    assert book.must_wait(P, [B], 0.0)
+    assert book.must_wait(P, lambda: [B], 0.0)
     assert book.avoid(RequestId("new")) == {B}
-    assert not book.must_wait(P, [B], 2.0)
-    assert not book.must_wait(P, [], 0.0)
+    assert not book.must_wait(P, lambda: [B], 2.0)
+    assert not book.must_wait(P, lambda: [], 0.0)
     book.proven(other)
-    assert not book.must_wait(P, [B], 0.1)
+    assert not book.must_wait(P, lambda: [B], 0.1)
 
 
 def test_a_prompt_that_ends_whoever_computes_it() -> None:

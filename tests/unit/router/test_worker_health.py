@@ -10,8 +10,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from router.breaker import BreakerState
 from router.health_metrics import HealthMetrics
+from router.requests import ResumePoint
 from router.surroundings import DispatchSettings, HedgingSettings
 from tandem.errors import Unavailable
+from tandem.ids import Incarnation
 from tandem.roles import WorkerRole
 from tests.fake_worker import FakeWorker, Submission, answer, expected_tokens, hold
 from tests.unit.router.cluster import LONG_PROMPT, PROMPT, cluster, collect, routed
@@ -197,3 +199,67 @@ async def test_the_first_run_may_win_and_a_failed_one_leaves_its_place() -> None
 async def test_nothing_is_hedged_unless_asked_for() -> None:
     async with cluster(FakeWorker("d0")) as router:
         assert router.dispatcher.health.hedging is None
+
+
+async def test_a_hedged_request_is_not_given_a_third_worker_to_end_either() -> None:
+    workers = [FakeWorker(f"d{i}", incarnation=i + 1) for i in range(5)]
+    for worker in workers:
+        worker.script = deadly_once_hedged(worker)
+    async with cluster(*workers, settings=HEDGED) as router, asyncio.timeout(20.0):
+        await warm(router)
+        with pytest.raises(Unavailable, match="ended"):
+            await collect(router.generate(routed(max_tokens=9)))
+        await router.registry.until_live(3)
+        assert router.dispatcher.health.suspicion.num_condemned == 1
+        router.assert_idle()
+        assert router.dispatcher.health.suspicion.check(())
+
+
+def deadly_once_hedged(worker: FakeWorker):
+    """As `deadly`, once there has been time for a second attempt to begin."""
+    then = deadly(worker)
+
+    async def script(submission: Submission) -> None:
+        if submission.submit.sampling.max_tokens > 8:
+            await asyncio.sleep(0.15)
+        await then(submission)
+
+    return script
+
+
+async def test_prefill_workers_whose_failure_is_heard_of_before_their_end() -> None:
+    decode = FakeWorker("d0", script=hold)
+    prefill = {f"p{i}": FakeWorker(f"p{i}", role=WorkerRole.PREFILL, incarnation=i + 1) for i in range(5)}
+    async with cluster(decode, *prefill.values()) as router, asyncio.timeout(20.0):
+        asking = asyncio.create_task(collect(router.generate(routed(LONG_PROMPT))))
+        submission = await decode.submissions.get()
+        route = submission.submit.prefill
+        for num_dead in (1, 2):
+            submission.fail_transfer(route.transfer_id)
+            dying = prefill[route.worker_id]
+            route = (await submission.reroutes.get()).prefill
+            await dying.crash()
+            await router.registry.until_live(6 - num_dead)
+        submission.fail_transfer(route.transfer_id)
+        with pytest.raises(Unavailable, match="ended"):
+            await asking
+        assert router.dispatcher.health.suspicion.check(())
+
+
+async def test_a_run_that_was_continued_elsewhere_takes_no_standing_along() -> None:
+    async def begin(submission: Submission) -> None:
+        submission.give(submission.tokens[:2])
+
+    worker = FakeWorker("d0", script=begin)
+    async with cluster(worker) as router, asyncio.timeout(20.0), aclosing(router.generate(routed())) as former:
+        await anext(former)
+        point = ResumePoint(worker=Incarnation(1), num_tokens=2)
+        again = replace(routed(), resume=(point,), resumptions=1)
+        going_on = asyncio.create_task(collect(router.generate(again)))
+        for _ in range(2):
+            await worker.submissions.get()
+        await former.aclose()
+        (standing,) = router.dispatcher.health.suspicion._standings.values()
+        assert [key.worker_id for key in standing.workers] == ["d0"]
+        going_on.cancel()
+        await asyncio.gather(going_on, return_exceptions=True)
