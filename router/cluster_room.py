@@ -47,12 +47,18 @@ class ClusterRoom:
     """Prompt tokens that the pool may have ahead besides; at or below 0 it has enough to do."""
     free_tokens: float
     """KV that the emptiest decode worker has room for; infinite when one has nothing to do."""
+    pool_tokens: float
+    """KV that the largest pool holds; infinite while there is none."""
     prefill_tokens_per_s: float
     """Of the whole pool that computes prompts."""
     measured_tokens_per_s: float
     """Of its fastest worker; 0 when none has measured."""
     least_wait_s: float
     """Until the worker that is first done with its prompts is done."""
+
+    def ever_holds(self, num_tokens: int) -> bool:
+        """Whether waiting can make room for such a prompt; if not, dispatch says what is wrong."""
+        return num_tokens < self.pool_tokens
 
     def takes(self, num_tokens: int) -> bool:
         """Whether a request with such a prompt would be run now."""
@@ -75,6 +81,7 @@ def look(workers: Iterable[WorkerSnapshot], policy: RoomPolicy, transit: InTrans
         slots=sum(_slots(w, policy) for w in willing) - transit.num_requests,
         slack_tokens=slack - transit.work_tokens,
         free_tokens=max(map(_free_tokens, willing), default=0.0),
+        pool_tokens=max((w.info.pool_tokens for w in decoders), default=math.inf),
         prefill_tokens_per_s=sum(rates) or policy.prior_prefill_tokens_per_s,
         measured_tokens_per_s=max((w.load.prefill_tokens_per_s for w in computing), default=0.0),
         least_wait_s=min((b / r for b, r in zip(backlogs, rates, strict=True)), default=0.0),

@@ -250,9 +250,11 @@ class FairAdmission:
         """Make it wait, unless it need not. Raises what `enter` raises."""
         ticket, room = entry.ticket, self._room()
         self._pass_time()
-        at_once = not len(self._queue) and self._has_room(room, ticket)
+        # Who fits no pool would wait in vain, and whoever is behind it as well.
+        too_large = not room.ever_holds(ticket.num_tokens)
+        at_once = too_large or (not len(self._queue) and self._has_room(room, ticket))
         late = self._lateness(ticket, room, share=1.0 if at_once else self._policy.entry_share)
-        if late is not None:
+        if late is not None and not too_large:
             raise self._refuse(ticket, *late)
         if at_once:
             self._counters.activate(ticket.tenant, (), credit=self._credit(room))
@@ -345,6 +347,8 @@ class FairAdmission:
         return look(self._workers(), self._policy.room, transit)
 
     def _has_room(self, room: ClusterRoom, ticket: Ticket) -> bool:
+        if not room.ever_holds(ticket.num_tokens):
+            return True
         return room.takes(ticket.num_tokens) and self._places(ticket.priority) > len(self._transit)
 
     def _pass_time(self) -> None:

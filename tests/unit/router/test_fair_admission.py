@@ -1,5 +1,7 @@
 """Who goes, who waits and who is turned away, one decision at a time."""
 
+from dataclasses import replace
+
 import pytest
 
 from router.admission_counts import Rejection
@@ -94,6 +96,26 @@ def test_places_memory_and_running_requests_hold_back() -> None:
     slow = [snapshot(active=1, decode_step_s=0.2)]
     assert look(slow, RoomPolicy(max_itl_s=0.1), InTransit()).slots == 0
     assert look(slow, RoomPolicy(max_itl_s=0.3), InTransit()).slots > 0
+
+
+def test_who_fits_no_pool_neither_waits_nor_holds_anybody_up() -> None:
+    """Dispatch refuses it. The one worker is busy with a stream, and so has no moment in which it is empty."""
+    desk = Desk(max_queue_s=1000.0)
+    desk.fill()
+    pool_tokens = desk.workers[0].info.pool_tokens
+    waiting = desk.ask()
+    too_large = desk.ask(tokens=pool_tokens, within_s=1.0)
+    assert (waiting.waiting, too_large.waiting) == (True, False)
+    assert desk.ask(tokens=pool_tokens - 1).waiting
+    # It had waited for a larger worker, which left.
+    desk = Desk(max_queue_s=1000.0)
+    desk.workers = [snapshot(active=1), replace(snapshot("d1", active=1), info=info("d1", num_blocks=20_000))]
+    patient, behind = desk.ask(tokens=pool_tokens), desk.ask()
+    assert (patient.waiting, behind.waiting) == (True, True)
+    desk.workers = desk.workers[:1]
+    assert desk.turns() == [patient]
+    desk.admission.end(patient)
+    assert desk.turns() == [behind]
 
 
 def test_priorities_go_first_and_may_be_bounded() -> None:

@@ -18,7 +18,7 @@ from router.gate import Gate
 from router.requests import ResumePoint, RoutedRequest
 from router.tenant_limits import Limiter
 from tandem.admission_config import LimitsConfig, TenantLimits
-from tandem.errors import Overloaded, Unavailable
+from tandem.errors import Overloaded, RequestTooLarge, Unavailable
 from tandem.ids import Incarnation
 from tests.fake_worker import FakeWorker, Submission, expected_tokens, hold
 from tests.unit.router.cluster import PROMPT, Cluster, cluster, collect, routed
@@ -105,6 +105,23 @@ async def test_who_waits_too_long_is_told_and_others_at_once() -> None:
         assert gate.admission.counts.rejections[Rejection.HOPELESS] == 1
         held.give_all()
         await running
+
+
+async def test_a_request_larger_than_every_pool_is_refused_at_once_by_a_busy_cluster() -> None:
+    worker = FakeWorker("d0", script=hold)
+    async with gated(worker, running=2) as (gate, core):
+        running = [asyncio.create_task(collect(gate.generate(of("a", i)))) for i in range(3)]
+        held = [await worker.submissions.get() for _ in range(2)]
+        assert gate.admission.num_waiting == 1
+        (info,) = (w.info for w in core.registry.snapshots())
+        with pytest.raises(RequestTooLarge, match="the largest pool holds"):
+            await collect(gate.generate(replace(of("a", 9), prompt_token_ids=(1,) * info.pool_tokens)))
+        assert (gate.admission.num_waiting, worker.submissions.qsize()) == (1, 0)
+        for submission in held:
+            submission.give_all()
+        (await worker.submissions.get()).give_all()
+        await asyncio.gather(*running)
+        core.assert_idle()
 
 
 async def test_a_continued_stream_passes_every_bound() -> None:
