@@ -43,7 +43,9 @@ class Dispatcher:
         hedging = None if asked is None else Hedging(quantile=asked.quantile, budget=asked.budget)
         self.health = WorkerHealth(clock=clock, hedging=hedging)
         self._room = room = WaitingRoom()
-        placer.registry.on_load = room.look
+        self._registry = registry = placer.registry
+        registry.on_load = room.look
+        registry.watch(self._workers_changed)
         self._around = Surroundings(
             placer=placer,
             hasher=hasher,
@@ -118,6 +120,9 @@ class Dispatcher:
         finally:
             # Last, when its place is free again.
             self._ended.set()
+
+    def _workers_changed(self) -> None:
+        self.health.keep({worker.info.key for worker in self._registry.snapshots()})
 
     def _former(self, request: RoutedRequest) -> RequestRun | None:
         """A client that continues its stream here may come before this router has seen it leave."""

@@ -1,6 +1,6 @@
 """What dispatch learns of workers from requests, and of requests from workers: breakers, suspects, hedging. Pure."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from router.breaker import Breakers
 from router.hedging import Hedging
@@ -69,6 +69,10 @@ class WorkerHealth:
             self.breakers.released(key)
         self.suspicion.left(choice, still)
 
+    def keep(self, live: Collection[WorkerKey]) -> None:
+        """Forget what was learned of workers that are gone: one that comes back is another."""
+        self.breakers.keep(live)
+
     def lost(
         self, choice: RequestId, key: WorkerKey, request: RoutedRequest, *, still: tuple[WorkerKey, ...] = ()
     ) -> None:
@@ -76,7 +80,6 @@ class WorkerHealth:
 
         Not InternalError: workers also die of other causes, and then the client may well come back.
         """
-        self.breakers.keep(self.breakers.states(0.0).keys() - {key})
         if self.suspicion.lost(choice, key, self._clock(), still):
             self.suspicion.condemn(_digest(request), self._clock())
             told = "two workers ended while they computed this request alone; it is left alone for a while"

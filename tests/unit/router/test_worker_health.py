@@ -56,6 +56,35 @@ async def test_a_worker_that_keeps_failing_is_left_alone_and_taken_back() -> Non
         assert await collect(router.generate(routed()))
 
 
+@pytest.mark.parametrize("role", list(WorkerRole))
+async def test_what_was_learned_of_a_worker_leaves_with_it(role: WorkerRole) -> None:
+    """Nothing runs there when it goes, so that no request is told of its end. It comes back on the same address."""
+    asked, decode = FakeWorker("w0", role=role, script=broken), FakeWorker("d1", script=_transfers_fail)
+    async with cluster(asked, decode) as router:
+        health, registry = router.dispatcher.health, router.registry
+        registry.penalise = lambda *_: None
+        asks = 0
+        for life in (2, 3, 4):
+            while not any(key.worker_id == "w0" for key in health.breakers.states(time.monotonic())):
+                asks += 1
+                await collect(router.generate(routed((asks, *LONG_PROMPT))))
+            await asked.crash()
+            await registry.until_live(1)
+            assert not any(key.worker_id == "w0" for key in health.breakers.states(time.monotonic()))
+            asked.hello.incarnation = life
+            await asked.start()
+            await registry.until_live(2)
+        lines = [line for line in generate_latest(_registry(router)).decode().splitlines() if "w0" in line]
+        assert lines == []
+
+
+async def _transfers_fail(submission: Submission) -> None:
+    if submission.submit.HasField("prefill"):
+        submission.fail_transfer()
+        await submission.reroutes.get()
+    await answer(submission)
+
+
 def _registry(router) -> CollectorRegistry:
     registry = CollectorRegistry()
     registry.register(HealthMetrics(router.dispatcher.health, time.monotonic))
