@@ -1,0 +1,107 @@
+"""A router that serves for long keeps no more than one that has just begun (docs/incidents.md).
+
+Peers' routers grew by tens of gigabytes a day: at a hundred requests a second, kilobytes for each request.
+"""
+
+import logging
+from random import Random
+from typing import Any
+
+import pytest
+
+from router.breaker import Breakers
+from router.prefix_map import PrefixMap
+from router.suspicion import Suspicion
+from tests.unit.router.kept import Meter
+from tests.unit.router.whole_router import Fate, WholeRouter
+
+MOST_OBJECTS_MORE = 2_400
+"""However many requests were served: logs and decisions are never equally full. A kept request is dozens of them."""
+CROWD = 50
+NUM_SAMPLES = 8
+FATES = (*[Fate.ANSWER] * 12, *Fate)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """Or the test would keep every warning."""
+    caplog.set_level(logging.CRITICAL, logger="router")
+
+
+class Soak:
+    """Everything that may happen to a router, again and again."""
+
+    def __init__(self, seed: int) -> None:
+        self.whole = WholeRouter(seed)
+        self._rng = Random(seed + 5)
+        self.whole.draw = lambda: self._rng.choice(FATES)
+        self._num_names = 0
+
+    @property
+    def roots(self) -> dict[str, Any]:
+        whole = self.whole
+        return {name: getattr(whole, name) for name in ("registry", "dispatcher", "gate", "metrics", "decisions")}
+
+    async def go_on(self, num_requests: int) -> int:
+        """Serve so many; how many of them were answered in full."""
+        whole, rng, served = self.whole, self._rng, 0
+        for _ in range(num_requests // CROWD):
+            served += await whole.crowd(CROWD, lambda: rng.choice((0, 1, 2, 4, 6, 10, 25, 25, 25)))
+            whole.now_s += 2.0
+            self.restart_one()
+            whole.metrics.render()
+        return served
+
+    def restart_one(self) -> None:
+        """A worker goes, and comes back under its own name or another one."""
+        one = self._rng.choice(self.whole.workers)
+        one.leave(told=self._rng.random() < 0.5)
+        if self._rng.random() < 0.5:
+            self._num_names += 1
+            one.name = f"{one.name[0]}{self._num_names + 100}"
+        one.join()
+
+    async def measured(self, num_requests: int, *, warm_up: int = 800) -> Meter:
+        """Once every log of the last so many is full; each sample with empty caches."""
+        for _ in range(600):
+            self.restart_one()
+        await self.go_on(warm_up)
+        meter = Meter(self.roots)
+        for number in range(NUM_SAMPLES):
+            await self.go_on(num_requests // NUM_SAMPLES)
+            self.whole.assert_nothing_is_left()
+            for one in self.whole.workers:
+                one.leave(told=False)
+                one.join()
+            meter.sample(number * (num_requests // NUM_SAMPLES))
+        return meter
+
+
+@pytest.mark.parametrize("num_requests", [2_400, pytest.param(100_000, marks=pytest.mark.slow)])
+async def test_memory_does_not_grow_with_the_requests_that_were_served(num_requests: int) -> None:
+    soak = Soak(1)
+    meter = await soak.measured(num_requests)
+    assert not meter.grown(num_requests // 20), "no container has an entry for every twentieth request"
+    assert meter.objects_per_request() * num_requests < MOST_OBJECTS_MORE, meter.samples
+    assert await soak.go_on(200) > 50
+
+
+def forgetting_nothing(*_: object, **__: object) -> None:
+    """Instead of whatever forgets."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "forgets", "keeper"),
+    [
+        (Suspicion, "gone", "_standings"),
+        (Breakers, "keep", "_breakers"),
+        (PrefixMap, "expire", "_lapses"),
+    ],
+)
+async def test_whoever_forgets_nothing_is_found(
+    owner: type, forgets: str, keeper: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, forgets, forgetting_nothing)
+    monkeypatch.setattr(WholeRouter, "assert_nothing_is_left", forgetting_nothing)
+    meter = await Soak(1).measured(400, warm_up=100)
+    assert any(keeper in way for way in meter.grown(5)), meter.grown(1)
