@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from random import Random
@@ -92,7 +93,7 @@ async def test_no_log_grows_without_bound(server: RedisServer) -> None:
         assert worker.publisher.report().states >= 2
 
 
-FAULTS = ("killed", "hung", "flushed", "replica", "no_replicas", "restarted", "lying")
+FAULTS = ("killed", "hung", "slow", "flushed", "replica", "no_replicas", "restarted", "lying")
 
 
 class Fate:
@@ -101,6 +102,14 @@ class Fate:
     def __init__(self, server: RedisServer, kind: str) -> None:
         self._server = server
         self._kind = kind
+        self._faster = threading.Event()
+        self._brake = threading.Thread(target=self._slow_down, daemon=True)
+
+    def _slow_down(self) -> None:
+        """Answers come, now within the time that is given to them and now later."""
+        rng = Random(1)
+        while not self._faster.is_set():
+            self._server.do("CLIENT", "PAUSE", rng.randrange(20, 500), "ALL")
 
     def begin(self, workers: list[PublishingWorker]) -> None:
         server = self._server
@@ -109,6 +118,8 @@ class Fate:
                 server.kill()
             case "hung":
                 server.hang()
+            case "slow":
+                self._brake.start()
             case "flushed":
                 server.do("FLUSHALL")
             case "replica":
@@ -128,6 +139,9 @@ class Fate:
                 server.start()
             case "hung":
                 server.go_on()
+            case "slow":
+                self._faster.set()
+                self._brake.join()
             case "replica":
                 server.do("REPLICAOF", "NO", "ONE")
             case "no_replicas":

@@ -252,3 +252,24 @@ async def test_a_router_that_asks_is_told_all_that_is_cached(bench: Bench) -> No
     assert told.kv_events.cleared
     assert len(told.kv_events.events) == len(PROMPT) // ledger.BLOCK
     bench.worker.release(TransferId("t"))
+
+
+async def test_a_prompt_that_nobody_wants_costs_no_step_after_the_one_under_way(bench: Bench) -> None:
+    """75 tokens are four steps. The cancel comes during the first one; one more may have been planned by then."""
+    runner: Any = bench.host.parts.runner
+    under_way, go_on, execute = threading.Event(), threading.Event(), runner.execute
+
+    def held_up(batch: Any) -> Any:
+        under_way.set()
+        assert go_on.wait(WAIT_S)
+        return execute(batch)
+
+    runner.execute = held_up
+    await bench.worker.submit(job())
+    assert await asyncio.to_thread(under_way.wait, WAIT_S)
+    bench.worker.abort(TransferId("t"))
+    bench.worker.release(TransferId("t"))
+    go_on.set()
+    await bench.assert_empty()
+    assert runner.num_computed <= ledger.CONFIG.prefill_chunk_tokens
+    assert ("finished", TransferId("t")) not in bench.hub.said

@@ -10,7 +10,9 @@ from router.metrics import RouterMetrics
 from router.readiness import Readiness
 from tandem.block_hash import root_hash
 from tests.fake_worker import SECRET, FakeWorker, answer, hold
+from tests.unit.router import doors
 from tests.unit.router.cluster import Cluster, cluster, collect, routed
+from tests.unit.router.http_doors import client_of
 from tests.unit.router.test_placement import worker
 
 CANARY_ROOT = root_hash(secret=SECRET, model_fingerprint="model-a", salt="canary")
@@ -37,6 +39,25 @@ async def test_a_dead_engine_behind_a_live_session_is_not_ready_until_a_token_co
         await collect(router.generate(routed()))
         assert readiness.not_ready_reason() is None
         router.assert_idle()
+
+
+async def test_load_balancers_hear_of_an_engine_that_died_behind_a_live_session() -> None:
+    """At the door: /health goes on to say that the router lives, /readyz says 503 until a token has come."""
+    parts = doors.make_doors(doors.make_tokenizer())
+    dead = FakeWorker("d0", script=hold)
+    async with cluster(dead) as router, _canary(router, timeout_s=0.1) as (canary, readiness):
+        parts.ready = readiness
+        async with client_of(parts) as client:
+            assert (await client.get("/readyz")).status_code == 200
+            async with canary:
+                await (await dead.submissions.get()).cancelled.wait()
+            answered = await client.get("/readyz")
+            assert (answered.status_code, answered.headers["retry-after"]) == (503, "1")
+            assert "no decode worker gives tokens" in answered.text
+            assert (await client.get("/health")).status_code == 200
+            dead.script = answer
+            await canary.ask(router.registry.snapshots()[0].info.key)
+            assert (await client.get("/readyz")).status_code == 200
 
 
 async def test_a_canary_asks_each_worker_for_one_token_and_is_not_counted() -> None:

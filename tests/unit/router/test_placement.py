@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from router import placement as placing
 from router.costs import CostModel
+from router.holders import best_holder
 from router.placement import Affinity, Demand, NoDecodeWorker, Placement, PlacementReason
 from router.pools import ClusterView
 from router.worker_view import WorkerKey, WorkerLoad, WorkerSnapshot
 from tandem.errors import RequestTooLarge
 from tandem.ids import Incarnation, WorkerId
+from tandem.kv_layout import KVLayout
 from tests.unit.router.views import LAYOUT, demand_of, view_of
 from tests.unit.router.views import worker as worker
 
@@ -145,6 +147,49 @@ def test_workers_without_a_common_transport_are_never_paired() -> None:
     decode = worker("d0", transports=frozenset({"tcp"}))
     assert chosen(demand(500), decode, worker("p0", transports=frozenset({"shm"}))) == ("d0", None)
     assert chosen(demand(500), decode, worker("p0", transports=frozenset({"shm", "tcp"}))) == ("d0", "p0")
+
+
+_KINDS = st.builds(
+    lambda tp, heads, dtype, block_size, fingerprint: replace(
+        LAYOUT, tp_size=tp, num_kv_heads=heads, dtype=dtype, block_size=block_size, model_fingerprint=fingerprint
+    ),
+    tp=st.sampled_from([1, 2, 4]),
+    heads=st.sampled_from([2, 4]),
+    dtype=st.sampled_from(["float32", "bfloat16", "int8"]),
+    block_size=st.sampled_from([16, 32]),
+    fingerprint=st.sampled_from(["m", "m", "n"]),
+)
+_WAYS = st.frozensets(st.sampled_from(["shm", "tcp", "nixl"]), min_size=1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    kinds=st.lists(st.tuples(_KINDS, _WAYS, st.integers(0, 4_096)), min_size=2, max_size=6),
+    num_decoders=st.integers(1, 5),
+    seed=st.integers(0, 9),
+)
+def test_whatever_is_there_an_impossible_pair_is_never_chosen(
+    kinds: list[tuple[KVLayout, frozenset[str], int]], num_decoders: int, seed: int
+) -> None:
+    """Not at first, not after a failed hand-off, and not as who lends a prefix."""
+    workers = [
+        worker(f"d{i}" if i < num_decoders else f"p{i}", layout=layout, transports=ways)
+        for i, (layout, ways, _) in enumerate(kinds)
+    ]
+    wanted = demand(500, **{w.info.key.worker_id: held for w, (*_, held) in zip(workers, kinds, strict=True)})
+    view = view_of(workers)
+    placement = placing.place(wanted(view), view, MODEL, Random(seed))
+    decode = placement.decode.info
+    if placement.prefill is not None:
+        assert decode.cannot_pair(placement.prefill.info) is None
+    others = [w for w in workers if w.info.key.worker_id[0] == "p"]
+    again = place_prefill(demand(500), placement.decode, workers, MODEL, Random(seed))
+    fit = {w.info.key.worker_id for w in others if decode.cannot_pair(w.info) is None}
+    assert (again in fit) if fit else (again is None), "another pair, or none: never one that cannot work"
+    holder = best_holder(wanted(view), placement.computing.info, view, lambda _, held: held)
+    if holder is not None:
+        lender = next(w.info for w in workers if w.info.key.worker_id == holder.worker_id)
+        assert lender.cannot_send_to(placement.computing.info) is None
 
 
 def test_draining_and_excluded_workers_get_nothing() -> None:

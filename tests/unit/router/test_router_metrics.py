@@ -11,6 +11,7 @@ from router.attempts import RetryReason
 from router.metrics import RequestMeter, RouterMetrics
 from router.requests import ChoiceFinish
 from router.session_wire import load_from_pb
+from router.worker_view import WorkerLoad
 from tandem.errors import Unavailable
 from tandem.outputs import FinishReason
 from tests.unit.router import doors
@@ -61,6 +62,28 @@ def test_cache_tiers_are_shown_as_workers_count_them() -> None:
     assert "tandem_worker_cache_hits_total" in metrics.render().decode()
     metrics.worker_loads([])
     assert value(metrics, "tandem_worker_cache_blocks", **labels) is None
+
+
+@pytest.mark.parametrize("bottleneck", ["prefill", "decode"])
+def test_figures_to_scale_by_tell_the_pools_apart(bottleneck: str) -> None:
+    """Whichever pool is short of something shows it, and the other shows that it is not."""
+    full = WorkerLoad(num_running=8, num_waiting=9, num_free_blocks=0, backlog_tokens=4000)
+    idle = WorkerLoad(num_running=1, num_free_blocks=990)
+    loads = {role: full if role == bottleneck else idle for role in ("prefill", "decode")}
+    metrics = RouterMetrics("m")
+    pools = {role: [f"{role[0]}{i}" for i in range(2)] for role in loads}
+    metrics.worker_loads([worker(name, load=loads[role]) for role, names in pools.items() for name in names])
+
+    def of_pool(role: str, name: str, state: str) -> float:
+        labels = [{"worker": one, "role": role, "state": state} for one in pools[role]]
+        return sum(value(metrics, name, **each) or 0.0 for each in labels)
+
+    shown = {
+        role: (of_pool(role, "tandem_worker_requests", "waiting"), of_pool(role, "tandem_worker_kv_blocks", "used"))
+        for role in loads
+    }
+    other = "decode" if bottleneck == "prefill" else "prefill"
+    assert shown == {bottleneck: (18.0, 2000.0), other: (0.0, 20.0)}
 
 
 def test_one_request() -> None:

@@ -1,0 +1,67 @@
+"""Cleaning up waits for nothing (docs/incidents.md): no timer, and no later request that wakes an idle engine."""
+
+import asyncio
+
+from engine.host import EngineHost
+from prefill_worker.worker import PrefillWorker
+from tandem.errors import TransferError
+from tandem.ids import TransferId
+from tandem.v1 import session_pb2 as pb
+from tests.unit.decode_worker.test_worker import PROMPT, TRANSFER, WAIT_S, bench
+from tests.unit.decode_worker.test_worker import Bench as DecodeBench
+from tests.unit.engine import ledger
+from tests.unit.engine.ledger_host import parts, settled
+from tests.unit.prefill_worker.test_worker import IDENTITY, job
+from tests.unit.prefill_worker.test_worker import Bench as PrefillBench
+
+__all__ = ["bench"]
+
+
+async def until_free(host: EngineHost) -> None:
+    """Look from outside: a call into the engine would wake it."""
+    blocks = host.parts.scheduler.blocks
+    async with asyncio.timeout(WAIT_S):
+        while blocks.num_promised or blocks.pool.num_used:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_cancel_is_passed_on_in_the_next_turn_of_the_loop(bench: DecodeBench) -> None:
+    bench.submit()
+    await bench.started()
+    bench.order(cancel=pb.Cancel(request_id="r", attempt=1))
+    await asyncio.sleep(0)
+    assert bench.hub.cancelled == [TRANSFER]
+    await until_free(bench.host)
+
+
+async def test_a_pool_full_of_destinations_whose_hand_offs_expire(bench: DecodeBench) -> None:
+    """24 blocks, promised to three hand-offs that are never seen again."""
+    names = [TransferId(f"t{i}") for i in range(3)]
+    for i, name in enumerate(names):
+        bench.submit(f"{i}", prompt=[i, *PROMPT, *PROMPT], transfer_id=name)
+    blocks = {}
+    for name in names:
+        blocks[name] = await bench.owner.bind(name, (await bench.started()).num_blocks(ledger.BLOCK))
+    assert (await settled(bench.host)).blocks.pool.num_free == 0
+    for name in names:
+        bench.owner.failed(name, (), TransferError("silent"))
+        bench.owner.expired(name)
+        bench.owner.released(name, blocks[name])
+    await until_free(bench.host)
+
+
+async def test_a_pool_full_of_sources_that_nobody_reads_any_more() -> None:
+    faults: list[BaseException] = []
+    host = EngineHost(parts(num_blocks=5), on_fatal=faults.append)
+    worker = PrefillWorker(IDENTITY, host)
+    host.start(on_output=worker.on_output, ports=tuple)
+    prefill = PrefillBench(host, worker)
+    one = job()
+    await worker.submit(one)
+    await prefill.finished()
+    assert (await settled(host)).blocks.pool.num_free == 0
+    worker.abort(one.transfer_id)
+    worker.release(one.transfer_id)
+    await until_free(host)
+    await host.stop()
+    assert not faults
