@@ -1,4 +1,7 @@
-"""A whole cluster before and after a storm of aborts. A measurement, and so for nights: see docs/incidents.md."""
+"""Of two clusters one has a storm of aborts, and then both get the same work in turns (docs/incidents.md).
+
+A measurement, and so for nights; whatever else the machine does meanwhile is shared by both.
+"""
 
 import asyncio
 import random
@@ -6,34 +9,21 @@ import time
 from statistics import median
 
 import pytest
-import pytest_asyncio
 
 from tests.e2e.oracle import noise
 from tests.e2e.running_cluster import running
 from tests.e2e.test_aborts import leave_early
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 ABORTED = 0.89
-ROUNDS = 5
-ROUND = 24
 STORM = 600
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def cluster():
-    async with running(engine__num_blocks=400, engine__prefill_chunk_tokens=16) as made:
-        yield made
-
-
-async def rate(cluster, salt):
-    """Tokens per second of prompts that nobody has sent before, the median of some rounds."""
-    rates = []
-    for number in range(ROUNDS):
-        prompts = [noise(salt + 1000 * number + i, 200) for i in range(ROUND)]
-        begun_s = time.monotonic()
-        answers = await asyncio.gather(*(cluster.tokens(prompt, 32) for prompt in prompts))
-        rates.append(sum(map(len, answers)) / (time.monotonic() - begun_s))
-    return median(rates)
+CONCURRENT = 48
+WANTED = 0.95
+ROUNDS = 20
+LEAST_ROUNDS = 6
+"""Half of the rounds reach what is the median; that so much fewer do, by noise alone, happens once in fifty runs."""
+ROUND = 24
+ANSWER = 32
+SMALL = {"engine__num_blocks": 400, "engine__prefill_chunk_tokens": 16}
 
 
 async def one_of_storm(cluster, seed, limit):
@@ -41,18 +31,32 @@ async def one_of_storm(cluster, seed, limit):
     prompt = noise(seed, draw.randrange(50, 400))
     async with limit:
         if draw.random() < ABORTED:
-            await leave_early(cluster, draw, prompt, 32)
+            await leave_early(cluster, draw, prompt, ANSWER)
         else:
-            await cluster.stream(prompt, 32)
+            await cluster.stream(prompt, ANSWER)
 
 
-async def test_throughput_is_back_after_a_storm_of_aborts(cluster):
-    await rate(cluster, 1_000_000)
-    before = await rate(cluster, 2_000_000)
-    limit = asyncio.Semaphore(48)
-    await asyncio.gather(*(one_of_storm(cluster, seed, limit) for seed in range(STORM)))
-    await cluster.until_idle()
-    after = await rate(cluster, 3_000_000)
-    await cluster.until_idle()
-    print(f"{before:.0f} tokens/s before, {after:.0f} after")
-    assert after >= 0.95 * before
+async def rate(cluster, number):
+    """Tokens per second of prompts that nobody has sent before."""
+    prompts = [noise(1_000_000 + 1000 * number + i, 200) for i in range(ROUND)]
+    begun_s = time.monotonic()
+    answers = await asyncio.gather(*(cluster.tokens(prompt, ANSWER) for prompt in prompts))
+    return sum(map(len, answers)) / (time.monotonic() - begun_s)
+
+
+@pytest.mark.slow
+async def test_throughput_is_back_after_a_storm_of_aborts():
+    async with running(**SMALL) as calm, running(**SMALL) as stormy:
+        for cluster in (calm, stormy):
+            await rate(cluster, ROUNDS)
+        limit = asyncio.Semaphore(CONCURRENT)
+        await asyncio.gather(*(one_of_storm(stormy, seed, limit) for seed in range(STORM)))
+        await stormy.until_idle()
+        shares = []
+        for number in range(ROUNDS):
+            pair = (calm, stormy) if number % 2 else (stormy, calm)
+            rates = {cluster: await rate(cluster, number) for cluster in pair}
+            shares.append(rates[stormy] / rates[calm])
+        reached = sum(share >= WANTED for share in shares)
+        print(f"{median(shares):.3f} of the calm cluster's rate, in {reached} of {ROUNDS} rounds {WANTED} and more")
+        assert reached >= LEAST_ROUNDS

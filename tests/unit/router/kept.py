@@ -11,7 +11,10 @@ _CONTAINERS = (dict, list, set, frozenset, deque, tuple)
 
 
 def entries(roots: dict[str, Any]) -> Counter[str]:
-    """Entries of containers by the shortest way to them; equal ones within another container count together."""
+    """Entries of containers by the shortest way to them; equal ones within another container count together.
+
+    Logs of a fixed length are left out: they are filled and grow no more.
+    """
     found: Counter[str] = Counter()
     seen: set[int] = set()
     left = deque(roots.items())
@@ -21,7 +24,8 @@ def entries(roots: dict[str, Any]) -> Counter[str]:
             continue
         seen.add(id(one))
         if isinstance(one, _CONTAINERS):
-            found[way] += len(one)
+            if getattr(one, "maxlen", None) is None:
+                found[way] += len(one)
             left += [(f"{way}[]", each) for each in (*one, *(one.values() if isinstance(one, dict) else ()))]
         else:
             left += [(f"{way}.{name}", each) for name, each in _fields(one)]

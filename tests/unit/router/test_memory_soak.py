@@ -3,15 +3,21 @@
 Peers' routers grew by tens of gigabytes a day: at a hundred requests a second, kilobytes for each request.
 """
 
+import asyncio
 import logging
+from collections import Counter
 from random import Random
 from typing import Any
 
+import orjson
 import pytest
 
 from router.breaker import Breakers
+from router.http.app import create_app
 from router.prefix_map import PrefixMap
 from router.suspicion import Suspicion
+from tests.unit.router import doors
+from tests.unit.router.http_doors import CHAT, HELLO, PLAIN
 from tests.unit.router.kept import Meter
 from tests.unit.router.whole_router import Fate, WholeRouter
 
@@ -77,13 +83,80 @@ class Soak:
         return meter
 
 
-@pytest.mark.parametrize("num_requests", [2_400, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_requests", [2_000, pytest.param(100_000, marks=pytest.mark.slow)])
 async def test_memory_does_not_grow_with_the_requests_that_were_served(num_requests: int) -> None:
     soak = Soak(1)
     meter = await soak.measured(num_requests)
     assert not meter.grown(num_requests // 20), "no container has an entry for every twentieth request"
     assert meter.objects_per_request() * num_requests < MOST_OBJECTS_MORE, meter.samples
     assert await soak.go_on(200) > 50
+
+
+class Door:
+    """The HTTP door in front of all that, asked as a server asks an application."""
+
+    def __init__(self, soak: Soak) -> None:
+        self._whole, self._rng = soak.whole, Random(7)
+        self._parts = doors.make_doors(doors.make_tokenizer(), clock=soak.whole.clock)
+        parts, whole = self._parts, soak.whole
+        self.app = create_app(parts.frontend, whole.gate, whole.readiness, parts.config, whole.metrics, whole.decisions)
+        self._number = 0
+        self.statuses: Counter[int] = Counter()
+
+    async def crowd(self, count: int) -> None:
+        """So many at once: right and wrong ones, of which some leave early."""
+        tasks = {asyncio.create_task(self._ask(left := asyncio.Event())): left for _ in range(count)}
+        turn = 0
+        while not all(task.done() for task in tasks):
+            for left in tasks.values():
+                if turn > 200 or self._rng.random() < 0.02:
+                    left.set()
+            turn += 1
+            await asyncio.sleep(0)
+        assert not [task.exception() for task in tasks if task.exception() is not None]
+
+    async def _ask(self, left: asyncio.Event) -> None:
+        rng = self._rng
+        self._number += 1
+        path = rng.choice((CHAT, PLAIN, PLAIN, PLAIN, f"/nowhere/{self._number}", "/v1/models"))
+        body: dict[str, Any] = {"max_tokens": 2, "stream": rng.random() < 0.5, "user": f"u{self._number}", "n": 1}
+        body |= {"prompt": f"hello {self._number}"} if path == PLAIN else HELLO
+        body |= rng.choice(({}, {}, {"cache_salt": str(self._number % 9)}, {"n": 10**6}, {"stop": f"s{self._number}"}))
+        data = rng.choice((orjson.dumps(body),) * 9 + (b"{",))
+        messages = [{"type": "http.request", "body": data, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if messages:
+                return messages.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                self.statuses[message["status"]] += 1
+
+        headers = [(b"content-type", b"application/json"), (b"x-request-id", b"id-%d" % self._number)]
+        scope = {"type": "http", "http_version": "1.1", "method": rng.choice(("POST",) * 8 + ("GET", "BREW"))}
+        scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "headers": headers, "state": {}}
+        await self.app(scope, receive, send)
+
+
+@pytest.mark.parametrize("num_requests", [800, pytest.param(30_000, marks=pytest.mark.slow)])
+async def test_nor_at_the_door(num_requests: int) -> None:
+    soak = Soak(2)
+    door = Door(soak)
+    meter = Meter(soak.roots | {"app": door.app, "frontend": door._parts.frontend})
+    for number in range(-2, NUM_SAMPLES):
+        for _ in range(num_requests // NUM_SAMPLES // CROWD):
+            await door.crowd(CROWD)
+            soak.whole.now_s += 2.0
+            soak.whole.metrics.render()
+        soak.whole.assert_nothing_is_left()
+        if number >= 0:
+            meter.sample(number * (num_requests // NUM_SAMPLES))
+    assert {200, 400, 404, 405} <= door.statuses.keys()
+    assert not meter.grown(num_requests // 20)
+    assert meter.objects_per_request() * num_requests < MOST_OBJECTS_MORE, meter.samples
 
 
 def forgetting_nothing(*_: object, **__: object) -> None:
