@@ -37,6 +37,7 @@ from router.session_events import (
     WorkerLost,
 )
 from router.surroundings import DispatchSettings, HedgingSettings
+from router.tenant_limits import Limiter
 from router.worker_view import PrefixChange, WorkerKey, WorkerLoad
 from router.workers import WorkerRegistry
 from tandem.admission_config import LimitsConfig, TenantLimits
@@ -233,8 +234,11 @@ class WholeRouter:
             observer=self.metrics,
         )
         limits = LimitsConfig(default=TenantLimits(concurrent_requests=1000, tokens_per_minute=10**9))
-        config = ClusterConfig(router=RouterConfig(limits=limits, queue=QueueConfig(max_running_per_worker=8)))
-        self.gate = make_gate(config, self.dispatcher, self.places, self.registry, self.clock, self.metrics.registry)
+        self.limiter = Limiter(limits, clock=self.clock)
+        config = ClusterConfig(router=RouterConfig(queue=QueueConfig(max_running_per_worker=8)))
+        self.gate = make_gate(
+            config, self.dispatcher, self.places, self.registry, self.clock, self.limiter, self.metrics.registry
+        )
         self.readiness = Readiness(self.registry, self.metrics, lambda _: True)
         self.workers = [PortWorker(f"d{i}", self) for i in range(num_decode)]
         self.workers += [PortWorker(f"p{i}", self) for i in range(num_prefill)]
@@ -282,7 +286,7 @@ class WholeRouter:
         admission, dispatcher = self.gate.admission, self.dispatcher
         assert (admission.num_inflight, admission.num_waiting, admission.num_waiting_tokens) == (0, 0, 0)
         assert (len(self.gate._turns), len(admission._transit), len(admission._entries)) == (0, 0, 0)
-        assert [admission._limiter.num_inflight(tenant) for tenant in TENANTS] == [0] * len(TENANTS)
+        assert [self.limiter.num_inflight(tenant) for tenant in TENANTS] == [0] * len(TENANTS)
         assert (self.places.num_inflight, len(dispatcher._runs), dispatcher.num_waiting_for_room) == (0, 0, 0)
         assert dispatcher.health.suspicion.check([])
         breakers = dispatcher.health.breakers._breakers.values()
