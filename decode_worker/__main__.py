@@ -37,8 +37,8 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
     """Load, serve until told to stop, drain. What is entered last leaves first."""
     started_s = time.monotonic()
     host_name, port = listen_address(config.decode, "decode", index)
-    # Before the model is loaded: bad files are told at once.
-    auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer)
+    # Before the model is loaded: what cannot work is told at once.
+    auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name)
     parts = await asyncio.to_thread(assemble, engine_spec(config), pool=SharedPool)
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())

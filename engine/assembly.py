@@ -12,7 +12,7 @@ from engine.backends.options import BackendOptions
 from engine.backends.select import select_backend
 from engine.block_file import cache_identity
 from engine.config import EngineConfig
-from engine.disk_store import DiskStore
+from engine.disk_store import DiskStore, check_path
 from engine.dry_run import measure_workspace_bytes
 from engine.free_memory import free_memory_bytes
 from engine.kernels.cpu.threads import num_processors
@@ -144,6 +144,8 @@ def assemble(spec: EngineSpec, *, pool: Pool | None = None, progress: Progress |
         binds_threads=num_threads > 1 and spec.num_workers_here == 1,
     )
     config = load_model_config(spec.model_path)
+    if spec.disk_cache_path is not None:
+        check_path(spec.disk_cache_path)
     backend = select_backend(options)
     with ExitStack() as undo:
         ranks = _open_ranks(spec, config, options)

@@ -9,6 +9,7 @@ nobody who waits waits for a write.
 Nothing is forced to the disk: what a power failure loses was a cache, and what it damages is found by its checksum.
 """
 
+import errno
 import fcntl
 import logging
 import os
@@ -59,6 +60,16 @@ class Found:
     """Least recently used first."""
     num_removed: int
     """Files that were damaged, half-written, of another cache, or more than there is room for."""
+
+
+def check_path(path: Path) -> None:
+    """Before a model is loaded: raises ConfigError where no cache can be kept. Makes the folder if it is not there."""
+    try:
+        path.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"engine.disk_cache_path: {path}: {error.strerror}") from None
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(f"engine.disk_cache_path: {path}: {os.strerror(errno.EACCES)}")
 
 
 class DiskStore:

@@ -37,7 +37,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
     """Load, serve until told to stop, drain. What is entered last leaves first."""
     started_s = time.monotonic()
     host_name, port = listen_address(config.prefill, "prefill", index)
-    auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer)
+    auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name)
     parts = await asyncio.to_thread(assemble, engine_spec(config), pool=SharedPool)
     async with AsyncExitStack() as stack:
         region = _region(parts, stack)

@@ -79,17 +79,20 @@ def _no_shared_memory(place: Place) -> str | None:
 
 
 def _no_nixl(place: Place) -> str | None:
-    return _open_network(place) or _beyond_reach(place) or nixl_agent.problem()
+    return _beyond_reach(place) or _not_here("nixl", place.host, isolated_network=place.isolated_network)
 
 
 def _no_communicator(place: Place) -> str | None:
-    return _open_network(place) or communicator.problem()
+    return _not_here("torch_dist", place.host, isolated_network=place.isolated_network)
 
 
-def _open_network(place: Place) -> str | None:
-    if place.isolated_network or place.host is None or is_loopback(place.host):
+def _not_here(name: str, host: str | None, *, isolated_network: bool) -> str | None:
+    """What keeps a transport from working whatever the pool is like."""
+    if name not in ("nixl", "torch_dist"):
         return None
-    return f"is neither encrypted nor authenticated: on {place.host} it needs transfer.isolated_network: true"
+    if not isolated_network and host is not None and not is_loopback(host):
+        return f"is neither encrypted nor authenticated: on {host} it needs transfer.isolated_network: true"
+    return nixl_agent.problem() if name == "nixl" else communicator.problem()
 
 
 _TRANSPORTS: Mapping[str, _Transport] = {
@@ -127,6 +130,15 @@ _TRANSPORTS: Mapping[str, _Transport] = {
 
 NAMES = tuple(_TRANSPORTS)
 """Best first."""
+
+
+def check_choice(choice: str, *, host: str, isolated_network: bool) -> None:
+    """Before a model is loaded: raises ConfigError when a forced transport cannot work here, whatever the pool is like.
+
+    `host`: where the worker listens.
+    """
+    if choice in _TRANSPORTS and (obstacle := _not_here(choice, host, isolated_network=isolated_network)) is not None:
+        raise _useless(choice, obstacle)
 
 
 def open_receivers(
@@ -172,8 +184,12 @@ def _chosen(choice: str, place: Place) -> list[str]:
     if choice not in _TRANSPORTS:
         raise ConfigError(f"transfer.transport is {choice!r:.40}: it is none of {', '.join((AUTO, *NAMES))}")
     if (obstacle := _TRANSPORTS[choice].obstacle(place)) is not None:
-        raise ConfigError(f"transfer.transport is {choice!r}: {obstacle}")
+        raise _useless(choice, obstacle)
     return [choice]
+
+
+def _useless(choice: str, obstacle: str) -> ConfigError:
+    return ConfigError(f"transfer.transport is {choice!r}, which {obstacle}")
 
 
 def _given(value: _T | None) -> _T:

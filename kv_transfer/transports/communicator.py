@@ -80,9 +80,9 @@ def problem() -> str | None:
     try:
         distributed = importlib.import_module("torch.distributed")
     except ImportError as error:
-        return f"torch is not installed ({error})"
+        return f"needs torch, which is not installed ({error})"
     if not (distributed.is_available() and distributed.is_gloo_available()):
-        return "this build of torch has no gloo"
+        return "needs gloo, which this build of torch lacks"
     return None
 
 

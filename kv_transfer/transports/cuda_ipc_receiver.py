@@ -30,7 +30,7 @@ class CudaIpcReceiver(ClaimReceiver):
 
     def __init__(self, region: KVRegion, sharing: DeviceSharing) -> None:
         if (obstacle := sharing.problem(region)) is not None or region.device is None:
-            raise ConfigError(f"transfer.transport is {NAME!r}: {obstacle}")
+            raise ConfigError(f"transfer.transport is {NAME!r}, which {obstacle}")
         self._pool = region.device
         self._sharing = sharing
         self._address, server = listen_on_this_host()

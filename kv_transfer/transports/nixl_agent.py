@@ -47,9 +47,9 @@ def problem() -> str | None:
     try:
         NixlAgent("tandem-probe", memoryview(bytearray(4096)), loopback=True).close()
     except ImportError as error:
-        return f"the package nixl is not installed; `pip install '.[nixl]'` ({error})"
+        return f"needs the package nixl: `pip install '.[nixl]'` ({error})"
     except (TransferError, OSError) as error:
-        return f"the package nixl does not work here: {error}"
+        return f"needs the package nixl, which does not work here: {error}"
     return None
 
 

@@ -12,6 +12,8 @@ from tandem.errors import ConfigError
 from tests.integration.handoff_fakes import Pool, begin, decode_worker, make_job, prefill_worker
 from tests.unit.kv_transfer.certificates import Authority
 
+LOOPBACK = "127.0.0.1"
+
 
 def configured(at: Path) -> TransferConfig:
     files = Authority().issue(at)
@@ -27,7 +29,7 @@ def receiving(tcp: TcpSettings):
 
 
 async def test_hand_offs_in_tls_over_several_streams(tmp_path: Path) -> None:
-    tcp = tcp_settings(configured(tmp_path))
+    tcp = tcp_settings(configured(tmp_path), LOOPBACK)
     assert tcp.streams == 3
     async with sending(tcp) as worker, receiving(tcp) as (hub, owner):
         for index in range(5):
@@ -40,7 +42,7 @@ async def test_hand_offs_in_tls_over_several_streams(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("side", ["sender", "receiver"])
 async def test_tls_on_one_side_only_is_an_error_that_says_so(tmp_path: Path, side: str) -> None:
-    tls = tcp_settings(configured(tmp_path))
+    tls = tcp_settings(configured(tmp_path), LOOPBACK)
     async with (
         sending(tls if side == "sender" else PLAIN) as worker,
         receiving(tls if side == "receiver" else PLAIN) as (hub, owner),
@@ -56,9 +58,9 @@ def test_files_that_are_no_good_end_a_worker_at_its_start(tmp_path: Path) -> Non
     config = configured(tmp_path)
     Path(config.tls.key).unlink()
     with pytest.raises(ConfigError, match=r"transfer\.tls\.key: .*No such file"):
-        tcp_settings(config)
+        tcp_settings(config, LOOPBACK)
 
 
 def test_without_tls_kv_travels_in_the_clear() -> None:
-    assert tcp_settings(TransferConfig()).tls is None
-    assert tcp_settings(TransferConfig()) == PLAIN
+    assert tcp_settings(TransferConfig(), LOOPBACK).tls is None
+    assert tcp_settings(TransferConfig(), LOOPBACK) == PLAIN

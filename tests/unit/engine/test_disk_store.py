@@ -13,7 +13,7 @@ import pytest
 from engine import block_file
 from engine.block_file import HEADER_BYTES, CacheIdentity, cache_identity, file_name
 from engine.disk_index import DiskDone, DiskIndex, DiskJob, DiskVerdict
-from engine.disk_store import DiskStore, file_bytes
+from engine.disk_store import DiskStore, check_path, file_bytes
 from tandem.block_hash import BlockHasher, root_hash
 from tandem.errors import ConfigError, InvariantError
 from tandem.ids import BlockHash
@@ -97,6 +97,12 @@ def test_a_folder_that_others_can_open_is_refused(tmp_path):
     file.write_text("")
     with pytest.raises(ConfigError, match="Not a directory"):
         Rig(file)
+    with pytest.raises(ConfigError, match=r"disk_cache_path.*File exists"):
+        check_path(file)
+    with pytest.raises(ConfigError, match=r"disk_cache_path.*Not a directory"):
+        check_path(file / "below")
+    check_path(tmp_path / "new" / "one")
+    assert (tmp_path / "new" / "one").is_dir()
 
 
 def test_a_folder_that_was_removed_is_not_made_anew_without_its_lock(tmp_path, caplog):

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from kv_transfer.region import KVRegion
-from kv_transfer.transports import catalogue, host, nixl_agent
-from kv_transfer.transports.catalogue import candidates, open_receivers, open_senders
+from kv_transfer.transports import catalogue, communicator, host, nixl_agent
+from kv_transfer.transports.catalogue import candidates, check_choice, open_receivers, open_senders
 from kv_transfer.transports.memory import MemoryFabric
 from tandem.errors import ConfigError
 from tests.unit.kv_transfer.device_fakes import HostSharing, on_device
@@ -109,6 +109,22 @@ def test_a_forced_transport_that_cannot_work_is_a_config_error(region: KVRegion,
 def test_shm_needs_shared_memory(region: KVRegion) -> None:
     with pytest.raises(ConfigError, match="shared memory"):
         open_receivers(replace(region, fd=None), choice="shm")
+
+
+@pytest.mark.parametrize("choice", ["nixl", "torch_dist"])
+def test_a_forced_transport_is_looked_at_before_there_is_a_pool(monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
+    for module in (nixl_agent, communicator):
+        monkeypatch.setattr(module, "problem", lambda: None)
+    check_choice(choice, host="127.0.0.1", isolated_network=False)
+    check_choice(choice, host=ANYWHERE, isolated_network=True)
+    with pytest.raises(ConfigError, match=f"'{choice}', which is neither encrypted.*isolated_network: true"):
+        check_choice(choice, host=ANYWHERE, isolated_network=False)
+    for module in (nixl_agent, communicator):
+        monkeypatch.setattr(module, "problem", lambda: "needs what is not here")
+    with pytest.raises(ConfigError, match=f"'{choice}', which needs what is not here"):
+        check_choice(choice, host="127.0.0.1", isolated_network=False)
+    for other in ("auto", "tcp", "shm"):
+        check_choice(other, host=ANYWHERE, isolated_network=False)
 
 
 @pytest.mark.parametrize("choice", ["nixl", "torch_dist"])
