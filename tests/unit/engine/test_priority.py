@@ -7,20 +7,13 @@ import threading
 import pytest
 
 from engine.backends.priority import NICENESS, step_back
+from tests.unit.engine.kernels.test_cpu_threads import in_a_thread
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="priorities belong to processes there")
 
 
 def niceness() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-
-def in_a_thread(work):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(work()))
-    thread.start()
-    thread.join()
-    return found[0]
 
 
 def test_a_thread_and_those_it_starts_step_back_alone():
