@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from bench.report import Row, figure
-from bench.router_bench import doors
-from bench.router_bench.nginx_peer import PeerCosts, measure_nginx
+from bench.router_bench import doors, proxies
 
 MAX_REQUEST_MS = 0.6
 MAX_TOKENIZE_RATIO = 1.2
@@ -14,16 +13,16 @@ MIN_STREAM_TOKENS_PER_CPU_S = 40_000.0
 def rows(num_rounds: int, peers: Sequence[str]) -> list[Row]:
     """Rounds of Tandem and its peers by turns; of each figure the best. Raises CannotMeasure."""
     ours: list[doors.DoorCosts] = []
-    nginx: list[PeerCosts] = []
+    theirs: dict[str, list[proxies.PeerCosts]] = {peer: [] for peer in peers}
     for _ in range(num_rounds):
         ours.append(doors.measure())
-        if "nginx" in peers:
-            nginx.append(measure_nginx())
+        for peer, costs in theirs.items():
+            costs.append(proxies.measure(peer))
     found = our_rows(ours)
-    if nginx:
+    for peer, costs in theirs.items():
         found += [
-            figure("nginx: processor time per request", min(one.request_ms for one in nginx), "ms"),
-            figure("nginx: streamed events per CPU-second", max(one.stream_events_per_cpu_s for one in nginx), "1/s"),
+            figure(f"{peer}: processor time per request", min(one.request_ms for one in costs), "ms"),
+            figure(f"{peer}: streamed events per CPU-second", max(c.stream_events_per_cpu_s for c in costs), "1/s"),
         ]
     return found
 

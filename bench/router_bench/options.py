@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 PARTS = ("doors", "placement", "prefix_map", "redis", "overload")
-PEER_NAMES = ("nginx",)
+PEER_NAMES = ("nginx", "sglang-router")
 ROUNDS = 3
 REPEATS = 30
 

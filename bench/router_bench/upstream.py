@@ -30,7 +30,8 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 async def _stream(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
     writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
-    for _ in range(body["max_tokens"]):
+    # sglang's router passes OpenAI's older field on under its newer name.
+    for _ in range(body.get("max_completion_tokens") or body["max_tokens"]):
         await asyncio.sleep(STEP_S)
         writer.write(b"%x\r\n%b\r\n" % (len(_CHUNK), _CHUNK))
     writer.write(b"0\r\n\r\n")
