@@ -16,6 +16,7 @@ class WorkerRecord:
 
     __slots__ = (
         "_columns",
+        "_kv_token_bytes",
         "_row",
         "answered_s",
         "backlog_beside",
@@ -35,6 +36,7 @@ class WorkerRecord:
 
     def __init__(self, info: WorkerInfo, port: WorkerPort, *, slot: int, now_s: float) -> None:
         self.info = info
+        self._kv_token_bytes = info.kv_bytes_per_token
         self.slot = slot
         self.answered_s = now_s
         self.port = port
@@ -165,7 +167,7 @@ class WorkerRecord:
         rate, link = load.prefill_tokens_per_s, load.kv_bytes_per_s
         self._show_rate(columns, "prefill_ms", 1e3 / rate if rate > 0.0 else 0.0)
         self._show_rate(columns, "step_ms", 1e3 * load.decode_step_s)
-        self._show_rate(columns, "link_ms", 1e3 * info.kv_bytes_per_token / link if link > 0.0 else 0.0)
+        self._show_rate(columns, "link_ms", 1e3 * self._kv_token_bytes / link if link > 0.0 else 0.0)
         self._show_growth(columns, 0.5 / load.context_tokens if load.context_tokens > 0 else 0.0)
 
     def _show_rate(self, columns: PoolColumns, name: str, value: float) -> None:

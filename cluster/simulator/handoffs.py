@@ -117,7 +117,7 @@ class Handoffs:
         source, target = self._live.get(handoff.prefill), self._live.get(handoff.decode)
         if source is None or target is None:
             return
-        num_bytes = handoff.take_computed() * target.info.kv_bytes_per_token * target.info.layout.block_size
+        num_bytes = handoff.take_computed() * target.block_bytes
         self.num_kv_bytes += num_bytes
         start_s = max(self._events.now, source.link_free_s, target.link_free_s)
         landed_s = start_s + num_bytes / self._link_bytes_per_s

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from cluster.simulator.finished import FinishedRequest
 from cluster.simulator.metrics import GapHistogram, percentile, share_within
-from cluster.simulator.sim_request import SimRequest
 from cluster.simulator.simulation import Simulation
 from tandem.errors import ConfigError
 from tandem.roles import WorkerRole
@@ -107,9 +107,9 @@ class Report:
 def report_on(simulation: Simulation, slo: Slo, *, policy: str, seed: int) -> Report:
     """Of a simulation that has run."""
     outcomes, trace = simulation.router.outcomes, simulation.trace
-    finished = sorted(outcomes.finished, key=lambda request: request.number)
+    finished = list(outcomes.finished.in_order())
     start_s = trace.requests[0].arrival_s
-    duration_s = max(1e-9, max((_finished_s(r) for r in finished), default=start_s) - start_s)
+    duration_s = max(1e-9, max((r.finished_s for r in finished), default=start_s) - start_s)
     ttft = sorted(_ttft_s(request) for request in finished)
     tpot = sorted(_tpot_s(request) for request in finished if request.wanted.num_output_tokens > 1)
     num_good = sum(_ttft_s(r) <= slo.ttft_s and _tpot_s(r) <= slo.itl_s for r in finished)
@@ -134,7 +134,7 @@ def report_on(simulation: Simulation, slo: Slo, *, policy: str, seed: int) -> Re
         ttft_ms=_spread(ttft),
         tpot_ms=_spread(tpot),
         itl_ms=_gap_spread(gaps),
-        e2e_ms=_spread(sorted(_finished_s(r) - r.arrived_s for r in finished)),
+        e2e_ms=_spread(sorted(r.finished_s - r.arrived_s for r in finished)),
         slo_ttft_ms=slo.ttft_s * 1e3,
         slo_itl_ms=slo.itl_s * 1e3,
         goodput_per_s=num_good / duration_s,
@@ -203,17 +203,13 @@ def _pools(simulation: Simulation, duration_s: float) -> dict[str, PoolUse]:
     }
 
 
-def _finished_s(request: SimRequest) -> float:
-    return request.arrived_s if request.finished_s is None else request.finished_s
+def _ttft_s(request: FinishedRequest) -> float:
+    return (request.finished_s if request.first_token_s is None else request.first_token_s) - request.arrived_s
 
 
-def _ttft_s(request: SimRequest) -> float:
-    return (_finished_s(request) if request.first_token_s is None else request.first_token_s) - request.arrived_s
-
-
-def _tpot_s(request: SimRequest) -> float:
+def _tpot_s(request: FinishedRequest) -> float:
     """Mean time per token after the first."""
-    return (_finished_s(request) - request.arrived_s - _ttft_s(request)) / max(1, request.wanted.num_output_tokens - 1)
+    return (request.finished_s - request.arrived_s - _ttft_s(request)) / max(1, request.wanted.num_output_tokens - 1)
 
 
 def _spread(ordered: Sequence[float]) -> Spread:

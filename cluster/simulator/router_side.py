@@ -10,6 +10,7 @@ from functools import partial
 from random import Random
 
 from cluster.simulator.event_queue import EventQueue
+from cluster.simulator.finished import FinishedRequests
 from cluster.simulator.sim_request import SimRequest
 from cluster.simulator.trace import TraceRequest
 from router.admission import Admission
@@ -25,7 +26,7 @@ from tandem.errors import Overloaded, RequestTooLarge, ServingError
 class Outcomes:
     """All requests of a simulation by what became of them. Mutated by its router alone."""
 
-    finished: list[SimRequest]
+    finished: FinishedRequests
     num_rejected: int = 0
     """Turned away by admission."""
     num_failed: int = 0
@@ -48,7 +49,7 @@ class SimRouter:
     def __init__(
         self, events: EventQueue, placer: Placer, admission: Admission, rng: Random, block_tokens: int, submit: Submit
     ) -> None:
-        self.outcomes = Outcomes(finished=[])
+        self.outcomes = Outcomes(finished=FinishedRequests())
         self.room = WaitingRoom()
         self.live: dict[str, SimRequest] = {}
         """By the key of the attempt under way."""
@@ -108,8 +109,7 @@ class SimRouter:
     def finish(self, request: SimRequest) -> None:
         """The last token came."""
         self.release(request)
-        request.finished_s = self._events.now
-        self.outcomes.finished.append(request)
+        self.outcomes.finished.add(request, self._events.now)
         request.admitted.__exit__(None, None, None)
         self.on_end()
 

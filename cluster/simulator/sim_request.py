@@ -24,7 +24,6 @@ class SimRequest:
         "assignment",
         "cached_tokens",
         "engine",
-        "finished_s",
         "first_token_s",
         "is_fresh",
         "key",
@@ -65,7 +64,6 @@ class SimRequest:
         self.last_token_s = 0.0
         self.is_fresh = True
         """Its next token on the worker is not one step after the one before."""
-        self.finished_s: float | None = None
 
     def begin_attempt(self) -> int:
         """Its number, which every name of the attempt bears."""

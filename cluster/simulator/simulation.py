@@ -1,6 +1,8 @@
 """A whole cluster on a virtual clock: one router, its workers, a trace; from the first arrival to the last end."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -44,6 +46,18 @@ class SimPort:
 
 def _nothing(*_args: object, **_options: object) -> None:
     """Nobody is there."""
+
+
+@contextmanager
+def _quiet_collector() -> Iterator[None]:
+    """Without the search for garbage in cycles, of which a simulation makes none: it costs an eighth of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +105,8 @@ class Simulation:
         num_requests = len(self.trace.requests)
         self._await_arrival(0)
         outcomes = self.router.outcomes
-        self.events.run()
+        with _quiet_collector():
+            self.events.run()
         if outcomes.num_ended < num_requests:
             raise InvariantError(f"{num_requests - outcomes.num_ended} requests wait for something that never happens")
         return outcomes

@@ -69,6 +69,7 @@ class SimWorker:
     ) -> None:
         self.info = info
         self.latency = latency
+        self.block_bytes = info.kv_bytes_per_token * info.layout.block_size
         self.scheduler = Scheduler(config, TraceHasher(config.block_size))
         self.rates = RateMeter()
         self.busy_s = 0.0
