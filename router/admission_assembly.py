@@ -67,7 +67,7 @@ def make_gate(
         return 0 if dispatcher.num_waiting_for_room else admission.num_free(priority)
 
     fair = FairAdmission(
-        workers=registry.snapshots,
+        view=registry.view,
         places=places,
         limiter=limiter,
         policy=admission_policy(config.router, max_running=config.engine.max_running_requests),

@@ -5,11 +5,11 @@ little work ahead, so that none is idle, and no more, because in their own queue
 """
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from router.worker_view import WorkerSnapshot
-from tandem.roles import WorkerRole
+import numpy as np
+
+from router.pools import Bools, ClusterView, Floats, PoolView
 
 _REMEMBERED_S = 5.0
 """Of busy time, over which the rate at which a queue drains is measured."""
@@ -65,48 +65,59 @@ class ClusterRoom:
         return not self.usable or (self.slots > 0 and self.slack_tokens > 0.0 and num_tokens < self.free_tokens)
 
 
-def look(workers: Iterable[WorkerSnapshot], policy: RoomPolicy, transit: InTransit) -> ClusterRoom:
-    """What there is room for beside `transit`."""
-    live = [w for w in workers if not w.draining]
-    decoders = [w for w in live if w.info.role is WorkerRole.DECODE]
-    prefillers = [w for w in live if w.info.role is WorkerRole.PREFILL and w.info.handoff_address]
-    # Whoever has just refused or failed is better left alone, unless there is nobody else.
-    willing = [w for w in decoders if not w.penalty_ms] or decoders
-    computing = prefillers or willing
-    rates = _rates(computing, policy.prior_prefill_tokens_per_s)
-    backlogs = [w.backlog_tokens if w.backlog_now is None else w.backlog_now for w in computing]
-    slack = sum(max(0.0, policy.worker_backlog_s * r - b) for b, r in zip(backlogs, rates, strict=True))
+def look(view: ClusterView, policy: RoomPolicy, transit: InTransit, now_s: float) -> ClusterRoom:
+    """What there is room for beside `transit`. A few operations on each pool, however many workers it has."""
+    decode = view.decode
+    open_rows = _open(decode)
+    willing = _willing(decode, open_rows, now_s)
+    lending = view.prefill.roster.lends if view.prefill.open is None else view.prefill.roster.lends & view.prefill.open
+    computing, rows = (view.prefill, lending) if lending.any() else (decode, willing)
+    rates = _rates(computing.tokens_per_s[rows], policy.prior_prefill_tokens_per_s)
+    backlogs, active = computing.backlog_now[rows], decode.active_now[willing]
+    slack = np.maximum(policy.worker_backlog_s * rates - backlogs, 0.0).sum()
     return ClusterRoom(
-        usable=bool(decoders),
-        slots=sum(_slots(w, policy) for w in willing) - transit.num_requests,
-        slack_tokens=slack - transit.work_tokens,
-        free_tokens=max(map(_free_tokens, willing), default=0.0),
-        pool_tokens=max((w.info.pool_tokens for w in decoders), default=math.inf),
-        prefill_tokens_per_s=sum(rates) or policy.prior_prefill_tokens_per_s,
-        measured_tokens_per_s=max((w.load.prefill_tokens_per_s for w in computing), default=0.0),
-        least_wait_s=min((b / r for b, r in zip(backlogs, rates, strict=True)), default=0.0),
+        usable=bool(open_rows.any()),
+        slots=int(_slots(active, decode.step_ms[willing], policy).sum()) - transit.num_requests,
+        slack_tokens=float(slack) - transit.work_tokens,
+        free_tokens=_free_tokens(active, decode.free_tokens[willing]),
+        pool_tokens=float(decode.roster.pool_tokens[open_rows].max()) if bool(open_rows.any()) else math.inf,
+        prefill_tokens_per_s=float(rates.sum()) or policy.prior_prefill_tokens_per_s,
+        measured_tokens_per_s=float(computing.tokens_per_s[rows].max(initial=0.0)),
+        least_wait_s=float((backlogs / rates).min()) if len(rates) else 0.0,
     )
 
 
-def _rates(workers: Sequence[WorkerSnapshot], prior: float) -> list[float]:
-    measured = [w.load.prefill_tokens_per_s for w in workers if w.load.prefill_tokens_per_s > 0.0]
-    mean = sum(measured) / len(measured) if measured else prior
-    return [w.load.prefill_tokens_per_s or mean for w in workers]
+def _open(pool: PoolView) -> Bools:
+    return np.ones(len(pool.roster), dtype=np.bool_) if pool.open is None else pool.open
 
 
-def _slots(worker: WorkerSnapshot, policy: RoomPolicy) -> int:
-    active = _num_active(worker)
-    if active and policy.max_itl_s is not None and worker.load.decode_step_s > policy.max_itl_s:
-        return 0
-    return max(0, policy.max_running_per_worker - active)
+def _willing(pool: PoolView, open_rows: Bools, now_s: float) -> Bools:
+    """Whoever has just refused or failed is better left alone, unless there is nobody else."""
+    if pool.penalised_until_s is None:
+        return open_rows
+    willing = open_rows & (pool.penalised_until_s <= now_s)
+    return willing if willing.any() else open_rows
 
 
-def _free_tokens(worker: WorkerSnapshot) -> float:
-    return worker.load.num_free_blocks * worker.info.layout.block_size if _num_active(worker) else math.inf
+def _rates(rates: Floats, prior: float) -> Floats:
+    """Who has not measured is taken for the mean of those that have."""
+    known = rates > 0.0
+    if known.all():
+        return rates
+    return np.where(known, rates, rates[known].mean() if known.any() else prior)
 
 
-def _num_active(worker: WorkerSnapshot) -> int:
-    return worker.num_active if worker.num_active_now is None else worker.num_active_now
+def _slots(active: Floats, step_ms: Floats, policy: RoomPolicy) -> Floats:
+    free: Floats = np.maximum(policy.max_running_per_worker - active, 0.0)
+    if policy.max_itl_s is None:
+        return free
+    return np.where((active > 0.0) & (step_ms > 1e3 * policy.max_itl_s), 0.0, free)
+
+
+def _free_tokens(active: Floats, free_tokens: Floats) -> float:
+    if not len(active):
+        return 0.0
+    return float(free_tokens.max()) if active.all() else math.inf
 
 
 class DrainMeter:

@@ -9,7 +9,7 @@ then the backlog of the worker that is done first, then its own prompt. Whoever 
 Nobody waits while the cluster has room.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from router.admission_counts import AdmissionCounts, Rejection
@@ -17,8 +17,8 @@ from router.cluster_room import ClusterRoom, DrainMeter, InTransit, RoomPolicy, 
 from router.fair_queue import FairQueue, Ticket
 from router.fair_share import VirtualCounters
 from router.habits import Habits
+from router.pools import ClusterView
 from router.tenant_limits import Grant, Limiter
-from router.worker_view import WorkerSnapshot
 from tandem.errors import DeadlineExceeded, Overloaded, ServingError, Unavailable
 
 _LONGEST_RETRY_S = 60.0
@@ -80,14 +80,14 @@ class FairAdmission:
     def __init__(
         self,
         *,
-        workers: Callable[[], Sequence[WorkerSnapshot]],
+        view: Callable[[], ClusterView],
         places: Callable[[int], int],
         limiter: Limiter,
         policy: AdmissionPolicy,
         clock: Callable[[], float],
     ) -> None:
         """`places`: how many requests of a priority may run besides, whatever the workers say."""
-        self._workers = workers
+        self._view = view
         self._places = places
         self._limiter = limiter
         self._policy = policy
@@ -344,7 +344,7 @@ class FairAdmission:
         transit = InTransit(
             num_requests=len(self._transit), work_tokens=sum(entry.ticket.work_tokens for entry in self._transit)
         )
-        return look(self._workers(), self._policy.room, transit)
+        return look(self._view(), self._policy.room, transit, self._clock())
 
     def _has_room(self, room: ClusterRoom, ticket: Ticket) -> bool:
         if not room.ever_holds(ticket.num_tokens):

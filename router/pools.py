@@ -36,6 +36,8 @@ class PoolRoster:
         self.pool_tokens: Ints = np.array([info.pool_tokens for info in infos], dtype=np.int64)
         self.least_pool_tokens = min((info.pool_tokens for info in infos), default=0)
         self.kv_token_bytes: Floats = np.array([info.kv_bytes_per_token for info in infos], dtype=np.float64)
+        self.lends: Bools = np.array([bool(info.handoff_address) for info in infos], dtype=np.bool_)
+        """Who has a hand-off service."""
         self.block_sizes = _one_or_all([info.layout.block_size for info in infos])
         self.tokens: float | Floats = np.float64(1.0) * self.block_sizes
         """Of each one's blocks: the same, ready to be multiplied with."""
@@ -73,8 +75,10 @@ class PoolColumns:
 
     __slots__ = (
         "active",
+        "active_now",
         "attention",
         "backlog",
+        "backlog_now",
         "free_tokens",
         "link_ms",
         "loads",
@@ -86,6 +90,7 @@ class PoolColumns:
         "relief",
         "stale",
         "step_ms",
+        "tokens_per_s",
     )
 
     def __init__(self, num_workers: int) -> None:
@@ -96,6 +101,11 @@ class PoolColumns:
         """Uncomputed tokens that a new request queues behind."""
         self.active = zeros()
         """Requests running, waiting or on their way."""
+        self.backlog_now = zeros()
+        self.active_now = zeros()
+        """Both as `WorkerSnapshot.backlog_now` and `num_active_now` are."""
+        self.tokens_per_s = zeros()
+        """Of prompts; 0 where it was not measured."""
         self.prefill_ms = zeros()
         """Per token."""
         self.step_ms = zeros()
@@ -128,6 +138,9 @@ class PoolView:
     loads: Sequence[WorkerLoad]
     backlog: Floats
     active: Floats
+    backlog_now: Floats
+    active_now: Floats
+    tokens_per_s: Floats
     prefill_ms: Floats
     step_ms: Floats
     link_ms: Floats
@@ -150,6 +163,8 @@ class PoolView:
             load=self.loads[row],
             backlog_tokens=int(self.backlog[row]),
             num_active=int(self.active[row]),
+            backlog_now=int(self.backlog_now[row]),
+            num_active_now=int(self.active_now[row]),
             draining=self.open is not None and not self.open[row],
             penalty_ms=max(0.0, until_s - now_s) * 1e3,
         )
@@ -164,6 +179,9 @@ def view_of(roster: PoolRoster, columns: PoolColumns) -> PoolView:
         loads=columns.loads,
         backlog=_read_only(columns.backlog),
         active=_read_only(columns.active),
+        backlog_now=_read_only(columns.backlog_now),
+        active_now=_read_only(columns.active_now),
+        tokens_per_s=_read_only(columns.tokens_per_s),
         prefill_ms=_read_only(columns.prefill_ms),
         step_ms=_read_only(columns.step_ms),
         link_ms=_read_only(columns.link_ms),

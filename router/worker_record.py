@@ -73,6 +73,16 @@ class WorkerRecord:
         told = self.load.num_running + self.load.num_waiting + self.num_since_load + peers.num_since
         return max(self.num_assigned + peers.num_requests, told)
 
+    @property
+    def backlog_now(self) -> int:
+        """See WorkerSnapshot."""
+        return self.own_backlog + max(self.backlog_beside, self.peers.backlog_tokens)
+
+    @property
+    def num_active_now(self) -> int:
+        """See WorkerSnapshot."""
+        return self.num_assigned + max(self.num_beside, self.peers.num_requests)
+
     def snapshot(self, now_s: float) -> WorkerSnapshot:
         """All of it as a value."""
         return WorkerSnapshot(
@@ -80,8 +90,8 @@ class WorkerRecord:
             load=self.load,
             backlog_tokens=self.backlog_tokens,
             num_active=self.num_active,
-            backlog_now=self.own_backlog + max(self.backlog_beside, self.peers.backlog_tokens),
-            num_active_now=self.num_assigned + max(self.num_beside, self.peers.num_requests),
+            backlog_now=self.backlog_now,
+            num_active_now=self.num_active_now,
             draining=self.draining,
             penalty_ms=max(0.0, self.penalised_until_s - now_s) * 1e3,
             answered_s=self.answered_s,
@@ -156,6 +166,8 @@ class WorkerRecord:
         if (columns := self._columns) is not None:
             columns.backlog[self._row] = self.backlog_tokens
             columns.active[self._row] = self.num_active
+            columns.backlog_now[self._row] = self.backlog_now
+            columns.active_now[self._row] = self.num_active_now
 
     def _show_load(self) -> None:
         if (columns := self._columns) is None:
@@ -165,6 +177,7 @@ class WorkerRecord:
         columns.free_tokens[row] = load.num_free_blocks * info.layout.block_size
         columns.relief[row] = 1.0 / max(1, load.num_running)
         rate, link = load.prefill_tokens_per_s, load.kv_bytes_per_s
+        columns.tokens_per_s[row] = rate
         self._show_rate(columns, "prefill_ms", 1e3 / rate if rate > 0.0 else 0.0)
         self._show_rate(columns, "step_ms", 1e3 * load.decode_step_s)
         self._show_rate(columns, "link_ms", 1e3 * self._kv_token_bytes / link if link > 0.0 else 0.0)

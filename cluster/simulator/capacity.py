@@ -89,6 +89,7 @@ def split(num_workers: int, num_prefill: int, prefill: PoolSpec, decode: PoolSpe
         decode=_sized(decode, num_workers - num_prefill),
         network=base.network,
         max_inflight=base.max_inflight,
+        admission=base.admission,
     )
 
 

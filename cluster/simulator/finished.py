@@ -1,4 +1,4 @@
-"""Requests of a simulation that were answered, as columns: a million of them take a hundred bytes each, not a thousand."""
+"""Answered requests of a simulation, as columns: a million of them take a hundred bytes each, not a thousand."""
 
 from array import array
 from collections.abc import Iterator

@@ -12,7 +12,7 @@ from cluster.simulator.latency import StepLatency
 from cluster.simulator.oracle import SharedCache, shared_cache, utilised
 from cluster.simulator.policies import OURS
 from cluster.simulator.report import Report, Slo, report_on
-from cluster.simulator.settings import ClusterSpec, PoolSpec, engine_config
+from cluster.simulator.settings import ClusterSpec, PoolSpec, engine_config, open_door
 from cluster.simulator.simulation import Choosing, Simulation
 from cluster.simulator.trace import Trace
 from router.placement import CostModel
@@ -51,7 +51,7 @@ def compare_placement(trace: Trace, case: PlacementCase, policies: Iterable[str]
     prompts = utilised(prompts, ideal, latency, num_workers=case.num_workers, share=case.utilisation)
     engine = engine_config(num_blocks=case.num_blocks, block_size=trace.block_tokens)
     pool = PoolSpec(num_workers=case.num_workers, engine=engine, latency=latency)
-    spec = ClusterSpec(prefill=pool, decode=None)
+    spec = ClusterSpec(prefill=pool, decode=None, admission=open_door())
     reports = [_run(spec, prompts, Choosing(policy=policy, model=case.model), seed) for policy in policies]
     return PlacementResult(ideal=ideal, reports=tuple(reports))
 

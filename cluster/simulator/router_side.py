@@ -1,4 +1,4 @@
-"""The router of a simulation: real admission, placement, registry, prefix map, waiting room and retry ladder.
+"""The router of a simulation: real admission, queue, placement, registry, prefix map, waiting room and retry ladder.
 
 What dispatch does between them is written here anew, without sessions and text: `router.choice_run` carries tokens one
 by one, of which a simulation has too many.
@@ -11,15 +11,20 @@ from random import Random
 
 from cluster.simulator.event_queue import EventQueue
 from cluster.simulator.finished import FinishedRequests
+from cluster.simulator.sim_gate import SimGate
 from cluster.simulator.sim_request import SimRequest
 from cluster.simulator.trace import TraceRequest
 from router.admission import Admission
 from router.attempts import RetryBudget, RetryReason, is_full
+from router.fair_admission import AdmissionPolicy, FairAdmission
 from router.placement import NoDecodeWorker
 from router.placer import Placer
+from router.tenant_limits import Limiter
 from router.waiting_room import WaitingRoom
+from router.worker_view import WorkerSnapshot
 from router.workers import FAILURE_PENALTY_S
-from tandem.errors import Overloaded, RequestTooLarge, ServingError
+from tandem.admission_config import LimitsConfig
+from tandem.errors import RequestTooLarge, ServingError
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,7 +33,7 @@ class Outcomes:
 
     finished: FinishedRequests
     num_rejected: int = 0
-    """Turned away by admission."""
+    """Turned away by admission, at once or after they had waited."""
     num_failed: int = 0
     """Accepted, and ended with an error."""
     num_retries: int = 0
@@ -47,7 +52,14 @@ class SimRouter:
     """One router on the virtual clock."""
 
     def __init__(
-        self, events: EventQueue, placer: Placer, admission: Admission, rng: Random, block_tokens: int, submit: Submit
+        self,
+        events: EventQueue,
+        placer: Placer,
+        admission: Admission,
+        policy: AdmissionPolicy,
+        rng: Random,
+        block_tokens: int,
+        submit: Submit,
     ) -> None:
         self.outcomes = Outcomes(finished=FinishedRequests())
         self.room = WaitingRoom()
@@ -62,18 +74,39 @@ class SimRouter:
         self._budget = RetryBudget()
         self._block_tokens = block_tokens
         self._send = submit
+        fair = FairAdmission(
+            view=placer.registry.view,
+            places=self._places,
+            limiter=Limiter(LimitsConfig(), clock=events.clock),
+            policy=policy,
+            clock=events.clock,
+        )
+        self.gate = SimGate(events, fair, run=self._run, refused=self._refused)
+        placer.registry.on_load = self._load_told
+        placer.registry.watch(self.gate.pump)
 
     def arrive(self, number: int, wanted: TraceRequest) -> None:
         """A client asks."""
-        admitted = self._admission.admit(0)
-        try:
-            admitted.__enter__()
-        except Overloaded:
-            self.outcomes.num_rejected += 1
-            self.on_end()
-            return
+        self.gate.enter(SimRequest(number, wanted, self._events.now))
+
+    def _run(self, request: SimRequest) -> None:
+        """It is its turn. Its place is sure: `_places` bounds the turns."""
+        request.admitted = self._admission.admit(0)
+        request.admitted.__enter__()
         self._budget.earn()
-        self.submit(SimRequest(number, wanted, self._events.now, admitted))
+        self.submit(request)
+
+    def _places(self, priority: int) -> int:
+        # Whom every worker was too full for goes first.
+        return 0 if len(self.room) else self._admission.num_free(priority)
+
+    def _refused(self, _request: SimRequest) -> None:
+        self.outcomes.num_rejected += 1
+        self.on_end()
+
+    def _load_told(self, worker: WorkerSnapshot) -> None:
+        self.room.look(worker)
+        self.gate.pump()
 
     def submit(self, request: SimRequest) -> None:
         """Start the next attempt, or wait for room."""
@@ -105,19 +138,24 @@ class SimRouter:
         request.progress.full.clear()
         if request.first_token_s is None:
             request.first_token_s = self._events.now
+        self.gate.answered(request)
 
     def finish(self, request: SimRequest) -> None:
         """The last token came."""
         self.release(request)
         self.outcomes.finished.add(request, self._events.now)
-        request.admitted.__exit__(None, None, None)
-        self.on_end()
+        self._leave(request, request.wanted.num_output_tokens)
 
     def fail(self, request: SimRequest, _error: ServingError) -> None:
         """The client is told an error."""
         self.release(request)
         self.outcomes.num_failed += 1
-        request.admitted.__exit__(None, None, None)
+        self._leave(request, request.num_output_tokens)
+
+    def _leave(self, request: SimRequest, num_tokens: int) -> None:
+        if request.admitted is not None:
+            request.admitted.__exit__(None, None, None)
+        self.gate.end(request, num_tokens=num_tokens)
         self.on_end()
 
     def release(self, request: SimRequest) -> None:

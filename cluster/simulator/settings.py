@@ -1,9 +1,12 @@
 """What a simulated cluster is made of."""
 
 from dataclasses import dataclass, field
+from math import inf
 
 from cluster.simulator.latency import StepLatency
 from engine.config import EngineConfig
+from router.cluster_room import RoomPolicy
+from router.fair_admission import AdmissionPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,23 @@ class ClusterSpec:
     """None: of every prompt only the first token is wanted, and placement of prefill alone is looked at."""
     network: Network = field(default_factory=Network)
     max_inflight: int = 1_000_000
-    """Requests that the router accepts at once."""
+    """Requests that the router runs at once."""
+    admission: AdmissionPolicy | None = None
+    """Who waits before that, and who is turned away; None: as a router does that is not told otherwise."""
+
+    @property
+    def door(self) -> AdmissionPolicy:
+        """`admission`, or the usual one for workers such as these."""
+        if self.admission is not None:
+            return self.admission
+        pool = self.decode or self.prefill
+        room = RoomPolicy() if pool is None else RoomPolicy(max_running_per_worker=pool.engine.max_running_requests)
+        return AdmissionPolicy(room=room)
+
+
+def open_door() -> AdmissionPolicy:
+    """Whoever comes runs at once, whatever the workers have to do: for looking at placement alone."""
+    return AdmissionPolicy(max_queue_s=inf, room=RoomPolicy(worker_backlog_s=inf, max_running_per_worker=2**40))
 
 
 def engine_config(

@@ -7,6 +7,7 @@ from cluster.simulator.names import SpacedNames, own_name
 from cluster.simulator.trace import TraceRequest
 from engine.request import Request
 from router.attempts import ChoiceProgress
+from router.fair_admission import Entry
 from router.placer import Assignment
 from router.waiting_room import Place
 from tandem.ids import BlockHash, RequestId
@@ -24,6 +25,7 @@ class SimRequest:
         "assignment",
         "cached_tokens",
         "engine",
+        "entry",
         "first_token_s",
         "is_fresh",
         "key",
@@ -36,13 +38,14 @@ class SimRequest:
         "wanted",
     )
 
-    def __init__(
-        self, number: int, wanted: TraceRequest, arrived_s: float, admitted: AbstractContextManager[None]
-    ) -> None:
+    def __init__(self, number: int, wanted: TraceRequest, arrived_s: float) -> None:
         self.number = number
         self.arrived_s = arrived_s
         self.wanted = wanted
-        self.admitted = admitted
+        self.entry: Entry | None = None
+        """Of admission, while it is there."""
+        self.admitted: AbstractContextManager[None] | None = None
+        """Its place among those that run, once it had its turn."""
         self.progress = ChoiceProgress(
             prompt_length=wanted.num_prompt_tokens,
             max_tokens=wanted.num_output_tokens,

@@ -84,11 +84,10 @@ class Simulation:
         placer = self._placer(choosing, Random(rng.random()))
         admission = Admission(max_inflight=spec.max_inflight, clock=self.events.clock)
         self.router = SimRouter(
-            self.events, placer, admission, Random(rng.random()), trace.block_tokens, self.workers.submit
+            self.events, placer, admission, spec.door, Random(rng.random()), trace.block_tokens, self.workers.submit
         )
         self.router.on_end = self._ended
         self.workers.use(self.router)
-        self.registry.on_load = self.router.room.look
         self._incarnation = 0
         self.num_faults = 0
         self._given_up: set[WorkerKey] = set()

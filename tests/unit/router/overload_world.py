@@ -1,7 +1,7 @@
 """A cluster on a virtual clock under the real admission: one number of tokens per second, so many answers at once.
 
 Every worker computes prompts first come first served at a fixed rate, and then gives tokens, one a step, to all of its
-requests. Admission sees it as it sees a real one: through snapshots.
+requests. Admission sees it as it sees a real one: by columns.
 """
 
 import heapq
@@ -18,6 +18,7 @@ from tandem.errors import ServingError
 from tandem.ids import Incarnation, WorkerId
 from tandem.kv_layout import KVLayout
 from tandem.roles import WorkerRole
+from tests.unit.router.views import view_of
 
 LAYOUT = KVLayout(
     model_fingerprint="m", dtype="float32", num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, tp_size=1
@@ -94,7 +95,7 @@ class World:
         self.done: list[Served] = []
         self.idle_with_queue_s = 0.0
         self.admission = FairAdmission(
-            workers=self._snapshots,
+            view=lambda: view_of(self._snapshots()),
             places=lambda _: 10**6,
             limiter=Limiter(limits or LimitsConfig(), clock=lambda: self.now_s),
             policy=policy,

@@ -12,6 +12,7 @@ from tandem.admission_config import LimitsConfig, TenantLimits
 from tandem.errors import DeadlineExceeded, Overloaded, Unavailable
 from tandem.roles import WorkerRole
 from tests.unit.router.overload_world import info, snapshot
+from tests.unit.router.views import view_of
 
 
 class Desk:
@@ -23,7 +24,7 @@ class Desk:
         self.places = 10**6
         room = RoomPolicy(worker_backlog_s=0.1, max_running_per_worker=8)
         self.admission = FairAdmission(
-            workers=lambda: self.workers,
+            view=lambda: view_of(self.workers),
             places=lambda _: self.places,
             limiter=Limiter(limits or LimitsConfig(), clock=lambda: self.now_s),
             policy=AdmissionPolicy(**{"room": room, "max_queue_s": 10.0, **policy}),
@@ -90,12 +91,12 @@ def test_places_memory_and_running_requests_hold_back() -> None:
     assert desk.turns() == []
     desk.workers = [snapshot(active=1)]
     assert desk.turns() == [entry]
-    room = look([snapshot(active=1)], RoomPolicy(), InTransit())
+    room = look(view_of([snapshot(active=1)]), RoomPolicy(), InTransit(), 0.0)
     assert room.takes(159_999)
     assert not room.takes(160_000)
-    slow = [snapshot(active=1, decode_step_s=0.2)]
-    assert look(slow, RoomPolicy(max_itl_s=0.1), InTransit()).slots == 0
-    assert look(slow, RoomPolicy(max_itl_s=0.3), InTransit()).slots > 0
+    slow = view_of([snapshot(active=1, decode_step_s=0.2)])
+    assert look(slow, RoomPolicy(max_itl_s=0.1), InTransit(), 0.0).slots == 0
+    assert look(slow, RoomPolicy(max_itl_s=0.3), InTransit(), 0.0).slots > 0
 
 
 def test_who_fits_no_pool_neither_waits_nor_holds_anybody_up() -> None:
@@ -342,13 +343,15 @@ def test_a_bucket_lets_one_request_larger_than_itself_through_when_full() -> Non
 def test_drafts_penalties_and_pools_in_the_view() -> None:
     prefill = snapshot("p0", backlog=500)
     object.__setattr__(prefill, "info", info("p0", role=WorkerRole.PREFILL))
-    room = look([snapshot(), prefill], RoomPolicy(), InTransit())
+    room = look(view_of([snapshot(), prefill]), RoomPolicy(), InTransit(), 0.0)
     assert room.least_wait_s == 0.0  # a prefill worker without an address computes for nobody
     hurt = snapshot("d1", backlog=0)
     object.__setattr__(hurt, "penalty_ms", 50.0)
-    assert look([snapshot(backlog=800), hurt], RoomPolicy(), InTransit()).least_wait_s == pytest.approx(0.8)
-    assert look([hurt], RoomPolicy(), InTransit()).slots > 0
-    unmeasured = look([snapshot(rate=0.0)], RoomPolicy(prior_prefill_tokens_per_s=7.0), InTransit())
+    assert look(view_of([snapshot(backlog=800), hurt]), RoomPolicy(), InTransit(), 0.0).least_wait_s == pytest.approx(
+        0.8
+    )
+    assert look(view_of([hurt]), RoomPolicy(), InTransit(), 0.0).slots > 0
+    unmeasured = look(view_of([snapshot(rate=0.0)]), RoomPolicy(prior_prefill_tokens_per_s=7.0), InTransit(), 0.0)
     assert (unmeasured.prefill_tokens_per_s, unmeasured.measured_tokens_per_s) == (7.0, 0.0)
 
 

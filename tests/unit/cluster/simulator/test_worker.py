@@ -45,7 +45,7 @@ def jobs(seed: int) -> list[tuple[float, Request]]:
             num_output_tokens=rng.randint(1, 60),
             names=(),
         )
-        request = SimRequest(number, wanted, wanted.arrival_s, admitted=partial(lambda: None))  # type: ignore[arg-type]
+        request = SimRequest(number, wanted, wanted.arrival_s)
         request.begin_attempt()
         made.append((wanted.arrival_s, request.engine_request(wanted.arrival_s, BLOCK, prefill_only=False)))
     return sorted(made, key=lambda job: job[0])
