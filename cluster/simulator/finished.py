@@ -26,6 +26,11 @@ class FinishedRequest(NamedTuple):
     """That the client had when its last attempt began: 0 unless a worker was lost."""
 
 
+def ttft_s(request: FinishedRequest) -> float:
+    """Seconds to the first token."""
+    return (request.finished_s if request.first_token_s is None else request.first_token_s) - request.arrived_s
+
+
 class FinishedRequests:
     """All of them, in order of their ends."""
 
@@ -43,7 +48,7 @@ class FinishedRequests:
         return len(self._numbers)
 
     def __iter__(self) -> Iterator[FinishedRequest]:
-        return map(self._row, range(len(self)))
+        return map(self.__getitem__, range(len(self)))
 
     def add(self, request: SimRequest, finished_s: float) -> None:
         """One more; nothing of the request itself is kept."""
@@ -58,9 +63,9 @@ class FinishedRequests:
 
     def in_order(self) -> Iterator[FinishedRequest]:
         """By arrival."""
-        return map(self._row, sorted(range(len(self)), key=self._numbers.__getitem__))
+        return map(self.__getitem__, sorted(range(len(self)), key=self._numbers.__getitem__))
 
-    def _row(self, index: int) -> FinishedRequest:
+    def __getitem__(self, index: int) -> FinishedRequest:
         cached = _known(self._cached[index])
         return FinishedRequest(
             number=self._numbers[index],

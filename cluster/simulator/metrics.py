@@ -44,8 +44,12 @@ class GapHistogram:
 
     def share_within(self, gap_s: float) -> float:
         """Of all gaps; 1 when there is none."""
+        return 1.0 - self.num_beyond(gap_s) / self._count if self._count else 1.0
+
+    def num_beyond(self, gap_s: float) -> int:
+        """Gaps that are longer."""
         bound = floor(log(max(gap_s, 1e-9)) / _STEP)
-        return sum(n for b, n in self._buckets.items() if b <= bound) / self._count if self._count else 1.0
+        return sum(n for b, n in self._buckets.items() if b > bound)
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:

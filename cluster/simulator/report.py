@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cluster.simulator.finished import FinishedRequest
+from cluster.simulator.finished import FinishedRequest, ttft_s
 from cluster.simulator.metrics import GapHistogram, percentile, share_within
 from cluster.simulator.simulation import Simulation
 from tandem.errors import ConfigError
@@ -110,9 +110,9 @@ def report_on(simulation: Simulation, slo: Slo, *, policy: str, seed: int) -> Re
     finished = list(outcomes.finished.in_order())
     start_s = trace.requests[0].arrival_s
     duration_s = max(1e-9, max((r.finished_s for r in finished), default=start_s) - start_s)
-    ttft = sorted(_ttft_s(request) for request in finished)
+    ttft = sorted(map(ttft_s, finished))
     tpot = sorted(_tpot_s(request) for request in finished if request.wanted.num_output_tokens > 1)
-    num_good = sum(_ttft_s(r) <= slo.ttft_s and _tpot_s(r) <= slo.itl_s for r in finished)
+    num_good = sum(ttft_s(r) <= slo.ttft_s and _tpot_s(r) <= slo.itl_s for r in finished)
     num_prompt_tokens = sum(r.wanted.num_prompt_tokens for r in finished)
     gaps = simulation.workers.gaps
     return Report(
@@ -203,13 +203,9 @@ def _pools(simulation: Simulation, duration_s: float) -> dict[str, PoolUse]:
     }
 
 
-def _ttft_s(request: FinishedRequest) -> float:
-    return (request.finished_s if request.first_token_s is None else request.first_token_s) - request.arrived_s
-
-
 def _tpot_s(request: FinishedRequest) -> float:
     """Mean time per token after the first."""
-    return (request.finished_s - request.arrived_s - _ttft_s(request)) / max(1, request.wanted.num_output_tokens - 1)
+    return (request.finished_s - request.arrived_s - ttft_s(request)) / max(1, request.wanted.num_output_tokens - 1)
 
 
 def _spread(ordered: Sequence[float]) -> Spread:

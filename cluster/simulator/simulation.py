@@ -44,6 +44,11 @@ class SimPort:
         return _nothing
 
 
+def _never() -> bool:
+    """Everybody is waited for."""
+    return False
+
+
 def _nothing(*_args: object, **_options: object) -> None:
     """Nobody is there."""
 
@@ -90,6 +95,9 @@ class Simulation:
         self.workers.use(self.router)
         self._incarnation = 0
         self.num_faults = 0
+        self.is_decided: Callable[[], bool] = _never
+        """Asked whenever a request has ended: whether the others need not be seen."""
+        self._is_cut = False
         self._given_up: set[WorkerKey] = set()
         """Workers that are gone, or will be when the router has learnt it."""
         for role, pool in ((WorkerRole.PREFILL, spec.prefill), (WorkerRole.DECODE, spec.decode)):
@@ -100,13 +108,13 @@ class Simulation:
             self._join_sink()
 
     def run(self) -> Outcomes:
-        """Until every request has ended."""
+        """Until every request has ended, or `is_decided`."""
         num_requests = len(self.trace.requests)
         self._await_arrival(0)
         outcomes = self.router.outcomes
         with _quiet_collector():
             self.events.run()
-        if outcomes.num_ended < num_requests:
+        if outcomes.num_ended < num_requests and not self._is_cut:
             raise InvariantError(f"{num_requests - outcomes.num_ended} requests wait for something that never happens")
         return outcomes
 
@@ -197,7 +205,8 @@ class Simulation:
         return RulePlacer(registry=self.registry, rule=rule, rng=rng, clock=self.events.clock)
 
     def _ended(self) -> None:
-        if self.router.outcomes.num_ended >= len(self.trace.requests):
+        self._is_cut = self.is_decided()
+        if self._is_cut or self.router.outcomes.num_ended >= len(self.trace.requests):
             self.events.stop()
 
     def _await_arrival(self, number: int) -> None:
