@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from engine.request import Batch
@@ -235,4 +235,4 @@ class Engine:
         )
         self._ended_s = ended_s
         self._scheduler.observe(timings)
-        self._on_step(replace(output, timings=timings))
+        self._on_step(output._replace(timings=timings))

@@ -44,7 +44,7 @@ def has_decodes(items: Iterable[BatchItem]) -> bool:
 class ChunkPace:
     """Bounds the chunk of a step beside decodes by time. Pure: time is told, never read."""
 
-    __slots__ = ("_decodes", "_decodes_in_tokens", "_max_step_s", "_max_tokens", "_token_s")
+    __slots__ = ("_decodes", "_decodes_in_tokens", "_is_unweighed", "_max_step_s", "_max_tokens", "_token_s")
 
     def __init__(self, *, max_step_s: float | None, max_tokens: int) -> None:
         """`max_step_s`: None for no bound but `max_tokens`."""
@@ -54,6 +54,8 @@ class ChunkPace:
         """Seconds of steps that only decoded."""
         self._decodes_in_tokens = 0.0
         """How many prompt tokens are computed in the time that decodes take."""
+        self._is_unweighed = False
+        """That is to be worked out anew, once somebody asks: most steps only decode, and nobody does."""
         self._token_s: deque[float] = deque(maxlen=_NUM_REMEMBERED)
         """Seconds of a prompt token, of steps with a chunk."""
 
@@ -63,13 +65,14 @@ class ChunkPace:
         """
         if timings.num_tokens == timings.num_requests:
             self._decodes.append(timings.step_s)
-            self._weigh_decodes()
+            self._is_unweighed = True
             return
         # Exact for one prompt, a token less for each further one.
         chunk_tokens = timings.num_tokens - timings.num_requests + 1
         least = MIN_PREFILL_TOKENS if beside_decodes else max(MIN_PREFILL_TOKENS, self._max_tokens // 2)
         if chunk_tokens < least or timings.step_s <= 0.0:
             return
+        self._weigh_if_needed()
         self._token_s.append(timings.step_s / (chunk_tokens + (self._decodes_in_tokens if beside_decodes else 0.0)))
         if beside_decodes and self._decodes and median(self._decodes) > timings.step_s:
             # Decodes take no longer than they take with a chunk besides: those before stood still.
@@ -83,10 +86,16 @@ class ChunkPace:
         """Most prompt tokens of the next step, if it has decodes: `max_tokens` while no rate is known. O(1)."""
         if self._max_step_s is None or not self._token_s:
             return self._max_tokens
+        self._weigh_if_needed()
         fitting = _AIM * self._max_step_s / median_high(self._token_s) - self._decodes_in_tokens
         return min(self._max_tokens, max(MIN_CHUNK_TOKENS, int(fitting) // _CHUNK_STEP * _CHUNK_STEP))
 
+    def _weigh_if_needed(self) -> None:
+        if self._is_unweighed:
+            self._weigh_decodes()
+
     def _weigh_decodes(self) -> None:
+        self._is_unweighed = False
         # Not while chunk follows chunk: what decodes took before would be held against what tokens take now.
         if self._decodes and self._token_s:
             self._decodes_in_tokens = median(self._decodes) / median(self._token_s)

@@ -36,8 +36,9 @@ class PoolRoster:
         self.pool_tokens: Ints = np.array([info.pool_tokens for info in infos], dtype=np.int64)
         self.least_pool_tokens = min((info.pool_tokens for info in infos), default=0)
         self.kv_token_bytes: Floats = np.array([info.kv_bytes_per_token for info in infos], dtype=np.float64)
-        self.lends: Bools = np.array([bool(info.handoff_address) for info in infos], dtype=np.bool_)
-        """Who has a hand-off service."""
+        lends = [bool(info.handoff_address) for info in infos]
+        self.lends: Bools | None = None if all(lends) else np.array(lends, dtype=np.bool_)
+        """Who has a hand-off service; None: all."""
         self.block_sizes = _one_or_all([info.layout.block_size for info in infos])
         self.tokens: float | Floats = np.float64(1.0) * self.block_sizes
         """Of each one's blocks: the same, ready to be multiplied with."""

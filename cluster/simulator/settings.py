@@ -59,7 +59,7 @@ class ClusterSpec:
 
 
 def open_door() -> AdmissionPolicy:
-    """Whoever comes runs at once, whatever the workers have to do: for looking at placement alone."""
+    """Nobody waits but for memory, whatever the workers have to do: for looking at placement alone."""
     return AdmissionPolicy(max_queue_s=inf, room=RoomPolicy(worker_backlog_s=inf, max_running_per_worker=2**40))
 
 

@@ -30,7 +30,7 @@ async def gated(
 ) -> AsyncIterator[tuple[Gate, Cluster]]:
     async with cluster(*workers) as core:
         admission = FairAdmission(
-            workers=core.registry.snapshots,
+            view=core.registry.view,
             places=lambda _: 100,
             limiter=Limiter(limits or LimitsConfig(), clock=time.monotonic),
             policy=AdmissionPolicy(max_queue_s=max_queue_s, room=RoomPolicy(max_running_per_worker=running)),

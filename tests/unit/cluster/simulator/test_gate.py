@@ -1,0 +1,63 @@
+"""Production's admission before a simulated router: who waits, who is refused, and that nobody is lost."""
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.simulator.faults import FaultSpec, draw_faults
+from cluster.simulator.settings import open_door
+from cluster.simulator.simulation import Choosing, Simulation
+from router.admission_counts import Rejection
+from router.cluster_room import RoomPolicy
+from router.fair_admission import AdmissionPolicy
+from tests.unit.cluster.simulator.small import cluster, load
+from tests.unit.cluster.simulator.test_simulation import audit
+
+
+def simulated(policy: AdmissionPolicy | None, *, sizes: tuple[int, int] = (1, 1), rate: float = 200.0) -> Simulation:
+    simulation = Simulation(replace(cluster(*sizes), admission=policy), load(rate=rate), Choosing(), seed=1)
+    simulation.run()
+    return simulation
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (0, 1)], ids=["disaggregated", "colocated"])
+def test_who_finds_no_room_waits_here_and_has_a_turn(sizes: tuple[int, int]) -> None:
+    simulation = simulated(AdmissionPolicy(room=RoomPolicy(max_running_per_worker=4)), sizes=sizes)
+    counts = simulation.router.gate.admission.counts
+    assert len(simulation.router.outcomes.finished) == counts.num_turns == 60
+    assert counts.waited_s > 1.0
+    assert simulation.router.gate.admission.num_inflight == 0
+    audit(simulation)
+
+
+def test_a_long_wait_is_refused_by_its_prediction() -> None:
+    policy = AdmissionPolicy(max_queue_s=0.2, room=RoomPolicy(max_running_per_worker=2, worker_backlog_s=0.05))
+    simulation = simulated(policy)
+    outcomes, counts = simulation.router.outcomes, simulation.router.gate.admission.counts
+    assert 0 < outcomes.num_rejected == counts.rejections[Rejection.QUEUE_TIME] + counts.rejections[Rejection.HOPELESS]
+    assert len(outcomes.finished) + outcomes.num_rejected == 60
+    audit(simulation)
+
+
+def test_a_full_line_turns_the_next_one_away() -> None:
+    simulation = simulated(AdmissionPolicy(max_requests=3, room=RoomPolicy(max_running_per_worker=2)))
+    counts = simulation.router.gate.admission.counts
+    assert 0 < simulation.router.outcomes.num_rejected == counts.rejections[Rejection.QUEUE_FULL]
+
+
+def test_before_an_open_door_nobody_waits_where_nobody_decodes() -> None:
+    simulation = simulated(open_door(), sizes=(2, 0))
+    counts = simulation.router.gate.admission.counts
+    assert (counts.num_turns, counts.waited_s, simulation.router.outcomes.num_rejected) == (60, 0.0, 0)
+
+
+def test_those_that_wait_outlive_the_worker() -> None:
+    spec = replace(cluster(0, 2), admission=AdmissionPolicy(room=RoomPolicy(max_running_per_worker=4)))
+    trace = load(rate=60.0)
+    simulation = Simulation(spec, trace, Choosing(), seed=1)
+    for fault in draw_faults(FaultSpec.parse("crash=3,restart=1"), spec, trace.span_s, 1):
+        simulation.strike(fault)
+    simulation.run()
+    assert simulation.num_faults
+    assert len(simulation.router.outcomes.finished) == 60
+    audit(simulation)
