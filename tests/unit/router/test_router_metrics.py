@@ -1,7 +1,5 @@
 """What the meter measures, on a clock of the test's."""
 
-from dataclasses import fields
-
 import pytest
 
 from engine.step import Load
@@ -34,7 +32,7 @@ def value(metrics: RouterMetrics, name: str, **labels: str) -> float | None:
 def test_cache_tiers_are_shown_as_workers_count_them() -> None:
     metrics = RouterMetrics("m")
     counts = TierCounts(tier="disk", num_blocks=3, capacity_blocks=9, hits=5, stored_bytes=7, store_s=0.5, damaged=2)
-    load = Load(**dict.fromkeys((f.name for f in fields(Load) if f.name != "tiers"), 1), tiers=(counts,))
+    load = Load(**dict.fromkeys((name for name in Load._fields if name != "tiers"), 1), tiers=(counts,))
     told = load_to_pb(load, prefill_tokens_per_s=1.0, decode_step_s=1.0, kv_bytes_per_s=1.0)
     told.cache_tiers.add(tier="made up by a peer")
     metrics.worker_loads([worker("w", load=load_from_pb(told))])
