@@ -72,7 +72,7 @@ class SimGate:
         """It is over, after so many tokens; what of its prompt was cached is learnt if it had its whole answer."""
         if (entry := request.entry) is None:
             return
-        self.admission.generated(entry, num_tokens - entry.output_tokens)
+        self.admission.generated(entry, max(0, num_tokens - entry.output_tokens))
         if num_tokens == request.wanted.num_output_tokens and request.cached_tokens is not None:
             self.admission.cached(entry, request.cached_tokens)
         self.admission.end(entry)
