@@ -48,12 +48,12 @@ class _Broken:
 
     def __call__(self) -> bool:
         outcomes = self._outcomes
-        if outcomes.num_rejected or outcomes.num_failed:
+        if outcomes.num_failed:
             return True
         for index in range(self._num_seen, len(outcomes.finished)):
             self._num_late += ttft_s(outcomes.finished[index]) > self._slo.ttft_s + _MARGIN
         self._num_seen = len(outcomes.finished)
-        if self._num_late > self._most_late:
+        if self._num_late + outcomes.num_rejected > self._most_late:
             return True
         return self._num_seen % _LOOK_EVERY == 0 and self._gaps.num_beyond(self._slo.itl_s) > self._most_gaps
 
@@ -104,7 +104,7 @@ def capacity(trial: Trial, spec: ClusterSpec, *, halvings: int = 4) -> Capacity:
 def what_breaks(report: Report) -> str:
     """The promises that a report does not keep; of a simulation that was cut short those that were broken by then."""
     broken = []
-    if report.num_rejected or report.num_failed:
+    if report.num_failed:
         broken.append("answers")
     if report.ttft_within < 0.99:
         broken.append("TTFT")

@@ -62,7 +62,7 @@ def plan_cluster(options: PlanOptions) -> str:
     if not options.workers or not options.batch_limits or min(options.batch_limits) < 1:
         raise ConfigError("--worker says what a worker may be, --batch how many sequences a step may have")
     load = options.load
-    trial = Trial(trace=_trace(load), slo=Slo.parse(load.slo), choosing=Choosing(), seed=load.seed)
+    trial = Trial(trace=_trace(load).spread(), slo=Slo.parse(load.slo), choosing=Choosing(), seed=load.seed)
     kinds = [WorkerKind.parse(text) for text in options.workers]
     plans = plan(trial, kinds, options.batch_limits, max_gpus=options.max_gpus)
     if not load.as_json:
@@ -155,7 +155,7 @@ def _sweep(options: SimulateOptions, trace: Trace, slo: Slo, policies: tuple[str
     prefill, decode = spec.prefill or spec.decode, spec.decode
     if prefill is None or decode is None:
         raise ConfigError("--sweep needs workers")
-    trial = Trial(trace=trace, slo=slo, choosing=Choosing(policy=policies[0]), seed=options.seed)
+    trial = Trial(trace=trace.spread(), slo=slo, choosing=Choosing(policy=policies[0]), seed=options.seed)
     rows = sweep(trial, num_workers, lambda p: split(num_workers, p, prefill, decode, spec))
     if not options.as_json:
         return sweep_table(rows)

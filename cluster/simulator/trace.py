@@ -1,7 +1,9 @@
 """What clients will ask: requests with their times, lengths, and the names of the blocks that they share."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from tandem.ids import BlockHash
 
@@ -52,6 +54,23 @@ class Trace:
         """The same requests, `factor` times as long apart, from time 0 on."""
         start_s = self.requests[0].arrival_s if self.requests else 0.0
         return self._with(replace(r, arrival_s=(r.arrival_s - start_s) * factor) for r in self.requests)
+
+    def spread(self) -> "Trace":
+        """The same requests, those of one instant evenly up to the next: the clock of some traces is coarse.
+
+        Who comes together because of that would come together at every rate, however far the trace is stretched.
+        """
+        times = sorted({request.arrival_s for request in self.requests})
+        gaps = {time: after - time for time, after in pairwise(times)}
+        last_s = gaps[times[-2]] if gaps else 0.0
+        numbers, sizes = Counter[float](), Counter(request.arrival_s for request in self.requests)
+        spread = []
+        for request in self.requests:
+            at_s = request.arrival_s
+            later_s = gaps.get(at_s, last_s) * numbers[at_s] / sizes[at_s]
+            numbers[at_s] += 1
+            spread.append(replace(request, arrival_s=at_s + later_s))
+        return self._with(spread)
 
     def prompts_only(self) -> "Trace":
         """The same prompts, each answered by one token."""

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.simulator.capacity import what_breaks
 from cluster.simulator.faults import FaultSpec, draw_faults
+from cluster.simulator.report import Slo, report_on
 from cluster.simulator.settings import open_door
 from cluster.simulator.simulation import Choosing, Simulation
 from router.admission_counts import Rejection
@@ -37,6 +39,16 @@ def test_a_long_wait_is_refused_by_its_prediction() -> None:
     assert 0 < outcomes.num_rejected == counts.rejections[Rejection.QUEUE_TIME] + counts.rejections[Rejection.HOPELESS]
     assert len(outcomes.finished) + outcomes.num_rejected == 60
     audit(simulation)
+
+
+def test_who_is_refused_counts_as_one_without_a_first_token_in_time() -> None:
+    policy = AdmissionPolicy(max_queue_s=0.2, room=RoomPolicy(max_running_per_worker=2, worker_backlog_s=0.05))
+    simulation = simulated(policy)
+    report = report_on(simulation, Slo(ttft_s=1e3, itl_s=1e3), policy="tandem", seed=1)
+    assert report.num_rejected > 1
+    assert report.ttft_within == pytest.approx(1.0 - report.num_rejected / 60)
+    assert not report.held
+    assert what_breaks(report) == "TTFT"
 
 
 def test_a_full_line_turns_the_next_one_away() -> None:

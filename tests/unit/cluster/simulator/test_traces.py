@@ -1,6 +1,7 @@
 """Traces, latencies and options: read as they are meant, and refused by name where they are wrong."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,16 @@ def test_utilisation_is_the_ideal_s_work_by_the_workers_time(mooncake: Path) -> 
     ideal = shared_cache(trace, 100)
     stretched = utilised(trace, ideal, latency, num_workers=2, share=0.5)
     assert stretched.span_s * 2 * 0.5 == pytest.approx((1100 + 1600 - 1024 + 512) * 1e-3)
+
+
+def test_a_coarse_clock_makes_nobody_come_together() -> None:
+    trace = load(requests=6)
+    times = [0.0, 0.0, 0.0, 3.0, 9.0, 9.0]
+    coarse = replace(trace, requests=tuple(replace(r, arrival_s=t) for r, t in zip(trace.requests, times, strict=True)))
+    spread = coarse.spread()
+    assert [r.arrival_s for r in spread.requests] == pytest.approx([0.0, 1.0, 2.0, 3.0, 9.0, 12.0])
+    assert [r.names for r in spread.requests] == [r.names for r in trace.requests]
+    assert spread.spread() == spread
 
 
 def test_azure_shares_nothing(tmp_path: Path) -> None:
