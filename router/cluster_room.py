@@ -84,7 +84,7 @@ def look(view: ClusterView, policy: RoomPolicy, transit: InTransit, now_s: float
         slots=int(_sum(_slots(active, decode.step_ms[willing], policy))) - transit.num_requests,
         slack_tokens=float(slack) - transit.work_tokens,
         free_tokens=_free_tokens(active, decode.free_tokens[willing]),
-        pool_tokens=float(decode.roster.pool_tokens[_open(decode)].max()) if _any(decode, _open(decode)) else math.inf,
+        pool_tokens=_pool_tokens(decode),
         prefill_tokens_per_s=float(_sum(rates)) or policy.prior_prefill_tokens_per_s,
         measured_tokens_per_s=float(_most(measured)) if len(rates) else 0.0,
         least_wait_s=float(_least(backlogs / rates)) if len(rates) else 0.0,
@@ -129,6 +129,11 @@ def _slots(active: Floats, step_ms: Floats, policy: RoomPolicy) -> Floats:
     if policy.max_itl_s is None:
         return free
     return np.where((active > 0.0) & (step_ms > 1e3 * policy.max_itl_s), 0.0, free)
+
+
+def _pool_tokens(pool: PoolView) -> float:
+    rows = _open(pool)
+    return float(_most(pool.roster.pool_tokens[rows])) if _any(pool, rows) else math.inf
 
 
 def _free_tokens(active: Floats, free_tokens: Floats) -> float:
