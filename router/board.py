@@ -20,7 +20,7 @@ from router.peer_load import PeerLoads
 from router.shared_limits import SharedLimits
 from router.workers import WorkerRegistry
 from tandem.board.breaker import CircuitBreaker
-from tandem.board.entries import BoardCodec
+from tandem.board.entries import BadEntry, BoardCodec
 from tandem.board.keys import BoardKeys
 from tandem.board.link import LinkHealth, RedisDown, RedisLink
 from tandem.board.settings import BoardSettings
@@ -129,14 +129,20 @@ class RouterBoard:
                 self._view.follow(key)
 
     async def _take_turns(self) -> None:
+        fault = ""
         while True:
             try:
                 await self._poll.allowed()
                 await self._who.turn(self._clock())
                 if await self._exchange.turn(self._registry.in_flight(), self._clock()):
                     self._registry.peers_changed()
+                fault = ""
             except RedisDown:
                 _log.debug("no exchange of loads: %s", self._poll.health.reason)
+            except (BadEntry, ValueError) as error:
+                # What cannot be said, of ourselves, costs the others this turn; streams are not ended for it.
+                if fault != (fault := str(error)):
+                    _log.exception("no exchange of loads, by a fault of this router's own")
             if self._peers.expire(self._clock()):
                 self._registry.peers_changed()
             self._limits.keep(self._peers.routers)

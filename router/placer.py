@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from router.booking import Booking
 from router.costs import CostModel
 from router.decisions import Decision, DecisionLog, PlacementObserver
 from router.holders import Confirmed, best_holder
@@ -29,8 +30,10 @@ class Assignment:
     num_tokens: int
     computing: WorkerKey
     """Who computes the prompt, at the moment."""
-    tokens_to_compute: int
-    """Not known to be computed yet."""
+    booked: Booking
+    """At the worker that answers."""
+    prompt: Booking
+    """Where the prompt is computed: the same, or one at a prefill worker."""
     holder: PrefixHolder | None = None
     """Who is thought to hold more of the prefix than `computing`."""
     seconds: float = 0.0
@@ -86,19 +89,18 @@ class Placer:
         port = registry.port(decode)
         if port is None:
             raise InvariantError(f"worker {decode.worker_id} was placed but is not live")
+        booked = registry.assign(decode, 0 if placement.prefill else placement.work_tokens)
         assignment = Assignment(
             placement=placement,
             port=port,
             names=names,
             num_tokens=num_tokens,
             computing=computing,
-            tokens_to_compute=placement.work_tokens,
+            booked=booked,
+            prompt=registry.assign(computing, placement.work_tokens) if placement.prefill else booked,
             holder=best_holder(demand, placement.computing.info, view, self._confirmed(names)),
         )
         self._count_heat(demand, placement, names)
-        registry.assign(decode, 0 if placement.prefill else placement.work_tokens)
-        if placement.prefill:
-            registry.assign(computing, placement.work_tokens)
         # Only where it is computed: the decode worker's copy exists when the hand-off has committed, not before.
         registry.prefix_map.expect(computing.worker_id, names, now_s=begun_s)
         if placement.prefill:
@@ -120,14 +122,15 @@ class Placer:
             uncached_tokens=0,
             predicted_ms=0.0,
         )
-        self.registry.assign(found.info.key, 0)
+        booked = self.registry.assign(found.info.key, 0)
         return Assignment(
             placement=placement,
             port=port,
             names=names,
             num_tokens=num_tokens,
             computing=found.info.key,
-            tokens_to_compute=0,
+            booked=booked,
+            prompt=booked,
         )
 
     def record(self, assignment: Assignment, request_id: RequestId) -> None:
@@ -170,13 +173,12 @@ class Placer:
 
     def prompt_computed(self, assignment: Assignment) -> None:
         """The first token came."""
-        if assignment.tokens_to_compute:
-            self.registry.computed(assignment.computing, assignment.tokens_to_compute)
+        if assignment.prompt.tokens:
+            assignment.prompt.computed()
             self.registry.prefix_map.computed(assignment.computing.worker_id, assignment.names, now_s=self._clock())
-            assignment.tokens_to_compute = 0
-        if assignment.computing != assignment.decode:
-            self.registry.release(assignment.computing)
-            assignment.computing = assignment.decode
+        if assignment.prompt is not assignment.booked:
+            assignment.prompt.end()
+            assignment.prompt, assignment.computing = assignment.booked, assignment.decode
 
     def found_cached(self, assignment: Assignment, num_tokens: int) -> None:
         """So many tokens need not be computed, by the word of who computed the others."""
@@ -190,21 +192,21 @@ class Placer:
     def release(self, assignment: Assignment) -> None:
         """The attempt is over, well or not."""
         self._stop_computing(assignment)
-        self.registry.release(assignment.decode)
+        assignment.booked.end()
 
     def _stop_computing(self, assignment: Assignment) -> None:
-        if assignment.tokens_to_compute:
+        if assignment.prompt.tokens:
             self.registry.prefix_map.revoke(assignment.computing.worker_id, assignment.names)
         self.prompt_computed(assignment)
 
     def _compute_on(self, assignment: Assignment, key: WorkerKey, num_tokens: int) -> None:
         assignment.computing = key
-        assignment.tokens_to_compute = num_tokens
         if assignment.decision is not None:
             assignment.decision.rerouted.append(key.worker_id)
-        self.registry.assign(key, num_tokens)
         if key == assignment.decode:
-            self.registry.release(key)
+            assignment.booked.owes(num_tokens)
+        else:
+            assignment.prompt = self.registry.assign(key, num_tokens)
         self.registry.prefix_map.expect(key.worker_id, assignment.names, now_s=self._clock())
 
     def _count_heat(self, demand: Demand, placement: Placement, names: Sequence[BlockHash]) -> None:

@@ -113,6 +113,12 @@ class WorkerRecord:
         self.num_since_load += 1
         self._show_count()
 
+    def owes(self, tokens: int) -> None:
+        """More tokens of a request that was sent there are to be computed."""
+        self.own_backlog += tokens
+        self.backlog_since_load += tokens
+        self._show_count()
+
     def computed(self, tokens: int) -> None:
         """Tokens that were assigned have been computed, or never will be."""
         self.own_backlog -= tokens
@@ -142,7 +148,7 @@ class WorkerRecord:
         return Share(
             process=Process(*self.info.key),
             report_number=self.load.report_number,
-            backlog_tokens=max(0, self.own_backlog),
+            backlog_tokens=self.own_backlog,
             num_requests=self.num_assigned,
             backlog_since=self.backlog_since_load,
             num_since=self.num_since_load,

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from router.booking import Booking
 from router.peer_load import NO_PEERS, PeerShare
 from router.pools import ClusterView
 from router.prefix_map import PrefixMap
@@ -167,20 +168,9 @@ class WorkerRegistry:
         worker = self._find(key)
         return None if worker is None else worker.port
 
-    def assign(self, key: WorkerKey, tokens_to_compute: int) -> None:
-        """A request was sent there."""
-        if (worker := self._find(key)) is not None:
-            worker.assigned(tokens_to_compute)
-
-    def computed(self, key: WorkerKey, tokens: int) -> None:
-        """Tokens that were assigned have been computed, or never will be."""
-        if (worker := self._find(key)) is not None:
-            worker.computed(tokens)
-
-    def release(self, key: WorkerKey) -> None:
-        """An assigned request is over there."""
-        if (worker := self._find(key)) is not None:
-            worker.released()
+    def assign(self, key: WorkerKey, tokens_to_compute: int) -> Booking:
+        """A request was sent there; what is returned says what becomes of it."""
+        return Booking(self._find(key), tokens_to_compute)
 
     def loaded_elsewhere(self, key: WorkerKey, share: PeerShare) -> None:
         """What other routers have under way there; holds until `peers_changed`, or the worker's next report."""

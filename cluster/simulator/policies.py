@@ -264,9 +264,7 @@ class RulePlacer(Placer):
             uncached_tokens=num_uncached,
             predicted_ms=0.0,
         )
-        registry.assign(key, num_uncached if prefill is None else 0)
-        if prefill is not None:
-            registry.assign(computing_key, num_uncached)
+        booked = registry.assign(key, num_uncached if prefill is None else 0)
         registry.prefix_map.expect(computing_key.worker_id, names, now_s=self._now())
         self._active_tokens[key] = self._active_tokens.get(key, 0) + num_tokens
         return Assignment(
@@ -275,5 +273,6 @@ class RulePlacer(Placer):
             names=names,
             num_tokens=num_tokens,
             computing=computing_key,
-            tokens_to_compute=num_uncached,
+            booked=booked,
+            prompt=booked if prefill is None else registry.assign(computing_key, num_uncached),
         )

@@ -5,12 +5,14 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from router.admission_assembly import make_limits
 from router.board_view import Reload
+from router.worker_view import WorkerKey
 from tandem.board.entries import MAX_CHANGES, BoardCodec, Footprint, Notice, Process, RouterLoad, Share
 from tandem.board.keys import BoardKeys
 from tandem.config import RouterConfig
@@ -319,15 +321,32 @@ async def test_a_report_tells_what_has_reached_the_worker_and_peers_add_the_rest
                 lambda of=each: all(s.load.report_number == 1000 for s in of.registry.snapshots()), "the last report"
             )
         key = first.registry.snapshots()[0].info.key
-        first.registry.assign(key, 50)
+        sent = first.registry.assign(key, 50)
         await until(
             lambda: [s.info.key for s in second.registry.snapshots() if s.backlog_tokens == 50] == [key],
             "sent since that report",
         )
         share: Share = first.registry.in_flight()[0]
         assert (share.report_number, share.backlog_since) == (1000, 50)
-        first.registry.computed(key, 50)
-        first.registry.release(key)
+        sent.end()
+
+
+async def test_a_load_that_cannot_be_told_is_not_told_and_ends_no_router(
+    server: RedisServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with AsyncExitStack() as stack:
+        _, (first, second) = await two_of_each(stack, server)
+        sent = first.registry.assign(first.registry.snapshots()[0].info.key, 50)
+        (told,) = first.registry.in_flight()
+        with monkeypatch.context() as patch:
+            patch.setattr(first.registry, "in_flight", lambda: (replace(told, num_requests=-1),))
+            await until(lambda: "a fault of this router's own" in caplog.text, "the fault is logged")
+            assert await first.ask(prompt(1)) == expected_tokens(prompt(1), count=8, seed=3)
+        more = first.registry.assign(WorkerKey(*told.process), 7)
+        await until(lambda: any(s.backlog_tokens == 57 for s in second.registry.snapshots()), "told again")
+        assert caplog.text.count("a fault of this router's own") == 1
+        for each in (sent, more):
+            each.end()
 
 
 async def test_routers_share_a_tenants_limits(server: RedisServer) -> None:

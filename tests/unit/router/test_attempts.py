@@ -231,6 +231,27 @@ def test_books_of_a_dead_worker_do_not_touch_its_successor(registry: WorkerRegis
     assert _books(registry)["d0"] == (0, 0)
 
 
+def test_a_process_that_is_back_has_nothing_of_what_was_sent_in_its_former_session(registry: WorkerRegistry) -> None:
+    placer = _placer(registry)
+    lost, kept = (placer.assign(num_tokens=320, names=_names(20)) for _ in range(2))
+    for snapshot in registry.snapshots():
+        registry.left(snapshot.info.key, "silent for 1.5 s")
+        registry.joined(snapshot.info, _Port())
+    again = placer.assign(num_tokens=160, names=_names(10))
+    now = _books(registry)
+    placer.prompt_computed(kept)
+    placer.release(kept)
+    placer.compute_locally(lost)
+    placer.release(lost)
+    assert _books(registry) == now
+    placer.release(again)
+    placer.release(again)
+    for snapshot in registry.snapshots():
+        registry.load_changed(snapshot.info.key, WorkerLoad())
+    assert set(_books(registry).values()) == {(0, 0)}
+    assert registry.in_flight() == ()
+
+
 def test_load_report_replaces_what_was_sent_before_it(registry: WorkerRegistry) -> None:
     placer, key = _placer(registry), worker("d0").info.key
     registry.load_changed(key, WorkerLoad(num_running=5, backlog_tokens=100))

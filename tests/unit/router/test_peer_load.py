@@ -2,6 +2,7 @@
 
 from random import Random
 
+from router.booking import Booking
 from router.peer_load import NO_PEERS, PeerLoads, PeerShare
 from router.prefix_map import PrefixMap
 from router.session_wire import hello_from_pb
@@ -101,12 +102,11 @@ def test_a_router_tells_what_it_has_under_way_and_nothing_of_idle_workers() -> N
     key = registry.snapshots()[0].info.key
     assert registry.in_flight() == ()
     registry.load_changed(key, WorkerLoad(report_number=4))
-    registry.assign(key, 64)
+    sent = registry.assign(key, 64)
     assert registry.in_flight() == (share(4, 64, 1, 64, 1, key),)
     registry.load_changed(key, WorkerLoad(report_number=5, backlog_tokens=64, num_running=1))
     assert registry.in_flight() == (share(5, 64, 1, 0, 0, key),)
-    registry.computed(key, 64)
-    registry.release(key)
+    sent.end()
     assert registry.in_flight() == ()
 
 
@@ -117,24 +117,20 @@ def test_several_routers_never_count_a_request_twice_nor_miss_one_for_long() -> 
         peers = {i: PeerLoads(lease_s=1e9) for i in range(3)}
         routers = {i: registry_with(peers[i]) for i in peers}
         key = routers[0].snapshots()[0].info.key
-        under_way: list[tuple[int, int]] = []
+        under_way: list[Booking] = []
         report = 0
         for step in range(80):
             mine = rng.randrange(3)
             if rng.random() < 0.6:
-                tokens = rng.randrange(1, 100)
-                routers[mine].assign(key, tokens)
-                under_way.append((mine, tokens))
+                under_way.append(routers[mine].assign(key, rng.randrange(1, 100)))
             if under_way and rng.random() < 0.3:
-                owner, tokens = under_way.pop(rng.randrange(len(under_way)))
-                routers[owner].computed(key, tokens)
-                routers[owner].release(key)
+                under_way.pop(rng.randrange(len(under_way))).end()
             if rng.random() < 0.3:
                 report += 1
                 told = WorkerLoad(
                     report_number=report,
                     num_running=len(under_way),
-                    backlog_tokens=sum(tokens for _, tokens in under_way),
+                    backlog_tokens=sum(sent.tokens for sent in under_way),
                 )
                 for registry in routers.values():
                     registry.load_changed(key, told)
@@ -145,5 +141,5 @@ def test_several_routers_never_count_a_request_twice_nor_miss_one_for_long() -> 
                     registry.peers_changed()
                 for registry in routers.values():
                     (seen,) = registry.snapshots()
-                    assert seen.backlog_tokens == sum(tokens for _, tokens in under_way), (seed, step)
+                    assert seen.backlog_tokens == sum(sent.tokens for sent in under_way), (seed, step)
                     assert seen.num_active == len(under_way), (seed, step)

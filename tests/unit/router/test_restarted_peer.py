@@ -44,7 +44,7 @@ async def test_what_it_was_blamed_for_is_forgotten(role: WorkerRole) -> None:
         registry, health = router.registry, router.dispatcher.health
         (key,) = (w.info.key for w in registry.snapshots() if w.info.key.worker_id == "w0")
         registry.penalise(key, 1000.0)
-        registry.assign(key, 500)
+        sent = registry.assign(key, 500)
         for _ in range(5):
             health.breakers.failed(key, time.monotonic())
         registry.prefix_map.expect(WorkerId("w0"), [b"0" * 16], now_s=0.0)
@@ -56,8 +56,7 @@ async def test_what_it_was_blamed_for_is_forgotten(role: WorkerRole) -> None:
         assert registry.prefix_map.num_blocks(WorkerId("w0")) == 0
         # What is still told of the former life changes nothing.
         registry.penalise(key, 1000.0)
-        registry.release(key)
-        registry.computed(key, 500)
+        sent.end()
         assert next(w for w in registry.snapshots() if w.info.key == new.info.key) == new
 
 

@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from router.booking import Booking
 from router.peer_load import PeerShare
 from router.pools import PoolView
 from router.prefix_map import PrefixMap
@@ -50,6 +51,7 @@ def random_load(rng: Random) -> WorkerLoad:
 def test_whatever_the_registry_is_told_the_view_says_the_same() -> None:
     rng, clock = Random(5), Clock()
     registry = WorkerRegistry(prefix_map=PrefixMap(), clock=clock)
+    sent: list[Booking] = []
     for step in range(2_000):
         name = rng.choice(["d0", "d1", "d2", "p0", "p1"])
         live = {s.info.key.worker_id: s.info.key for s in registry.snapshots()}
@@ -62,11 +64,12 @@ def test_whatever_the_registry_is_told_the_view_says_the_same() -> None:
                 case 0 | 1:
                     registry.load_changed(key, random_load(rng))
                 case 2 | 3:
-                    registry.assign(key, rng.randrange(300))
-                case 4:
-                    registry.computed(key, rng.randrange(10))
-                case 5:
-                    registry.release(key)
+                    sent.append(registry.assign(key, rng.randrange(300)))
+                case 4 if sent:
+                    rng.choice(sent).owes(rng.randrange(10))
+                case 5 if sent:
+                    # Of whoever it is, live, gone or back.
+                    sent.pop(rng.randrange(len(sent))).end()
                 case 6:
                     registry.penalise(key, rng.random())
                 case 7:
