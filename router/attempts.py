@@ -7,12 +7,13 @@ worker is full, the choice waits for room. Bounds: `max_attempts` in a row witho
 budget, and the request's deadline.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from random import Random
 
 from router.requests import ChoiceFinish
-from router.session_events import AttemptFinished, AttemptStarted, TokensArrived
+from router.session_events import AttemptFinished, AttemptStarted, TokensArrived, WorkerPort
 from router.worker_view import WorkerKey
 from tandem.errors import (
     DeadlineExceeded,
@@ -91,8 +92,8 @@ class ChoiceProgress:
     attempt: int = 0
     num_reroutes: int = 0
     """Of this attempt."""
-    excluded: set[WorkerKey] = field(default_factory=set)
-    """Workers tried in vain since the last progress."""
+    excluded: dict[WorkerKey, WorkerPort] = field(default_factory=dict)
+    """Workers tried in vain since the last progress, by the session in which that was."""
     full: set[WorkerKey] = field(default_factory=set)
     """Those of the excluded that said when to come back."""
     num_waits: int = 0
@@ -150,8 +151,13 @@ class ChoiceProgress:
 
     def try_full_again(self) -> None:
         """The wait is over."""
-        self.excluded -= self.full
+        for worker in self.full:
+            self.excluded.pop(worker, None)
         self.full.clear()
+
+    def still_excluded(self, port_of: Callable[[WorkerKey], WorkerPort | None]) -> set[WorkerKey]:
+        """Those that are not to be asked: a worker that was lost and has come back may be."""
+        return {worker for worker, port in self.excluded.items() if port_of(worker) is port}
 
     def may_reroute(self) -> bool:
         """Whether a failed hand-off is answered by another prefill worker (else: compute locally)."""

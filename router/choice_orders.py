@@ -7,10 +7,22 @@ from router.placer import Assignment
 from router.requests import RoutedRequest
 from router.session_events import PrefillRoute, SubmitOrder
 from router.worker_view import WorkerSnapshot
-from tandem.ids import RequestId, TransferId
+from tandem.block_hash import BlockHasher
+from tandem.ids import BlockHash, RequestId, TransferId
 
 UNREAD_TOKENS_PER_MESSAGE = 32
 """Of an answer that is read at its end: what is generated again, at most, when its worker is lost."""
+
+
+def block_names(
+    request: RoutedRequest, prompt_names: list[BlockHash], generated: Sequence[int], hasher: BlockHasher
+) -> list[BlockHash]:
+    """Of the prompt, which are known, and of what the client has."""
+    if not generated:
+        return prompt_names
+    names = list(prompt_names)
+    hasher.extend(request.hash_root, names, [*request.prompt_token_ids, *generated])
+    return names
 
 
 def first_route(request_id: RequestId, attempt: int, assignment: Assignment) -> PrefillRoute | None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from router.attempts import ChoiceProgress, RetryReason, TokenGap, final_error, is_final, is_full
-from router.choice_orders import first_route, next_route, submit_order, trace_placement
+from router.choice_orders import block_names, first_route, next_route, submit_order, trace_placement
 from router.choice_standing import ChoiceStanding
 from router.placement import NoDecodeWorker
 from router.placer import Assignment
@@ -141,8 +141,8 @@ class ChoiceRun:
     def submit_beside(self, other: "ChoiceRun", *, apart: int) -> None:
         """As `submit`, on another worker than `other` has, with attempts numbered `apart` from its."""
         self._progress.attempt = other._progress.attempt + apart
-        if other.worker is not None:
-            self._progress.excluded.add(other.worker)
+        if (assignment := other._assignment) is not None:
+            self._progress.excluded[assignment.decode] = assignment.port
         self.submit()
 
     def let_go(self) -> None:
@@ -301,9 +301,9 @@ class ChoiceRun:
     def _note_failure(self, assignment: Assignment, error: ServingError) -> None:
         self._assignment = None
         self._placer.release(assignment)
-        self._progress.excluded.add(assignment.decode)
+        self._progress.excluded[assignment.decode] = assignment.port
         standing, ours = self._standing, is_full(error) or is_final(error) or isinstance(error, RequestTooLarge)
-        at_fault = not ours and self._placer.registry.port(assignment.decode) is not None
+        at_fault = not ours and self._placer.registry.port(assignment.decode) is assignment.port
         (standing.failed if at_fault else standing.refused)(self, assignment.decode)
         if isinstance(error, RequestTooLarge):
             self._progress.pool_tokens_above = assignment.placement.decode.info.pool_tokens
@@ -312,7 +312,7 @@ class ChoiceRun:
             self._placer.registry.penalise(assignment.decode, pause_s)
 
     def _assign(self) -> Assignment:
-        excluded, shunned = set(self._progress.excluded), self._standing.shunned()
+        excluded, shunned = self._excluded(), self._standing.shunned()
         if (only := self._request.only_worker) is not None:
             excluded |= {w.info.key for w in self._placer.registry.snapshots()} - {only}
         try:
@@ -323,12 +323,15 @@ class ChoiceRun:
             # Better one that may fail than none.
             return self._assign_without(excluded)
 
+    def _excluded(self) -> set[WorkerKey]:
+        return self._progress.still_excluded(self._placer.registry.port)
+
     def _assign_without(self, excluded: set[WorkerKey]) -> Assignment:
         progress = self._progress
         try:
             return self._placer.assign(
                 num_tokens=progress.prompt_length + len(progress.token_ids),
-                names=self._names(),
+                names=block_names(self._request, self._prompt_names, progress.token_ids, self._around.hasher),
                 excluded=frozenset(excluded),
                 pool_tokens_above=progress.pool_tokens_above,
             )
@@ -340,15 +343,6 @@ class ChoiceRun:
     def _order(self, attempt: int, assignment: Assignment) -> SubmitOrder:
         choice, generated = (self._index, self._request_id), self._progress.token_ids
         return submit_order(self._request, choice, attempt, generated, assignment, self._route, self._around.clock())
-
-    def _names(self) -> Sequence[BlockHash]:
-        """Blocks of the prompt and of what the client has."""
-        generated = self._progress.token_ids
-        if not generated:
-            return self._prompt_names
-        names = list(self._prompt_names)
-        self._around.hasher.extend(self._request.hash_root, names, [*self._request.prompt_token_ids, *generated])
-        return names
 
     def _reroute(self, assignment: Assignment, failed: TransferFailed) -> None:
         route, progress = self._route, self._progress
@@ -364,15 +358,14 @@ class ChoiceRun:
             raise error
         self._standing.mourn(self)
         self._note_prefill_failure(route.worker)
-        progress.excluded.add(route.worker)
         if not isinstance(error, RequestTooLarge):
             asked_s = None if error is None else error.retry_after_s
             self._placer.registry.penalise(route.worker, FAILURE_PENALTY_S if asked_s is None else asked_s)
         started_s = self._around.clock()
         prefill = None
         if progress.may_reroute() and self._around.budget.spend():
-            shunned = self._standing.shunned()
-            prefill = self._placer.reassign_prefill(assignment, frozenset(progress.excluded | shunned))
+            barred = self._excluded() | self._standing.shunned()
+            prefill = self._placer.reassign_prefill(assignment, frozenset(barred))
         else:
             self._placer.compute_locally(assignment)
         self._route = next_route(route, prefill, assignment)
@@ -382,9 +375,10 @@ class ChoiceRun:
         assignment.port.reroute(self._request_id, progress.attempt, self._route)
 
     def _note_prefill_failure(self, key: WorkerKey) -> None:
-        if self._placer.registry.port(key) is None:
+        if (port := self._placer.registry.port(key)) is None:
             self._mourn(key)
         else:
+            self._progress.excluded[key] = port
             self._standing.failed(self, key)
 
     def _trace(self, assignment: Assignment, started_s: float) -> None:

@@ -172,7 +172,7 @@ class SimRouter:
         if assignment is None:
             return
         self.release(request)
-        progress.excluded.add(assignment.decode)
+        progress.excluded[assignment.decode] = assignment.port
         self.outcomes.num_retries += 1
         if isinstance(error, RequestTooLarge):
             progress.pool_tokens_above = assignment.placement.decode.info.pool_tokens

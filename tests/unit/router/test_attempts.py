@@ -59,9 +59,9 @@ def test_failures_in_a_row_are_bounded_and_progress_forgives() -> None:
     key = WorkerKey(WorkerId("d0"), Incarnation(1))
     assert progress.may_retry(RetryReason.REFUSED, error, budget)
     assert progress.may_retry(RetryReason.REFUSED, error, budget)
-    progress.excluded.add(key)
+    progress.excluded[key] = _Port()
     progress.accept(_arrived(0, 1))
-    assert progress.excluded == set()
+    assert progress.excluded == {}
     assert progress.may_retry(RetryReason.REFUSED, error, budget)
     assert progress.may_retry(RetryReason.REFUSED, error, budget)
     assert not progress.may_retry(RetryReason.REFUSED, error, budget)

@@ -1,19 +1,84 @@
 """A worker's session breaks and the same process is back in a new one: its network, or its scheduler, was away."""
 
 import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
 
+import pytest
+
+from tandem.outputs import FinishReason
 from tandem.roles import WorkerRole
-from tests.fake_worker import FakeWorker, expected_tokens, hold
-from tests.unit.router.cluster import LONG_PROMPT, Cluster, cluster, collect, routed
+from tests.fake_worker import FakeWorker, Submission, answer, expected_tokens, hold
+from tests.unit.router.cluster import LONG_PROMPT, PROMPT, Cluster, cluster, collect, routed
+from tests.unit.router.readers import SlowReader
+
+WAIT_S = 20.0
 
 
-async def _break_session(worker: FakeWorker, router: Cluster) -> None:
-    """Its connections end; it serves again as the same incarnation."""
+async def _break_sessions(workers: Sequence[FakeWorker], router: Cluster) -> None:
+    """Their connections end; they serve again, the same incarnations."""
     count = len(router.registry.snapshots())
-    await worker.crash()
-    await router.registry.until_live(count - 1)
-    await worker.start()
+    for worker in workers:
+        await worker.crash()
+    await router.registry.until_live(count - len(workers))
+    for worker in workers:
+        await worker.start()
     await router.registry.until_live(count)
+
+
+async def _begin(submission: Submission) -> None:
+    submission.give(submission.tokens[:2])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_a_stream_goes_on_where_it_was_when_all_sessions_broke_and_are_back(count: int) -> None:
+    workers = [FakeWorker(f"d{i}", script=_begin, incarnation=10 + i) for i in range(count)]
+    async with cluster(*workers) as router, asyncio.timeout(WAIT_S):
+        async with aclosing(router.generate(routed())) as stream:
+            shown = [token.token_id for token in (await anext(stream)).tokens]
+            for worker in workers:
+                worker.script = answer
+            await _break_sessions(workers, router)
+            assert shown + (await collect(stream))[0] == expected_tokens(PROMPT, count=8, seed=3)
+        router.assert_idle()
+
+
+async def test_a_worker_is_back_before_its_stream_knows_that_it_was_away() -> None:
+    worker, reader = FakeWorker("d0", script=_begin), SlowReader()
+    async with cluster(worker) as router, asyncio.timeout(WAIT_S):
+        stream = asyncio.create_task(router.dispatcher.run(routed(), reader))
+        await reader.waiting.wait()
+        worker.script = answer
+        await _break_sessions([worker], router)
+        reader.room.set()
+        await stream
+        told = [token.token_id for delta in reader.taken for token in delta.tokens]
+        assert told == expected_tokens(PROMPT, count=8, seed=3)
+        router.assert_idle()
+
+
+async def test_a_worker_that_failed_may_be_asked_in_its_next_session() -> None:
+    attempts, held = [], asyncio.Event()
+
+    async def fail_hold_answer(submission: Submission) -> None:
+        attempts.append(submission)
+        if len(attempts) == 1:
+            submission.give([], finish=FinishReason.ERROR)
+        elif len(attempts) == 2:
+            held.set()
+        else:
+            await answer(submission)
+
+    workers = [FakeWorker(f"d{i}", script=fail_hold_answer, incarnation=10 + i) for i in range(2)]
+    async with cluster(*workers) as router, asyncio.timeout(WAIT_S):
+        stream = asyncio.create_task(collect(router.generate(routed())))
+        await held.wait()
+        (failed,) = (w for w in workers if attempts[0] is w.submissions.get_nowait())
+        (other,) = (w for w in workers if w is not failed)
+        await _break_sessions([failed], router)
+        await other.crash()
+        assert (await stream)[0] == expected_tokens(PROMPT, count=8, seed=3)
+        router.assert_idle()
 
 
 async def test_a_prefill_workers_new_session_begins_with_empty_books() -> None:
@@ -22,7 +87,7 @@ async def test_a_prefill_workers_new_session_begins_with_empty_books() -> None:
         answer = asyncio.create_task(collect(router.generate(routed(LONG_PROMPT))))
         submission = await decode.submissions.get()
         assert submission.submit.prefill.worker_id == "p0"
-        await _break_session(prefill, router)
+        await _break_sessions([prefill], router)
         submission.give_all()
         assert (await answer)[0] == expected_tokens(LONG_PROMPT, count=8, seed=3)
         router.assert_idle()
