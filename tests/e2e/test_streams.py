@@ -1,4 +1,4 @@
-"""Workers that are killed, frozen or told to go under 32 live streams: every text is that of an undisturbed run."""
+"""Workers that are killed, frozen, thawed or told to go under 32 live streams: every text is an undisturbed run's."""
 
 from pathlib import Path
 
@@ -14,17 +14,17 @@ from tests.streams.campaign import SHAPE, Blow, Campaign, learn, lines
 @pytest.mark.parametrize(
     "blows",
     [
-        {Blow.KILL: 8, Blow.FREEZE: 1, Blow.DRAIN: 1},
+        {Blow.KILL: 8, Blow.FREEZE: 1, Blow.THAW: 1, Blow.DRAIN: 1},
         pytest.param({Blow.KILL: 200}, marks=pytest.mark.slow),
-        pytest.param({Blow.FREEZE: 20, Blow.DRAIN: 20}, marks=pytest.mark.slow),
+        pytest.param({Blow.FREEZE: 10, Blow.THAW: 10, Blow.DRAIN: 20}, marks=pytest.mark.slow),
     ],
-    ids=["ten", "two-hundred-kills", "freezes-and-drains"],
+    ids=["eleven", "two-hundred-kills", "freezes-and-drains"],
 )
 async def test_no_stream_is_lost_or_differs(oracle, tmp_path: Path, blows: dict[Blow, int]) -> None:
     num_blows = sum(blows.values())
     with nursery(tmp_path) as command:
         async with running(command=command, policy=PATIENT, **SHAPE) as cluster:
-            known = await learn(cluster.local.http_url, oracle, 9 if num_blows <= 10 else 24, seed=num_blows)
+            known = await learn(cluster.local.http_url, oracle, 9 if num_blows < 20 else 24, seed=num_blows)
             report = await Campaign(Workers(cluster, tmp_path), known, seed=num_blows).run(blows)
     print(*lines(report), sep="\n")
     assert not report.problems, "\n".join(lines(report))

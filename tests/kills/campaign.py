@@ -102,11 +102,11 @@ class Workers:
     async def come_back(self, name: str, old_pid: int | None) -> None:
         """Wait until a killed worker serves again and a router has it. `old_pid`: by the supervisor."""
         await self.cluster.local.wait_ready(name, after_pid=old_pid)
+        await self.cluster.until(lambda: self.is_here(name))
 
-        async def joined() -> bool:
-            return any(name in key for key in await self.cluster.figures("tandem_worker_kv_blocks", state="used"))
-
-        await self.cluster.until(joined)
+    async def is_here(self, name: str) -> bool:
+        """Whether a router has it."""
+        return any(name in key for key in await self.cluster.figures("tandem_worker_kv_blocks", state="used"))
 
     async def leftovers(self) -> list[str]:
         """What idle workers still hold, after an audit of every block."""

@@ -28,10 +28,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.streams", description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--freezes", type=int, default=0)
+    parser.add_argument("--thaws", type=int, default=0)
     parser.add_argument("--drains", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    blows = {Blow.KILL: args.kills, Blow.FREEZE: args.freezes, Blow.DRAIN: args.drains}
+    blows = {Blow.KILL: args.kills, Blow.FREEZE: args.freezes, Blow.THAW: args.thaws, Blow.DRAIN: args.drains}
     report = asyncio.run(campaign(Oracle(), blows, seed=args.seed))
     print(f"seed {args.seed}:", *lines(report), sep="\n", flush=True)
     return 1 if report.problems else 0

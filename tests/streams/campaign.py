@@ -38,12 +38,16 @@ class Blow(Enum):
     KILL = "kill -9"
     FREEZE = "frozen"
     """Stopped, and killed once it was given up."""
+    THAW = "frozen, thawed"
+    """Stopped, and let go on once it was given up: the same process comes back, to a router that went on without it."""
     DRAIN = "drain"
 
     @property
     def signal(self) -> signal.Signals:
         """What it begins with."""
-        return {Blow.KILL: signal.SIGKILL, Blow.FREEZE: signal.SIGSTOP, Blow.DRAIN: signal.SIGTERM}[self]
+        if self in {Blow.FREEZE, Blow.THAW}:
+            return signal.SIGSTOP
+        return signal.SIGKILL if self is Blow.KILL else signal.SIGTERM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,15 +157,17 @@ class Campaign:
         await asyncio.sleep(draw.uniform(0.0, _REST_S))
         self.report.struck.append(Struck(blow=blow, victim=victim, at_s=time.monotonic()))
         os.kill(pid, blow.signal)
-        if blow is Blow.FREEZE:
+        if blow.signal is signal.SIGSTOP:
             await workers.cluster.until(lambda: self._gone(victim))
-            os.kill(pid, signal.SIGKILL)
-        await workers.come_back(victim, old_pid)
+            os.kill(pid, signal.SIGKILL if blow is Blow.FREEZE else signal.SIGCONT)
+        if blow is Blow.THAW:
+            await workers.cluster.until(lambda: workers.is_here(victim))
+        else:
+            await workers.come_back(victim, old_pid)
         await asyncio.sleep(_REST_S)
 
     async def _gone(self, victim: str) -> bool:
-        told = await self._workers.cluster.figures("tandem_worker_kv_blocks", state="used")
-        return not any(victim in key for key in told)
+        return not await self._workers.is_here(victim)
 
     def _reckon(self) -> None:
         report = self.report
