@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 
 from router.placer import Assignment
 from router.requests import RoutedRequest
@@ -10,6 +11,7 @@ from router.worker_view import WorkerSnapshot
 from tandem.block_hash import BlockHasher
 from tandem.ids import BlockHash, RequestId, TransferId
 
+_NAME_BITS = 64
 UNREAD_TOKENS_PER_MESSAGE = 32
 """Of an answer that is read at its end: what is generated again, at most, when its worker is lost."""
 
@@ -25,14 +27,18 @@ def block_names(
     return names
 
 
-def first_route(request_id: RequestId, attempt: int, assignment: Assignment) -> PrefillRoute | None:
-    """Where the prompt is computed at first; None: where it is decoded."""
+def first_route(request_id: RequestId, attempt: int, assignment: Assignment, rng: Random) -> PrefillRoute | None:
+    """Where the prompt is computed at first; None: where it is decoded.
+
+    Routers that continue a stream from the same place number their attempts alike, and their hand-offs may meet at a
+    worker: so a name says more than the number.
+    """
     if (prefill := assignment.placement.prefill) is None:
         return None
     return PrefillRoute(
         worker=prefill.info.key,
         address=prefill.info.handoff_address,
-        transfer_id=TransferId(f"{request_id}.{attempt}"),
+        transfer_id=TransferId(f"{request_id}.{attempt}.{rng.getrandbits(_NAME_BITS):x}"),
         attempt=1,
         holder=assignment.holder,
     )

@@ -87,7 +87,7 @@ class ChoiceRun:
                     return
                 raise self.final_error() from none
             number = progress.begin_attempt()
-            self._route = first_route(self._request_id, number, assignment)
+            self._route = first_route(self._request_id, number, assignment, self._around.rng)
             self._trace(assignment, started_s)
             try:
                 assignment.port.submit(self._order(number, assignment), partial(self._post, self._index, number))

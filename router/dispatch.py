@@ -20,7 +20,7 @@ from router.surroundings import DispatchSettings, Surroundings
 from router.waiting_room import WaitingRoom
 from router.worker_health import WorkerHealth
 from tandem.block_hash import BlockHasher
-from tandem.errors import InvalidRequest, InvariantError
+from tandem.errors import InvariantError
 from tandem.ids import RequestId
 
 
@@ -104,6 +104,9 @@ class Dispatcher:
     def _running(self, request: RoutedRequest) -> Iterator[RequestRun]:
         """Admitted and under way while inside."""
         former = self._former(request)
+        if former is not None and former.resumptions >= request.resumptions:
+            # The same id again, from a client whose former connection is half open: attempts are numbered on.
+            request = replace(request, resumptions=former.resumptions + 1)
         self.health.check(request)
         try:
             with self._admission.admit(request.priority, promised=bool(request.resume)):
@@ -127,12 +130,8 @@ class Dispatcher:
     def _former(self, request: RoutedRequest) -> RequestRun | None:
         """A client that continues its stream here may come before this router has seen it leave."""
         former = self._runs.get(request.request_id)
-        if former is None:
-            return None
-        if not request.resume:
+        if former is not None and not request.resume:
             raise InvariantError(f"request id {request.request_id} is in use")
-        if former.resumptions >= request.resumptions:
-            raise InvalidRequest("this stream is being continued already")
         return former
 
     @staticmethod

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from router.requests import ResumePoint, RoutedRequest
-from tandem.errors import InvalidRequest, RequestTooLarge, StreamTaken, Unavailable
+from tandem.errors import RequestTooLarge, StreamTaken, Unavailable
 from tandem.ids import Incarnation
 from tandem.outputs import FinishReason
+from tandem.roles import WorkerRole
 from tests.fake_worker import FakeWorker, Submission, expected_tokens
-from tests.unit.router.cluster import PROMPT, cluster, collect, routed
+from tests.unit.router.cluster import LONG_PROMPT, PROMPT, cluster, collect, routed
 
 LENGTH = 8
 
@@ -91,21 +92,37 @@ async def test_its_former_reader_here_is_told_and_ends_nothing() -> None:
         router.assert_idle()
 
 
-async def test_two_readers_of_one_place_are_one_too_many() -> None:
+@pytest.mark.parametrize("resumptions", [1, 2, 7])
+async def test_of_two_readers_of_one_place_the_latest_has_it(resumptions: int) -> None:
+    """A client sends the same id again while its former connection is half open, or an earlier one, or a later one."""
     worker = FakeWorker("d0")
     worker._give_away = lambda adopt: worker.adoptions.put_nowait(adopt)  # type: ignore[method-assign]
     async with cluster(worker) as router:
-        first = asyncio.create_task(collect(router.generate(continued())))
-        await worker.adoptions.get()
-        with pytest.raises(InvalidRequest, match="already"):
-            await collect(router.generate(continued()))
-        second = asyncio.create_task(collect(router.generate(continued(resumptions=2))))
-        await worker.adoptions.get()
-        with pytest.raises(StreamTaken):
-            await first
-        second.cancel()
-        await asyncio.gather(second, return_exceptions=True)
+        readers, numbers = [], []
+        for _ in range(3):
+            readers.append(asyncio.create_task(collect(router.generate(continued(resumptions=resumptions)))))
+            numbers.append((await worker.adoptions.get()).attempt)
+            resumptions = 2
+        assert numbers == sorted(set(numbers)), "no attempt is taken for a former one"
+        for former in readers[:-1]:
+            with pytest.raises(StreamTaken):
+                await former
+        readers[-1].cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
         router.assert_idle()
+
+
+async def test_two_continuations_from_one_place_are_two_hand_offs() -> None:
+    """Their attempts have the same number, and the first one's hand-off may still be at the worker that gets both."""
+    decode, prefill = FakeWorker("d0", incarnation=9), FakeWorker("p0", role=WorkerRole.PREFILL)
+    again = replace(continued(worker=8), prompt_token_ids=LONG_PROMPT)
+    async with cluster(decode, prefill) as router:
+        for _ in range(2):
+            await collect(router.generate(again))
+        orders = [decode.submissions.get_nowait().submit for _ in range(2)]
+        assert [order.attempt for order in orders] == [(1 << 16) + 1] * 2
+        assert len({order.prefill.transfer_id for order in orders}) == 2
+        assert all(order.prefill.transfer_id.startswith("r1-0.65537.") for order in orders)
 
 
 async def test_a_long_answer_comes_back_in_one_piece() -> None:
