@@ -55,6 +55,8 @@ class WorkerRegistry:
         self._clock = clock
         self._workers: dict[WorkerId, WorkerRecord] = {}
         self._table = WorkerTable()
+        self._model: dict[str, str] = {}
+        """The first worker's, for good: tokenizer, templates and names of blocks are made after it."""
         self._watchers: set[Callable[[], None]] = set()
         self._successions = Successions(snapshots=self.snapshots, port=self.port, clock=clock)
         self._left_in_order: deque[WorkerKey] = deque(maxlen=_REMEMBERED)
@@ -68,14 +70,12 @@ class WorkerRegistry:
         key = info.key
         if key.worker_id in self._workers:
             raise WorkerRejected(f"worker id {key.worker_id} is taken by a live worker")
-        # All live workers agree in this: any one of them speaks for the cluster.
-        if (other := next(iter(self._workers.values()), None)) is not None:
-            for field, theirs, ours in (
-                ("model", info.model_name, other.info.model_name),
-                ("model_fingerprint", info.layout.model_fingerprint, other.info.layout.model_fingerprint),
-            ):
-                if theirs != ours:
-                    raise WorkerRejected(f"{field} is {theirs!r}; the cluster serves {ours!r}")
+        theirs = {"model": info.model_name, "model_fingerprint": info.layout.model_fingerprint}
+        for field, ours in self._model.items():
+            if theirs[field] != ours:
+                until = "of its first worker, until it is restarted"
+                raise WorkerRejected(f"{field} is {theirs[field]!r}; this router serves {ours!r}, {until}")
+        self._model = theirs
         block_size = info.layout.block_size
         slot = self.prefix_map.add_worker(
             key.worker_id,

@@ -279,11 +279,13 @@ def test_only_a_worker_that_did_not_say_so_leaves_with_a_warning(
     assert [record.args[0] for record in caplog.records if record.levelname == "WARNING" and record.args] == ["p0"]
 
 
-def test_another_model_may_come_when_all_have_left(registry: WorkerRegistry) -> None:
-    other = replace(worker("d9").info, model_name="other")
-    with pytest.raises(WorkerRejected, match="model is 'other'"):
-        registry.joined(other, _Port())
-    for snapshot in registry.snapshots():
-        registry.left(snapshot.info.key, "drained")
-    registry.joined(other, _Port())
-    assert registry.status().model_name == "other"
+def test_no_other_model_may_come_even_when_all_have_left(registry: WorkerRegistry) -> None:
+    ours, other = worker("d9").info, replace(worker("d9").info, model_name="other")
+    for snapshot in [None, *registry.snapshots()]:
+        if snapshot is not None:
+            registry.left(snapshot.info.key, "drained")
+        with pytest.raises(WorkerRejected, match=r"model is 'other'.*until it is restarted"):
+            registry.joined(other, _Port())
+    assert registry.snapshots() == []
+    registry.joined(ours, _Port())
+    assert registry.status().model_name == ours.model_name

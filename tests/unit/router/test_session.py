@@ -181,6 +181,22 @@ async def test_worker_of_another_model_is_kept_out(caplog: pytest.LogCaptureFixt
         assert [w.info.key.worker_id for w in registry.snapshots()] == ["d0"]
 
 
+async def test_a_router_serves_one_model_also_when_all_its_workers_have_left(caplog: pytest.LogCaptureFixture) -> None:
+    ours, other = FakeWorker("d0"), FakeWorker("d0", model_fingerprint="model-b", incarnation=2)
+    renamed = FakeWorker("d0", incarnation=3)
+    renamed.hello.model_name = "another name"
+    registry = WatchedRegistry()
+    async with ours, fleet_of(ours, registry=registry):
+        await registry.until_live(1)
+    await registry.until_live(0)
+    async with other, fleet_of(other, registry=registry):
+        await _until_logged(caplog, "model_fingerprint is 'model-b'; this router serves 'model-a', of its first worker")
+    async with renamed, fleet_of(renamed, registry=registry):
+        await _until_logged(caplog, "model is 'another name'; this router serves 'toy'")
+    async with ours, fleet_of(ours, registry=registry):
+        await registry.until_live(1)
+
+
 async def test_second_worker_of_the_same_id_is_kept_out(caplog: pytest.LogCaptureFixture) -> None:
     registry, one, two = WatchedRegistry(), FakeWorker("d0", incarnation=1), FakeWorker("d0", incarnation=2)
     async with one, two, fleet_of(one, registry=registry):
