@@ -11,7 +11,7 @@ from decode_worker.task import DecodeTask
 from tandem.ids import Incarnation, RequestId
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Orphan:
     task: DecodeTask
     router: Incarnation
@@ -19,25 +19,31 @@ class _Orphan:
 
 
 class Orphanage:
-    """Tasks without a router, by the name of their choice. Without I/O; `now_s` is the worker's monotonic clock."""
+    """Tasks without a router, by the name of their choice. Without I/O; `now_s` is the worker's monotonic clock.
+
+    A choice may have several: the router that began it anew after the first one has gone, too.
+    """
 
     def __init__(self, *, keep_s: float) -> None:
         self.keep_s = keep_s
-        self._orphans: dict[RequestId, _Orphan] = {}
+        self._orphans: dict[RequestId, list[_Orphan]] = {}
 
     def __len__(self) -> int:
-        return len(self._orphans)
+        return sum(map(len, self._orphans.values()))
 
     def take_in(self, task: DecodeTask, *, now_s: float) -> None:
         """Its router has gone."""
-        self._orphans[task.request_id] = _Orphan(task=task, router=task.port.router, lapses_s=now_s + self.keep_s)
+        orphan = _Orphan(task=task, router=task.port.router, lapses_s=now_s + self.keep_s)
+        self._orphans.setdefault(task.request_id, []).append(orphan)
 
-    def give_away(self, request_id: RequestId) -> DecodeTask | None:
-        """To a router that asks for it. None: it is not here, or came to no good end."""
-        orphan = self._orphans.pop(request_id, None)
-        if orphan is None or (orphan.task.is_over and orphan.task.finish is None):
-            return None
-        return orphan.task
+    def give_away(self, request_id: RequestId) -> tuple[DecodeTask | None, list[DecodeTask]]:
+        """The latest to a router that asks for it, and others of its choice, which nobody needs any more.
+
+        None: it is not here, or came to no good end.
+        """
+        tasks = [orphan.task for orphan in self._orphans.pop(request_id, [])]
+        given = next((task for task in reversed(tasks) if not task.is_over or task.finish is not None), None)
+        return given, [task for task in tasks if task is not given]
 
     def lapsed(self, now_s: float) -> list[DecodeTask]:
         """Those that nobody has asked for in time; they are not here any more."""
@@ -48,5 +54,10 @@ class Orphanage:
         return self._let_go(lambda orphan: orphan.router == router)
 
     def _let_go(self, wanted: Callable[[_Orphan], bool]) -> list[DecodeTask]:
-        gone = [request_id for request_id, orphan in self._orphans.items() if wanted(orphan)]
-        return [self._orphans.pop(request_id).task for request_id in gone]
+        gone = [orphan for orphans in self._orphans.values() for orphan in orphans if wanted(orphan)]
+        for orphan in gone:
+            left = self._orphans[orphan.task.request_id]
+            left.remove(orphan)
+            if not left:
+                del self._orphans[orphan.task.request_id]
+        return [orphan.task for orphan in gone]

@@ -54,7 +54,9 @@ class Takeovers:
 
     def adopt(self, port: SessionPort, adopt: pb.Adopt) -> None:
         """Hand a stream to the router that asks for it, with all that was said of it; or refuse."""
-        orphan = self._orphans.give_away(RequestId(adopt.request_id))
+        orphan, others = self._orphans.give_away(RequestId(adopt.request_id))
+        for other in others:
+            self._cancel(other)
         task = orphan or self._book.of_request(adopt.request_id)
         try:
             former = self._pass_on(task, port, adopt)

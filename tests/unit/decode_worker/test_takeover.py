@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 
+from decode_worker.orphans import Orphanage
+from decode_worker.task import DecodeTask, TaskPhase
 from decode_worker.worker import DecodeWorker
 from engine.host import EngineHost
 from engine.request import Batch
 from tandem.errors import TransferError
-from tandem.ids import Incarnation
+from tandem.ids import Incarnation, RequestId
 from tandem.outputs import SampledToken
 from tandem.session_port import SessionPort
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import session_pb2 as pb
+from tests.unit.decode_worker.test_bookkeeping import task
 from tests.unit.decode_worker.test_worker import IDENTITY, LENGTH, PROMPT, TRANSFER, WAIT_S, Bench, expected, told
 from tests.unit.engine import ledger
 from tests.unit.engine.ledger_host import parts
@@ -126,6 +129,50 @@ async def test_nobodys_stream_ends_when_its_time_is_up() -> None:
         assert bench.worker._idle.is_set()
         adopt(bench)
         assert (await bench.heard("refused")).failure.code == "Unavailable"
+
+
+def orphan(router: int) -> DecodeTask:
+    return task(SessionPort(Incarnation(router)), "r")
+
+
+def test_two_routers_of_one_choice_have_gone_and_neither_of_its_tasks_stays() -> None:
+    first, second = orphan(1), orphan(2)
+    orphans = Orphanage(keep_s=10.0)
+    orphans.take_in(first, now_s=0.0)
+    orphans.take_in(second, now_s=1.0)
+    assert len(orphans) == 2
+    assert orphans.lapsed(10.0) == [first]
+    assert orphans.of_router(Incarnation(1)) == []
+    assert orphans.of_router(Incarnation(2)) == [second]
+    assert len(orphans) == 0
+
+
+def test_of_two_tasks_of_a_choice_the_latest_good_one_is_given_away() -> None:
+    orphans, tasks = Orphanage(keep_s=10.0), [orphan(router) for router in range(1, 4)]
+    for each in tasks:
+        orphans.take_in(each, now_s=0.0)
+    tasks[2].phase = TaskPhase.DONE
+    assert orphans.give_away(RequestId("r")) == (tasks[1], [tasks[0], tasks[2]])
+    assert orphans.give_away(RequestId("r")) == (None, [])
+    assert orphans.lapsed(10.0) == []
+
+
+async def test_whose_two_routers_have_gone_is_generated_once_for_the_third() -> None:
+    async with worker() as bench:
+        bench.submit(prefill=False, max_tokens=LONG)
+        await bench.heard("tokens")
+        leave(bench)
+        bench.submit(prefill=False, max_tokens=LONG)
+        leave(bench)
+        assert len(bench.worker._book) == 2
+        adopt(bench)
+        assert len(bench.worker._book) == 1
+        bench.go_on()
+        tokens: list[int] = []
+        while len(tokens) < LONG:
+            for delta in (await bench.heard("tokens")).deltas:
+                tokens += delta.token_ids
+        assert tokens == expected(LONG)
 
 
 async def test_without_a_time_it_ends_at_once() -> None:
