@@ -5,6 +5,7 @@ lets the event loop go on: a request waits for at most one of them.
 """
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ BLOCK_S = 0.2
 LOAD_PAUSE_S = 0.01
 """After each state: forgetting what a worker held before takes some milliseconds, and many may be due at once."""
 _ENTRIES_AT_ONCE = 16
+_ENTRY_ID = re.compile(rb"[0-9]{1,20}-[0-9]{1,20}")
 
 
 @dataclass(slots=True)
@@ -93,7 +95,7 @@ class BoardFollower:
         keys = {self._keys.log(Process(*key)).encode(): key for key in positions}
         how = ("XREAD", "COUNT", _ENTRIES_AT_ONCE, "BLOCK", int(BLOCK_S * 1e3), "STREAMS")
         command: Command = (*how, *keys, *positions.values())
-        (reply,) = await self._link.ask([command], patience_s=BLOCK_S)
+        (reply,) = await self._link.ask([command], patience_s=BLOCK_S, fits=_is_reading)
         if isinstance(reply, Refusal):
             await self._find_culprit(keys)
             return
@@ -128,6 +130,19 @@ def _value(data: Reply) -> bytes:
     if not isinstance(data, bytes):
         raise BadEntry("no value")
     return data
+
+
+def _is_reading(reply: Reply) -> bool:
+    """Whether Redis would answer an XREAD so: nothing, or logs with entries with ids."""
+    return reply is None or (
+        _are_pairs(reply)
+        and all(isinstance(log, bytes) and _are_pairs(entries) for log, entries in reply)
+        and all(isinstance(i, bytes) and _ENTRY_ID.fullmatch(i) for _, entries in reply for i, _ in entries)
+    )
+
+
+def _are_pairs(reply: Reply) -> bool:
+    return isinstance(reply, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in reply)
 
 
 def _entries(reply: Reply) -> Iterator[tuple[bytes, str, Any]]:

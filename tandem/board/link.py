@@ -63,13 +63,24 @@ class RedisLink:
         """Wait until the breaker lets somebody try."""
         await asyncio.sleep(self._breaker.wait_s(self._clock()))
 
-    async def ask(self, commands: Sequence[Command], *, vital: int = 0, patience_s: float = 0.0) -> list[Reply]:
+    async def ask(
+        self,
+        commands: Sequence[Command],
+        *,
+        vital: int = 0,
+        patience_s: float = 0.0,
+        fits: Callable[[Reply], bool] | None = None,
+    ) -> list[Reply]:
         """Send commands together; their answers, in order. Raises RedisDown.
 
         `vital`: of so many, the first ones, a refusal means the same as no answer. `patience_s`: how long the server
-        itself may wait before it answers, on top of the usual bound.
+        itself may wait before it answers, on top of the usual bound. `fits`: whether an answer that is no refusal is
+        one that Redis would give; another one means the same as none.
         """
         replies = await self._bounded(commands, patience_s)
+        if fits is not None and not all(isinstance(reply, Refusal) or fits(reply) for reply in replies):
+            await self.close()
+            raise self._failed("an answer that no Redis gives")
         await self._judge(replies[:vital])
         return replies
 
@@ -147,8 +158,8 @@ def _error_classes() -> tuple[tuple[type[Exception], ...], type[Exception]]:
         from redis.exceptions import RedisError, ResponseError
     except ImportError as error:
         raise ConfigError(f"redis.url: {error.name} is not installed: `pip install 'tandem-serve[redis]'`") from None
-    # ValueError, as asyncio's streams raise it for what no Redis would say.
-    return (RedisError, OSError, ValueError, EOFError), ResponseError
+    # ValueError, as asyncio's streams raise it for what no Redis would say; RecursionError, for lists within lists.
+    return (RedisError, OSError, ValueError, EOFError, RecursionError), ResponseError
 
 
 def _make_connection(settings: BoardSettings) -> "Connection":
