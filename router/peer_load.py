@@ -6,6 +6,7 @@ report), and what it has sent since a report (added to that very report). A shar
 is counted from: if ours is newer, that part has arrived in it already and adds nothing.
 """
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,8 +31,11 @@ class PeerShare:
 NO_PEERS = PeerShare()
 
 
+MAX_REMEMBERED = 1 << 14
+"""Routers, of whom few are there at a time."""
+
+
 class _Heard(NamedTuple):
-    load: RouterLoad
     shares: dict[WorkerKey, Share]
     lapses_s: float
 
@@ -43,6 +47,8 @@ class PeerLoads:
         """`lease_s`: how long a load counts that its router does not write again."""
         self.lease_s = lease_s
         self._heard: dict[Incarnation, _Heard] = {}
+        self._sequences: OrderedDict[Incarnation, int] = OrderedDict()
+        """Of the newest load of each router, also of those that are gone: who was heard of last is last."""
 
     def __len__(self) -> int:
         return len(self._heard)
@@ -53,12 +59,19 @@ class PeerLoads:
         return frozenset(self._heard)
 
     def heard(self, load: RouterLoad, now_s: float) -> bool:
-        """A router's load was read; False when it is no newer than what is known, and so renews nothing."""
-        former = self._heard.get(load.router)
-        if former is not None and load.sequence <= former.load.sequence:
+        """A router's load was read; False when it is no newer than what was known once, and so renews nothing.
+
+        Also of a router that is gone: somebody who can write to Redis may put old loads back.
+        """
+        former = self._sequences.get(load.router)
+        if former is not None and load.sequence <= former:
             return False
+        self._sequences[load.router] = load.sequence
+        self._sequences.move_to_end(load.router)
+        if len(self._sequences) > MAX_REMEMBERED:
+            self._sequences.popitem(last=False)
         shares = {WorkerKey(*share.process): share for share in load.shares}
-        self._heard[load.router] = _Heard(load, shares, now_s + self.lease_s)
+        self._heard[load.router] = _Heard(shares, now_s + self.lease_s)
         return True
 
     def gone(self, router: Incarnation) -> bool:

@@ -3,6 +3,7 @@
 A value is an HMAC-SHA-256 and a protobuf message (tandem/v1/board.proto). The key comes from the cluster's secret; the
 code covers the kind of entry, the cluster's name and the whole message, which names worker, incarnation and sequence.
 So whoever can write to Redis but lacks the secret can at most remove entries or put old ones back: both cost hit rate.
+Only a load that a router has never heard, nor a newer one of its writer, counts there as if it were new, for one lease.
 Whatever is too large, malformed, forged or somebody else's is a BadEntry.
 """
 

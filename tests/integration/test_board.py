@@ -356,12 +356,18 @@ async def test_routers_share_a_tenants_limits(server: RedisServer) -> None:
         settings = board_at(server)
         await stack.enter_async_context(PublishingWorker("d0", settings))
         first = await stack.enter_async_context(router(0, settings, live=1, limits=limits[0]))
-        await stack.enter_async_context(router(1, settings, live=1, limits=limits[1]))
+        second = await stack.enter_async_context(router(1, settings, live=1, limits=limits[1]))
         for _ in range(2):
             limits[0].limiter.admit("", 10.0)
         await until(lambda: limits[1].limiter.num_elsewhere("") == 2, "the other router knows")
         with pytest.raises(Overloaded, match="concurrent_requests"):
             limits[1].limiter.admit("", 10.0)
+        old = server.do("GET", KEYS.load(Incarnation(1000)))
         await first.crash()
         await until(lambda: limits[1].limiter.num_elsewhere("") == 0, "its lease has ended")
+        server.do("SET", KEYS.load(Incarnation(1000)), old)
+        exchange = second.board._exchange
+        told = exchange._sequence
+        await until(lambda: exchange._sequence > told + 1, "its load was put back, and read")
+        assert limits[1].limiter.num_elsewhere("") == 0
         limits[1].limiter.admit("", 10.0)

@@ -3,7 +3,7 @@
 from random import Random
 
 from router.booking import Booking
-from router.peer_load import NO_PEERS, PeerLoads, PeerShare
+from router.peer_load import MAX_REMEMBERED, NO_PEERS, PeerLoads, PeerShare
 from router.prefix_map import PrefixMap
 from router.session_wire import hello_from_pb
 from router.worker_view import WorkerKey, WorkerLoad
@@ -56,6 +56,31 @@ def test_a_load_that_is_not_renewed_lapses_also_when_redis_shows_it_for_ever() -
     assert peers.expire(3.0)
     assert peers.at(ME, 1) is NO_PEERS
     assert len(peers) == 0
+
+
+def test_an_old_load_that_is_put_back_counts_no_more() -> None:
+    peers = PeerLoads(lease_s=3.0)
+    peers.heard(load(A, 6, share(1, 10, 1)), 0.0)
+    peers.heard(load(A, 7, share(1, 20, 1)), 0.0)
+    peers.heard(load(B, 3, share(1, 30, 1)), 0.0)
+    peers.gone(B)
+    assert peers.expire(3.0)
+    for sequence in (5, 6, 7):
+        assert not peers.heard(load(A, sequence, share(1, 70_000, 30)), 4.0), "it lapsed"
+    assert not peers.heard(load(B, 3, share(1, 70_000, 30)), 4.0), "it left"
+    assert peers.at(ME, 1) is NO_PEERS
+    assert peers.heard(load(A, 8, share(1, 40, 1)), 5.0), "it was away only"
+    assert peers.at(ME, 1).backlog_tokens == 40
+
+
+def test_not_every_router_there_ever_was_is_remembered() -> None:
+    peers = PeerLoads(lease_s=3.0)
+    peers.heard(load(Incarnation(1), 1), 0.0)
+    for number in range(2, MAX_REMEMBERED + 2):
+        peers.heard(load(Incarnation(number), 1), 0.0)
+        peers.heard(load(Incarnation(1), number), 0.0)
+    assert not peers.heard(load(Incarnation(1), 1), 0.0), "one that is heard of again and again is"
+    assert len(peers._sequences) == MAX_REMEMBERED
 
 
 def test_a_router_that_left_counts_no_more() -> None:
