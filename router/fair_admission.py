@@ -266,26 +266,30 @@ class FairAdmission:
         return evicted
 
     def _make_place(self, ticket: Ticket, room: ClusterRoom) -> list[tuple[Entry, ServingError]]:
-        evicted: list[tuple[Entry, ServingError]] = []
+        """End those that must give way to it. Raises Overloaded before anybody has ended if that would not suffice."""
         policy, queue = self._policy, self._queue
-        while len(queue) and (
-            len(queue) >= policy.max_requests or queue.num_tokens + ticket.num_tokens > policy.max_tokens
-        ):
-            victim = queue.largest()
-            if victim is None or not self._displaces(ticket, victim):
+        num_waiting, num_tokens = len(queue), queue.num_tokens + ticket.num_tokens
+        victims: list[Ticket] = []
+        for victim, line_cost in queue.given_up():
+            if num_waiting < policy.max_requests and num_tokens <= policy.max_tokens:
+                break
+            if not self._displaces(ticket, victim, line_cost):
                 raise self._turned_away(ticket, room)
-            entry = self._entries[victim]
-            self.end(entry)
-            evicted.append((entry, self._turned_away(victim, room)))
-        return evicted
+            victims.append(victim)
+            num_waiting, num_tokens = num_waiting - 1, num_tokens - victim.num_tokens
+        return [self._evict(victim, room) for victim in victims]
 
-    def _displaces(self, ticket: Ticket, victim: Ticket) -> bool:
+    def _evict(self, victim: Ticket, room: ClusterRoom) -> tuple[Entry, ServingError]:
+        entry = self._entries[victim]
+        self.end(entry)
+        return entry, self._turned_away(victim, room)
+
+    def _displaces(self, ticket: Ticket, victim: Ticket, line_cost: float) -> bool:
         if victim.priority != ticket.priority:
             return victim.priority > ticket.priority
         own = self._queue.line_cost(ticket.tenant, ticket.priority)
         own += ticket.cost / self._counters.weight(ticket.tenant)
-        theirs = self._queue.line_cost(victim.tenant, victim.priority)
-        return ticket.tenant != victim.tenant and own < theirs
+        return ticket.tenant != victim.tenant and own < line_cost
 
     def _turned_away(self, ticket: Ticket, room: ClusterRoom) -> Overloaded:
         wait_s = ticket.cost / self._rate(room)

@@ -45,6 +45,14 @@ class Ahead(NamedTuple):
     work_tokens: float
 
 
+class GivenUp(NamedTuple):
+    """One of those that are given up when there is no place for all."""
+
+    ticket: Ticket
+    line_cost: float
+    """Of its tenant's line over its weight, up to and with itself."""
+
+
 class _Line:
     """One tenant's requests of one priority."""
 
@@ -151,13 +159,20 @@ class FairQueue:
                 work += share * line.work_tokens
         return Ahead(cost + own.cost, work + own.work_tokens)
 
-    def largest(self) -> Ticket | None:
-        """The one to give up first: the last of the longest line (by cost over weight) of the worst priority."""
-        if not self._classes:
-            return None
-        lines = self._classes[max(self._classes)]
-        longest = max(lines, key=lambda one: (lines[one].cost / self._counters.weight(one), one))
-        return lines[longest].tickets[-1]
+    def given_up(self) -> Iterator[GivenUp]:
+        """All, in the order in which to give them up: each the last of the line that is then the longest (by cost over
+        weight) of the worst priority. Nobody is taken out.
+        """
+        for _, lines in sorted(self._classes.items(), reverse=True):
+            lasts = {tenant: reversed(line.tickets) for tenant, line in lines.items()}
+            costs = {tenant: line.cost / self._counters.weight(tenant) for tenant, line in lines.items()}
+            while costs:
+                _, longest = max(zip(costs.values(), costs, strict=True))
+                if (ticket := next(lasts[longest], None)) is None:
+                    del costs[longest]
+                    continue
+                yield GivenUp(ticket, costs[longest])
+                costs[longest] -= ticket.cost / self._counters.weight(longest)
 
     def line_cost(self, tenant: str, priority: int) -> float:
         """Of a tenant's line, over its weight."""

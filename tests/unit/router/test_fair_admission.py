@@ -274,6 +274,18 @@ def test_the_queue_is_bounded_by_tokens_too() -> None:
     assert desk.admission.num_waiting_tokens == 600
 
 
+def test_nobody_is_given_up_for_one_that_does_not_fit_all_the_same() -> None:
+    desk = Desk(max_tokens=1000)
+    desk.fill()
+    waiting = [desk.ask("a", tokens=300), desk.ask("a", tokens=300), desk.ask("b", tokens=300)]
+    with pytest.raises(Overloaded):
+        desk.ask("c", tokens=500)
+    assert not any(entry.ended for entry in waiting)
+    assert desk.admission.num_waiting_tokens == 900
+    desk.ask("c", tokens=250)
+    assert [entry for entry, _ in desk.evicted] == [waiting[1]]
+
+
 def test_a_promised_stream_neither_waits_nor_is_refused() -> None:
     limits = LimitsConfig(default=TenantLimits(concurrent_requests=1, tokens_per_minute=10))
     desk = Desk(limits=limits)

@@ -26,14 +26,14 @@ from tests.unit.router.cluster import PROMPT, Cluster, cluster, collect, routed
 
 @asynccontextmanager
 async def gated(
-    *workers: FakeWorker, running: int = 1, max_queue_s: float = 60.0, limits: LimitsConfig | None = None
+    *workers: FakeWorker, running: int = 1, limits: LimitsConfig | None = None, **bounds: float
 ) -> AsyncIterator[tuple[Gate, Cluster]]:
     async with cluster(*workers) as core:
         admission = FairAdmission(
             view=core.registry.view,
             places=lambda _: 100,
             limiter=Limiter(limits or LimitsConfig(), clock=time.monotonic),
-            policy=AdmissionPolicy(max_queue_s=max_queue_s, room=RoomPolicy(max_running_per_worker=running)),
+            policy=AdmissionPolicy(room=RoomPolicy(max_running_per_worker=running), **bounds),
             clock=time.monotonic,
         )
         yield Gate(core.dispatcher, admission, core.registry), core
@@ -183,3 +183,35 @@ async def test_metrics_show_the_queue_and_cap_the_tenants() -> None:
         assert shown["tandem_tenant_rejections_total", "named"] == 1.0
         assert shown["tandem_tenant_requests_total", "other"] == 6.0
         assert sum(name == "tandem_tenant_requests_total" for name, *_ in shown) <= MAX_TENANTS + 1
+
+
+async def test_a_newcomer_that_is_refused_takes_nobody_with_it() -> None:
+    worker = FakeWorker("d0", script=hold)
+    async with gated(worker, max_tokens=36) as (gate, core):
+        running = asyncio.create_task(collect(gate.generate(of("x", 0))))
+        held = await worker.submissions.get()
+        waiting = [asyncio.create_task(collect(gate.generate(of(tenant, i)))) for i, tenant in enumerate("aab")]
+        await asyncio.sleep(0)
+        assert gate.admission.num_waiting == 3
+        # The end of a's line would give way to it, b's shorter one would not, and both would have to.
+        with pytest.raises(Overloaded):
+            await collect(gate.generate(replace(routed(tuple(range(20)), request_id="c0"), tenant="c")))
+        worker.script = _answer
+        held.give_all()
+        await asyncio.gather(running, *waiting)
+        core.assert_idle()
+
+
+async def test_who_gives_way_is_told_at_once() -> None:
+    worker = FakeWorker("d0", script=hold)
+    async with gated(worker, max_tokens=36) as (gate, _):
+        running = asyncio.create_task(collect(gate.generate(of("x", 0))))
+        held = await worker.submissions.get()
+        waiting = [asyncio.create_task(collect(gate.generate(of("a", i)))) for i in range(3)]
+        await asyncio.sleep(0)
+        other = asyncio.create_task(collect(gate.generate(of("b", 0))))
+        with pytest.raises(Overloaded):
+            await waiting[2]
+        worker.script = _answer
+        held.give_all()
+        await asyncio.gather(running, *waiting[:2], other)
