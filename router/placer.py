@@ -110,7 +110,7 @@ class Placer:
 
     def adopt(self, worker: Incarnation, *, num_tokens: int, names: Sequence[BlockHash]) -> Assignment | None:
         """A choice that runs on that worker already, draining or not; None: that process is gone."""
-        found = next((w for w in self.registry.snapshots() if w.info.key.incarnation == worker), None)
+        found = self.registry.of_process(worker)
         port = None if found is None else self.registry.port(found.info.key)
         if found is None or port is None:
             return None

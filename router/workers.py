@@ -20,7 +20,7 @@ from router.worker_table import WorkerTable
 from router.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad, WorkerSnapshot
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.board.entries import Share
-from tandem.ids import WorkerId
+from tandem.ids import Incarnation, WorkerId
 from tandem.roles import WorkerRole
 
 logger = logging.getLogger(__name__)
@@ -158,6 +158,11 @@ class WorkerRegistry:
         """All live workers as of now."""
         now_s = self._clock()
         return [worker.snapshot(now_s) for worker in self._workers.values()]
+
+    def of_process(self, incarnation: Incarnation) -> WorkerSnapshot | None:
+        """A live worker by its process."""
+        found = next((w for w in self._workers.values() if w.info.key.incarnation == incarnation), None)
+        return None if found is None else found.snapshot(self._clock())
 
     def view(self) -> ClusterView:
         """All live workers as placement sees them; holds until the registry is next told something."""

@@ -3,12 +3,15 @@
 import asyncio
 import time
 from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from router.requests import ChoiceDelta
+from router.requests import ChoiceDelta, ResumePoint
 from router.surroundings import DispatchSettings
 from tandem.errors import DeadlineExceeded, InvariantError, Overloaded, Unavailable
+from tandem.ids import Incarnation
 from tandem.outputs import FinishReason
 from tandem.roles import WorkerRole
 from tests.fake_worker import FakeWorker, Submission, answer, expected_tokens, hold
@@ -25,6 +28,18 @@ async def test_streams_tokens_in_order_and_ends_once() -> None:
         assert finish is not None
         assert (finish.reason, finish.cached_tokens, finish.times.decode_s) == (FinishReason.LENGTH, 3, 0.5)
         router.assert_idle()
+
+
+async def test_a_request_on_its_way_walks_over_no_list_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster(FakeWorker("d0"), FakeWorker("d1", incarnation=2)) as router:
+        looks: list[str] = []
+        with monkeypatch.context() as patch:
+            for name in ("snapshots", "live_decoders"):
+                patch.setattr(router.registry, name, partial(looks.append, name))
+            assert await collect(router.generate(routed()))
+            point = ResumePoint(worker=Incarnation(2), num_tokens=3)
+            assert await collect(router.generate(replace(routed(), resume=(point,), resumptions=1)))
+        assert looks == []
 
 
 async def test_submit_carries_the_request() -> None:
