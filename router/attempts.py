@@ -100,14 +100,25 @@ class ChoiceProgress:
     """Waits for room since the last progress."""
     pool_tokens_above: int = 0
     last_error: ServingError | None = None
+    _num_taken: int = 0
     _num_failures: int = 0
     _first_start: AttemptStarted | None = None
 
     def begin_attempt(self) -> int:
         """The number of the next attempt, from 1."""
         self.attempt += 1
+        self._num_taken += 1
         self.num_reroutes = 0
         return self.attempt
+
+    @property
+    def was_taken(self) -> bool:
+        """Whether a worker took an attempt, or may have; who refused one has computed nothing for it."""
+        return self._num_taken > 0
+
+    def was_refused(self) -> None:
+        """The attempt was not taken."""
+        self._num_taken -= 1
 
     def accept(self, arrived: TokensArrived) -> tuple[SampledToken, ...]:
         """The tokens that are new to the client; those seen already are dropped. Raises TokenGap."""
@@ -132,6 +143,8 @@ class ChoiceProgress:
     def may_retry(self, reason: RetryReason, error: ServingError, budget: RetryBudget) -> bool:
         """Whether another attempt may follow upon this failure; `last_error` says why not."""
         self.last_error = error
+        if reason is RetryReason.REFUSED:
+            self.was_refused()
         self._num_failures += 1
         if is_final(error) or self._num_failures >= self.max_attempts:
             return False
@@ -139,6 +152,7 @@ class ChoiceProgress:
 
     def was_full(self, worker: WorkerKey, error: ServingError) -> None:
         """The worker has no room now: no fault of anybody, so it costs no attempt."""
+        self.was_refused()
         self.last_error = error
         self.full.add(worker)
 

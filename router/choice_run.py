@@ -118,6 +118,7 @@ class ChoiceRun:
         try:
             assignment.port.adopt(self._request_id, number, num_shown=point.num_tokens, deliver=deliver)
         except Unavailable:
+            self._progress.was_refused()
             self._placer.release(assignment)
             return
         self._assignment = self._awaited = assignment
@@ -181,7 +182,7 @@ class ChoiceRun:
         self.waiting = None
         assignment = self._assignment
         taken_back = () if assignment is None or self._proven else self._workers(assignment)
-        self._standing.left(self, taken_back)
+        self._standing.left(self, taken_back, was_taken=self._progress.was_taken)
         if assignment is not None:
             self._assignment = None
             assignment.port.cancel(self._request_id, self._progress.attempt)
@@ -189,8 +190,7 @@ class ChoiceRun:
 
     def finish_early(self, reason: FinishReason) -> ChoiceDelta:
         """The end, by the router's own decision."""
-        since_s = self._first_token_s
-        decode_s = 0.0 if since_s is None else self._around.clock() - since_s
+        decode_s = 0.0 if (since_s := self._first_token_s) is None else self._around.clock() - since_s
         return self._finish(self._progress.finish_early(reason, decode_s=decode_s))
 
     def final_error(self) -> ServingError:
@@ -253,6 +253,7 @@ class ChoiceRun:
         if self._adopting:
             # It had it no more, which is no fault: the answer is generated again, from the same seed.
             self._adopting, self._assignment = False, None
+            self._progress.was_refused()
             self._placer.release(assignment)
             self.submit()
             return []
@@ -382,9 +383,8 @@ class ChoiceRun:
             self._standing.failed(self, key)
 
     def _trace(self, assignment: Assignment, started_s: float) -> None:
-        now_s = self._around.clock()
-        choice = (self._index, self._progress.attempt)
-        trace_placement(self._request, choice, assignment, self._route, (started_s, now_s))
+        choice, between_s = (self._index, self._progress.attempt), (started_s, self._around.clock())
+        trace_placement(self._request, choice, assignment, self._route, between_s)
 
     def _finish(self, finish: ChoiceFinish) -> ChoiceDelta:
         self.done, self.waiting = True, None

@@ -27,6 +27,8 @@ class ChoiceStanding:
         self._workers: dict[Hashable, Workers] = {}
         self._failed: set[WorkerKey] = set()
         """Workers that failed on it and were alive then."""
+        self.was_taken = False
+        """Whether a worker took any run of it that has ended, or may have."""
 
     def must_wait(self) -> bool:
         """Whether it is to go alone and cannot yet."""
@@ -71,8 +73,9 @@ class ChoiceStanding:
                 still = (*self._workers.get(run, ()), *self._beside(run))
                 self._health.lost(self._name, key, self.request, still=still)
 
-    def left(self, run: Hashable, taken_back: Workers = ()) -> None:
+    def left(self, run: Hashable, taken_back: Workers = (), *, was_taken: bool = False) -> None:
         """A run has ended; `taken_back`: of these workers, which had not answered."""
+        self.was_taken |= was_taken
         self._workers.pop(run, None)
         if still := self._beside(run):
             self._health.left(self._name, taken_back, still=still)

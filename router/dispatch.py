@@ -24,6 +24,10 @@ from tandem.errors import InvariantError
 from tandem.ids import RequestId
 
 
+def _unheard() -> None:
+    """For callers that keep no accounts."""
+
+
 class Dispatcher:
     """Streams the answers to requests; see `router.requests.Generator`."""
 
@@ -81,27 +85,29 @@ class Dispatcher:
                     self._ended.clear()
                     await self._ended.wait()
 
-    async def generate(self, request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
+    async def generate(
+        self, request: RoutedRequest, taken: Callable[[], None] = _unheard
+    ) -> AsyncGenerator[ChoiceDelta, None]:
         """Stream all choices, interleaved. Closing the iterator early cancels the request on every worker.
 
-        Raises Overloaded, Unavailable, RequestTooLarge, DeadlineExceeded or InternalError, or what a worker found
-        wrong with the request.
+        `taken` is called at the end if a worker took anything of it, or may have. Raises Overloaded, Unavailable,
+        RequestTooLarge, DeadlineExceeded or InternalError, or what a worker found wrong with the request.
         """
-        with self._running(request) as run:
+        with self._running(request, taken) as run:
             while not run.done:
                 for delta in await run.step():
                     yield delta
 
-    async def run(self, request: RoutedRequest, reader: Reader) -> None:
+    async def run(self, request: RoutedRequest, reader: Reader, taken: Callable[[], None] = _unheard) -> None:
         """Give `reader` all choices, interleaved. Cancelling it cancels the request on every worker.
 
-        Raises as `generate`, and what the reader raises.
+        `taken` as of `generate`. Raises as that, and what the reader raises.
         """
-        with self._running(request) as run:
+        with self._running(request, taken) as run:
             await run.follow(reader)
 
     @contextlib.contextmanager
-    def _running(self, request: RoutedRequest) -> Iterator[RequestRun]:
+    def _running(self, request: RoutedRequest, taken: Callable[[], None]) -> Iterator[RequestRun]:
         """Admitted and under way while inside."""
         former = self._former(request)
         if former is not None and former.resumptions >= request.resumptions:
@@ -120,6 +126,8 @@ class Dispatcher:
                     if self._runs.get(request.request_id) is run:
                         del self._runs[request.request_id]
                     run.close()
+                    if run.was_taken:
+                        taken()
         finally:
             # Last, when its place is free again.
             self._ended.set()

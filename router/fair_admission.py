@@ -188,8 +188,8 @@ class FairAdmission:
         """A choice has ended, whose prompt had so many tokens cached."""
         entry.cached_tokens = max(entry.cached_tokens or 0, num_tokens)
 
-    def end(self, entry: Entry) -> None:
-        """It is over, however. No-op the second time."""
+    def end(self, entry: Entry, *, taken: bool = True) -> None:
+        """It is over, however; `taken`: a worker took it, or may have, else it costs nothing. No-op the second time."""
         if entry.ended:
             return
         entry.ended = True
@@ -199,6 +199,10 @@ class FairAdmission:
         if entry.waiting:
             self._queue.remove(ticket)
             del self._entries[ticket]
+            self._limiter.cancel(entry.grant)
+            return
+        if not taken:
+            self._counters.charge(ticket.tenant, input_tokens=-ticket.work_tokens)
             self._limiter.cancel(entry.grant)
             return
         if entry.cached_tokens is not None:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Protocol
 
 from router.fair_admission import Entry, FairAdmission, Wanted
@@ -25,12 +26,12 @@ _DELTAS_TOGETHER = 16
 class Inner(Protocol):
     """What runs requests: `router.dispatch.Dispatcher`."""
 
-    def generate(self, request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
-        """See `router.requests.Generator`."""
+    def generate(self, request: RoutedRequest, taken: Callable[[], None]) -> AsyncGenerator[ChoiceDelta, None]:
+        """See `router.dispatch.Dispatcher`."""
         ...
 
-    async def run(self, request: RoutedRequest, reader: Reader) -> None:
-        """See `router.requests.Generator`."""
+    async def run(self, request: RoutedRequest, reader: Reader, taken: Callable[[], None]) -> None:
+        """See `router.dispatch.Dispatcher`."""
         ...
 
     def finish_choice(self, request_id: RequestId, choice_index: int) -> None:
@@ -68,38 +69,33 @@ class Gate:
 
     async def generate(self, request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
         """See `router.requests.Generator`. Raises Overloaded or Unavailable, with a time to come back, as well."""
-        async with self._inside(request) as count, aclosing(self._inner.generate(request)) as deltas:
+        async with self._inside(request) as visit, aclosing(self._inner.generate(request, visit.take)) as deltas:
             async for delta in deltas:
-                count((delta,))
+                self._note(visit, (delta,))
                 yield delta
 
     async def run(self, request: RoutedRequest, reader: Reader) -> None:
         """See `router.requests.Generator`. Raises as `generate`."""
-        async with self._inside(request) as count:
-            counting = _Counting(reader, count)
+        async with self._inside(request) as visit:
+            counting = _Counting(reader, partial(self._note, visit))
             try:
-                await self._inner.run(request, counting)
+                await self._inner.run(request, counting, visit.take)
             finally:
                 counting.flush()
 
     @contextlib.asynccontextmanager
-    async def _inside(self, request: RoutedRequest) -> AsyncIterator[Callable[[Sequence[ChoiceDelta]], None]]:
-        """From its turn to its end; yields what counts its deltas."""
+    async def _inside(self, request: RoutedRequest) -> AsyncIterator["_Visit"]:
+        """From its turn to its end."""
         entry = self._enter(request)
+        visit = _Visit(entry, shown=sum(point.num_tokens for point in request.resume))
         try:
             if entry.waiting:
                 await self._turn(entry)
             # What runs it writes it into the workers' books before it waits for the first time.
             asyncio.get_running_loop().call_soon(self._placed, entry)
-            shown = sum(point.num_tokens for point in request.resume)
-
-            def count(deltas: Sequence[ChoiceDelta]) -> None:
-                nonlocal shown
-                shown = self._note(entry, deltas, shown)
-
-            yield count
+            yield visit
         finally:
-            self.admission.end(entry)
+            self.admission.end(entry, taken=visit.taken)
             self._ended.set()
             self._pump()
 
@@ -133,11 +129,12 @@ class Gate:
         finally:
             self._turns.pop(entry, None)
 
-    def _note(self, entry: Entry, deltas: Sequence[ChoiceDelta], shown: int) -> int:
-        """Count what came; how many tokens are still to come that the client has."""
+    def _note(self, visit: "_Visit", deltas: Sequence[ChoiceDelta]) -> None:
+        """Count what came."""
+        entry = visit.entry
         if count := sum(len(delta.tokens) for delta in deltas):
-            passed = min(shown, count)
-            shown -= passed
+            passed = min(visit.shown, count)
+            visit.shown -= passed
             was_silent = not entry.output_tokens
             self.admission.generated(entry, count - passed)
             if was_silent:
@@ -146,7 +143,6 @@ class Gate:
         for delta in deltas:
             if delta.finish is not None:
                 self.admission.cached(entry, delta.finish.cached_tokens)
-        return shown
 
     def _placed(self, entry: Entry) -> None:
         self.admission.placed(entry)
@@ -170,6 +166,22 @@ class Gate:
         for entry, error in refused:
             if (turn := self._turns.get(entry)) is not None and not turn.done():
                 turn.set_exception(error)
+
+
+class _Visit:
+    """One request from its turn to its end."""
+
+    __slots__ = ("entry", "shown", "taken")
+
+    def __init__(self, entry: Entry, *, shown: int) -> None:
+        self.entry = entry
+        self.shown = shown
+        """Tokens still to come that the client has."""
+        self.taken = False
+
+    def take(self) -> None:
+        """A worker took it, or may have."""
+        self.taken = True
 
 
 class _Counting:

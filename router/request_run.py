@@ -56,7 +56,7 @@ class RequestRun:
         names: list[BlockHash] = []
         around.hasher.extend(request.hash_root, names, request.prompt_token_ids)
 
-        standings = [
+        self._standings = standings = [
             ChoiceStanding(index, request, around.health, around.placer.registry)
             for index in range(request.num_choices)
         ]
@@ -72,6 +72,11 @@ class RequestRun:
     def done(self) -> bool:
         """Whether every choice has ended."""
         return all(choice.done for choice in self._choices)
+
+    @property
+    def was_taken(self) -> bool:
+        """Once it is closed: whether a worker took anything of it, or may have."""
+        return any(standing.was_taken for standing in self._standings)
 
     def start(self) -> None:
         """Send every choice to a worker. Raises the errors of Generator."""

@@ -97,6 +97,8 @@ class Grant:
     """One request's part of its tenant's limits, until it is given back."""
 
     tenant: str
+    num_requests: int
+    """0 for one that was counted when it began."""
     estimated_tokens: float
     since_s: float
     given_back: bool = field(default=False)
@@ -137,9 +139,10 @@ class Limiter:
         account, now_s = self._account(tenant), self._clock()
         if not promised:
             self._check(tenant, account, estimated_tokens, now_s)
-        account.take(0 if promised else 1, estimated_tokens, now_s)
+        num_requests = 0 if promised else 1
+        account.take(num_requests, estimated_tokens, now_s)
         account.num_inflight += 1
-        return Grant(tenant=tenant, estimated_tokens=estimated_tokens, since_s=now_s)
+        return Grant(tenant=tenant, num_requests=num_requests, estimated_tokens=estimated_tokens, since_s=now_s)
 
     def settle(self, grant: Grant, used_tokens: float) -> None:
         """The request has ended and took so many tokens."""
@@ -157,7 +160,7 @@ class Limiter:
             return
         grant.given_back = True
         account, now_s = self._account(grant.tenant), self._clock()
-        account.take(-1, -grant.estimated_tokens, now_s)
+        account.take(-grant.num_requests, -grant.estimated_tokens, now_s)
         account.num_inflight -= 1
 
     def usages(self) -> list[Usage]:

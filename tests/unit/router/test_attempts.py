@@ -54,6 +54,21 @@ def test_each_token_is_accepted_once() -> None:
     assert progress.token_ids == [5, 6, 7]
 
 
+def test_only_an_attempt_that_was_not_refused_was_taken() -> None:
+    progress, budget = _progress(), RetryBudget()
+    assert not progress.was_taken
+    progress.begin_attempt()
+    assert progress.was_taken
+    progress.may_retry(RetryReason.REFUSED, Unavailable("x"), budget)
+    assert not progress.was_taken
+    progress.begin_attempt()
+    progress.was_full(WorkerKey(WorkerId("d0"), Incarnation(1)), Overloaded("x"))
+    assert not progress.was_taken
+    progress.begin_attempt()
+    progress.may_retry(RetryReason.WORKER_LOST, Unavailable("x"), budget)
+    assert progress.was_taken
+
+
 def test_failures_in_a_row_are_bounded_and_progress_forgives() -> None:
     progress, budget, error = _progress(), RetryBudget(), Unavailable("x")
     key = WorkerKey(WorkerId("d0"), Incarnation(1))

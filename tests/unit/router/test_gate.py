@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.admission_counts import Rejection
 from router.admission_metrics import MAX_TENANTS, AdmissionMetrics
 from router.cluster_room import RoomPolicy
-from router.fair_admission import AdmissionPolicy, FairAdmission
+from router.fair_admission import AdmissionPolicy, Entry, FairAdmission
 from router.gate import Gate
 from router.requests import ResumePoint, RoutedRequest
 from router.tenant_limits import Limiter
@@ -215,3 +215,65 @@ async def test_who_gives_way_is_told_at_once() -> None:
         worker.script = _answer
         held.give_all()
         await asyncio.gather(running, *waiting[:2], other)
+
+
+async def test_what_no_worker_took_costs_its_tenant_nothing() -> None:
+    worker = FakeWorker("d0", script=_too_full)
+    limits = LimitsConfig(default=TenantLimits(tokens_per_minute=1000, requests_per_minute=100))
+    async with gated(worker, limits=limits) as (gate, core):
+        refused = asyncio.Event()
+        core.observed.retried = lambda _: refused.set()
+        full = asyncio.create_task(collect(gate.generate(of("a", 0))))
+        await refused.wait()
+        full.cancel()
+        await asyncio.gather(full, return_exceptions=True)
+        await worker.crash()
+        await core.registry.until_live(0)
+        with pytest.raises(Unavailable):
+            await collect(gate.generate(of("a", 1)))
+        account = gate.admission._limiter._account("a")
+        assert (account.requests_taken, account.tokens_taken, account.num_inflight) == (0, 0.0, 0)
+        assert gate.admission._counters.counter("a") == 0.0
+        assert "a" not in gate.admission.counts.tenants
+        core.assert_idle()
+
+
+async def test_who_leaves_at_its_turn_pays_nothing() -> None:
+    worker = FakeWorker("d0", script=hold)
+    async with gated(worker, limits=LimitsConfig(default=TenantLimits(tokens_per_minute=1000))) as (gate, _):
+        running = asyncio.create_task(collect(gate.generate(of("x", 0))))
+        held = await worker.submissions.get()
+        waiting = asyncio.create_task(collect(gate.generate(of("a", 0))))
+        await asyncio.sleep(0)
+        turns: list[Entry] = []
+        pump = gate.admission.pump
+
+        def leave_at_the_turn() -> list[Entry]:
+            if given := pump():
+                turns.extend(given)
+                waiting.cancel()
+            return given
+
+        gate.admission.pump = leave_at_the_turn
+        held.give_all()
+        await asyncio.gather(running, waiting, return_exceptions=True)
+        assert [entry.ticket.tenant for entry in turns] == ["a"]
+        assert gate.admission._limiter._account("a").tokens_taken == 0.0
+        assert gate.admission.num_inflight == 0
+
+
+async def test_who_leaves_while_its_prompt_is_computed_pays_for_it() -> None:
+    worker = FakeWorker("d0", script=hold)
+    async with gated(worker, limits=LimitsConfig(default=TenantLimits(tokens_per_minute=1000))) as (gate, core):
+        leaving = asyncio.create_task(collect(gate.generate(of("a", 0))))
+        await worker.submissions.get()
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        assert gate.admission._limiter._account("a").tokens_taken == len(PROMPT)
+        assert gate.admission._counters.counter("a") == len(PROMPT)
+        assert gate.admission.counts.tenants["a"].requests == 1
+        core.assert_idle()
+
+
+async def _too_full(submission: Submission) -> None:
+    submission.refuse("Overloaded", "full", retry_after_s=60.0)
