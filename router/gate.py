@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -69,7 +70,7 @@ class Gate:
 
     async def generate(self, request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
         """See `router.requests.Generator`. Raises Overloaded or Unavailable, with a time to come back, as well."""
-        async with self._inside(request) as visit, aclosing(self._inner.generate(request, visit.take)) as deltas:
+        async with self._inside(request) as visit, aclosing(self._inner.generate(visit.request, visit.take)) as deltas:
             async for delta in deltas:
                 self._note(visit, (delta,))
                 yield delta
@@ -79,7 +80,7 @@ class Gate:
         async with self._inside(request) as visit:
             counting = _Counting(reader, partial(self._note, visit))
             try:
-                await self._inner.run(request, counting, visit.take)
+                await self._inner.run(visit.request, counting, visit.take)
             finally:
                 counting.flush()
 
@@ -87,7 +88,7 @@ class Gate:
     async def _inside(self, request: RoutedRequest) -> AsyncIterator["_Visit"]:
         """From its turn to its end."""
         entry = self._enter(request)
-        visit = _Visit(entry, shown=sum(point.num_tokens for point in request.resume))
+        visit = _Visit(request, entry)
         try:
             if entry.waiting:
                 await self._turn(entry)
@@ -171,11 +172,14 @@ class Gate:
 class _Visit:
     """One request from its turn to its end."""
 
-    __slots__ = ("entry", "shown", "taken")
+    __slots__ = ("entry", "request", "shown", "taken")
 
-    def __init__(self, entry: Entry, *, shown: int) -> None:
+    def __init__(self, request: RoutedRequest, entry: Entry) -> None:
         self.entry = entry
-        self.shown = shown
+        priority = entry.ticket.priority
+        # What its tenant may have binds the workers' schedulers as well as the line here.
+        self.request = request if priority == request.priority else replace(request, priority=priority)
+        self.shown = sum(point.num_tokens for point in request.resume)
         """Tokens still to come that the client has."""
         self.taken = False
 

@@ -146,6 +146,14 @@ async def _answer(submission: Submission) -> None:
     submission.give_all()
 
 
+@pytest.mark.parametrize(("tenant", "asked", "given"), [("b", -1000, 5), ("b", 7, 7), ("a", -1000, -1000)])
+async def test_the_best_priority_of_a_tenant_binds_the_workers_as_well(tenant: str, asked: int, given: int) -> None:
+    worker = FakeWorker("d0")
+    async with gated(worker, limits=LimitsConfig(tenants={"b": TenantLimits(best_priority=5)})) as (gate, _):
+        await collect(gate.generate(replace(routed(priority=asked), tenant=tenant)))
+        assert worker.submissions.get_nowait().submit.priority == given
+
+
 async def test_a_drain_lets_those_that_wait_have_their_turn() -> None:
     worker = FakeWorker("d0", script=hold)
     async with gated(worker) as (gate, core):
