@@ -101,7 +101,7 @@ class ChoiceRun:
             self.waiting, self._proven = None, False
             self._standing.placed(self, self._workers(assignment))
             if self._request.only_worker is None:
-                self._placer.record(assignment, self._request_id)
+                self._placer.record(assignment, self._request_id, self._request.tenant)
             self._around.observer.placed(assignment.placement.reason.value)
 
     def _adopt(self) -> None:

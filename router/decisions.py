@@ -36,6 +36,8 @@ class Decision:
 
     request_id: RequestId
     """Of the choice: the request's own, a dash, and the choice's index."""
+    tenant: str
+    """Whose request it was, and who may see this."""
     at_s: float
     """On the registry's clock."""
     num_tokens: int
@@ -59,24 +61,25 @@ class DecisionLog:
         self._clock = clock
         self._decisions: deque[Decision] = deque(maxlen=most)
 
-    def __len__(self) -> int:
-        return len(self._decisions)
+    def num_kept(self, tenant: str) -> int:
+        """Of a tenant."""
+        return sum(decision.tenant == tenant for decision in self._decisions)
 
     def add(self, decision: Decision) -> None:
         """The oldest gives way."""
         self._decisions.append(decision)
 
-    def described(self, *, limit: int, request_id: str | None = None) -> list[dict[str, Any]]:
+    def described(self, tenant: str, *, limit: int, request_id: str | None = None) -> list[dict[str, Any]]:
         """As JSON shows them; see `latest`."""
         now_s = self._clock()
-        return [described(decision, now_s) for decision in self.latest(limit=limit, request_id=request_id)]
+        return [described(decision, now_s) for decision in self.latest(tenant, limit=limit, request_id=request_id)]
 
-    def latest(self, *, limit: int, request_id: str | None = None) -> Iterator[Decision]:
-        """Newest first; `request_id`: of a request, for all its choices, or of one choice."""
+    def latest(self, tenant: str, *, limit: int, request_id: str | None = None) -> Iterator[Decision]:
+        """A tenant's, newest first; `request_id`: of a request, for all its choices, or of one choice."""
         for decision in reversed(self._decisions):
             if limit == 0:
                 return
-            if request_id is None or _is_of(decision.request_id, request_id):
+            if decision.tenant == tenant and (request_id is None or _is_of(decision.request_id, request_id)):
                 limit -= 1
                 yield decision
 

@@ -133,11 +133,12 @@ class Placer:
             prompt=booked,
         )
 
-    def record(self, assignment: Assignment, request_id: RequestId) -> None:
+    def record(self, assignment: Assignment, request_id: RequestId, tenant: str) -> None:
         """Keep, show and count the decision, under the choice's id; nobody hears of one that is not recorded."""
         placement, holder = assignment.placement, assignment.holder
         assignment.decision = Decision(
             request_id=request_id,
+            tenant=tenant,
             at_s=self._clock(),
             num_tokens=assignment.num_tokens,
             placement=placement,

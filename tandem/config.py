@@ -171,8 +171,8 @@ class RouterConfig(Section):
     """Uncached prompt tokens beyond which a decode worker never prefills while a prefill worker takes requests; null:
     whatever is predicted to cost less. The same number as `local_prefill_tokens`: that alone decides."""
     decisions_kept: int = Field(default=512, ge=0, le=65_536)
-    """The last placements, shown at /debug/decisions to whoever has an API key; 0: none, and there is no such page.
-    Each takes some 100 bytes per worker."""
+    """The last placements, shown at /debug/decisions to the tenant whose requests they were; 0: none, and there is no
+    such page. Each takes some 100 bytes per worker."""
     max_attempts: PositiveInt = 4
     """Workers tried for one request before it fails."""
     worker_silence_s: Seconds = 1.5

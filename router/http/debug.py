@@ -1,4 +1,4 @@
-"""What operators look at when they wonder why: the last placements."""
+"""What one looks at when one wonders why: the last placements of one's own requests."""
 
 from typing import Any
 
@@ -19,15 +19,16 @@ class DecisionRoutes:
         self._decisions = decisions
 
     async def show(self, request: Request) -> dict[str, Any]:
-        """The newest first. `?limit=` of them, `?request_id=` of one request. Raises InvalidRequest."""
+        """The tenant's own, newest first. `?limit=` of them, `?request_id=` of one request. Raises InvalidRequest."""
         query = request.query_params
         if unknown := query.keys() - {"limit", "request_id"}:
             raise InvalidRequest(f"{min(unknown)[:40]!r} is no parameter of this page; limit and request_id are")
         request_id = query.get("request_id")
         if request_id is not None and len(request_id) > _MAX_ID_CHARS:
             raise InvalidRequest(f"request_id has more than {_MAX_ID_CHARS} characters", param="request_id")
-        shown = self._decisions.described(limit=_limit(query.get("limit")), request_id=request_id)
-        return {"object": "list", "kept": len(self._decisions), "data": shown}
+        tenant = request.state.tenant
+        shown = self._decisions.described(tenant, limit=_limit(query.get("limit")), request_id=request_id)
+        return {"object": "list", "kept": self._decisions.num_kept(tenant), "data": shown}
 
 
 def _limit(text: str | None) -> int:

@@ -16,6 +16,7 @@ from router.placer import Placer
 from router.prefix_map import PrefixMap
 from router.worker_view import PrefixChange, WorkerLoad
 from router.workers import WorkerRegistry
+from tandem.admission_config import ApiKey
 from tandem.config import RouterConfig
 from tandem.ids import BlockHash, RequestId
 from tests.unit.router import doors
@@ -52,9 +53,9 @@ class Placed:
             observer=None if metrics is None else metrics.placement,
         )
 
-    def place(self, request_id: str, *, cached: int | None = None, names: list[BlockHash] = NAMES) -> None:
-        assignment = self.placer.assign(num_tokens=len(names) * 16 + 1, names=names)
-        self.placer.record(assignment, RequestId(request_id))
+    def place(self, request_id: str, *, cached: int | None = None, tenant: str = "") -> None:
+        assignment = self.placer.assign(num_tokens=len(NAMES) * 16 + 1, names=NAMES)
+        self.placer.record(assignment, RequestId(request_id), tenant)
         if cached is not None:
             self.placer.prompt_computed(assignment)
             self.placer.found_cached(assignment, cached)
@@ -66,10 +67,10 @@ def test_newest_first_and_no_more_than_are_kept() -> None:
     placed = Placed("d0", "p0", kept=3)
     for number in range(5):
         placed.place(f"r{number}-0")
-    assert [one["request_id"] for one in placed.decisions.described(limit=9)] == ["r4-0", "r3-0", "r2-0"]
-    assert [one["request_id"] for one in placed.decisions.described(limit=2)] == ["r4-0", "r3-0"]
+    assert [one["request_id"] for one in placed.decisions.described("", limit=9)] == ["r4-0", "r3-0", "r2-0"]
+    assert [one["request_id"] for one in placed.decisions.described("", limit=2)] == ["r4-0", "r3-0"]
     nothing = DecisionLog(0, clock=Clock())
-    assert nothing.described(limit=5) == []
+    assert nothing.described("", limit=5) == []
 
 
 def test_by_request_or_by_choice() -> None:
@@ -77,9 +78,9 @@ def test_by_request_or_by_choice() -> None:
     for request_id in ("r-1-0", "r-1-1", "r-2-0"):
         placed.place(request_id)
     shown = placed.decisions.described
-    assert [one["request_id"] for one in shown(limit=9, request_id="r-1")] == ["r-1-1", "r-1-0"]
-    assert [one["request_id"] for one in shown(limit=9, request_id="r-2-0")] == ["r-2-0"]
-    assert shown(limit=9, request_id="r") == []
+    assert [one["request_id"] for one in shown("", limit=9, request_id="r-1")] == ["r-1-1", "r-1-0"]
+    assert [one["request_id"] for one in shown("", limit=9, request_id="r-2-0")] == ["r-2-0"]
+    assert shown("", limit=9, request_id="r") == []
 
 
 def test_predicted_and_actual() -> None:
@@ -88,7 +89,7 @@ def test_predicted_and_actual() -> None:
     placed.place("a-0", cached=0)
     placed.place("b-0", cached=464)
     placed.place("c-0")
-    latest, second, first = placed.decisions.described(limit=9)
+    latest, second, first = placed.decisions.described("", limit=9)
     assert (first["predicted_cached_tokens"], first["actual_cached_tokens"]) == (0, 0)
     assert (second["predicted_cached_tokens"], second["actual_cached_tokens"]) == (480, 464)
     assert latest["actual_cached_tokens"] is None
@@ -111,7 +112,7 @@ def test_a_decision_says_why() -> None:
     placed.registry.load_changed(worker("p0").info.key, replace(busy, prefill_tokens_per_s=9_000.0, backlog_tokens=0))
     placed.place("r-0")
     placed.clock.now_s += 2.0
-    (one,) = placed.decisions.described(limit=1)
+    (one,) = placed.decisions.described("", limit=1)
     assert (one["reason"], one["affinity"], one["prefill_worker"]) == ("disaggregated", "cold", "p0")
     assert (one["age_s"], one["num_tokens"], one["num_candidates"]) == (2.0, 481, 4)
     roles = [(shown["role"], shown["chosen"]) for shown in one["candidates"]]
@@ -128,12 +129,12 @@ def test_a_failed_handoff_is_told_and_not_compared() -> None:
     metrics = RouterMetrics("m")
     placed = Placed("d0", "p0", "p1", metrics=metrics)
     assignment = placed.placer.assign(num_tokens=481, names=NAMES)
-    placed.placer.record(assignment, RequestId("r-0"))
+    placed.placer.record(assignment, RequestId("r-0"), "")
     again = placed.placer.reassign_prefill(assignment, frozenset({assignment.computing}))
     assert again is not None
     placed.placer.compute_locally(assignment)
     placed.placer.found_cached(assignment, 7)
-    (one,) = placed.decisions.described(limit=1)
+    (one,) = placed.decisions.described("", limit=1)
     assert one["rerouted_to"] == [again.info.key.worker_id, "d0"]
     assert one["actual_cached_tokens"] == 7
     labels = {"kind": "actual"}
@@ -143,7 +144,7 @@ def test_a_failed_handoff_is_told_and_not_compared() -> None:
 def test_of_many_candidates_the_best_are_shown() -> None:
     placed = Placed(*(f"d{i}" for i in range(20)), *(f"p{i}" for i in range(40)))
     placed.place("r-0")
-    (one,) = placed.decisions.described(limit=1)
+    (one,) = placed.decisions.described("", limit=1)
     assert one["num_candidates"] == 60
     assert len(one["candidates"]) == 2 * CANDIDATES_SHOWN
     assert sum(shown["chosen"] for shown in one["candidates"]) == 2
@@ -182,6 +183,18 @@ async def test_the_page_refuses_what_it_does_not_know(query: str, param: str | N
     answer = await ask(RouterConfig(), DecisionLog(5, clock=Clock()), query)
     assert answer.status_code == 400
     assert error_of(answer)["param"] == param
+
+
+async def test_a_key_is_shown_its_own_tenants_decisions_alone() -> None:
+    placed = Placed("d0", kept=9)
+    for request_id, tenant in (("r1-0", "one"), ("r2-0", "two"), ("r3-0", "one"), ("r4-0", "")):
+        placed.place(request_id, tenant=tenant)
+    keys = (ApiKey(key=SecretStr("k1"), tenant="one"), ApiKey(key=SecretStr("k2"), tenant="two"))
+    config = RouterConfig(api_keys=keys)
+    own = (await ask(config, placed.decisions, "", key="k1")).json()
+    assert (own["kept"], [each["request_id"] for each in own["data"]]) == (2, ["r3-0", "r1-0"])
+    of_another = (await ask(config, placed.decisions, "?request_id=r2", key="k1")).json()
+    assert of_another["data"] == []
 
 
 async def test_the_page_asks_for_a_key_as_the_others_do_and_may_be_absent() -> None:
