@@ -10,6 +10,7 @@ import base64
 import binascii
 import hmac
 import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -123,9 +124,14 @@ class StreamIds:
         return mac.digest()[:_MAC_BYTES]
 
 
-def request_digest(*parts: object) -> bytes:
-    """Of what makes two requests the same; each part has a `repr` that says all of it."""
-    return blake2b("\0".join(map(repr, parts)).encode(), digest_size=DIGEST_BYTES).digest()
+def request_digest(prompt_token_ids: Sequence[int], *parts: object) -> bytes:
+    """Of what makes two requests the same; each part has a `repr` that says all of it.
+
+    It is made on the event loop, of prompts that may be long: their numbers are taken as they are in memory.
+    """
+    digest = blake2b("\0".join(map(repr, (len(prompt_token_ids), *parts))).encode(), digest_size=DIGEST_BYTES)
+    digest.update(array("i", prompt_token_ids))
+    return digest.digest()
 
 
 def _foreign() -> InvalidRequest:

@@ -70,7 +70,8 @@ class Suspicion:
         self._trials: set[RequestId] = set()
         """Suspects that have, or wait for, a worker of their own."""
         self._fallen: deque[_Fallen] = deque()
-        self._condemned: dict[bytes, float] = {}
+        self._condemned: dict[tuple[int, bytes], float] = {}
+        """Until when, by the length of the prompt and a digest of the request."""
         self.num_condemned = 0
         self.num_refused = 0
 
@@ -143,20 +144,17 @@ class Suspicion:
             standing.reserved = (min(free, key=self._num_unproven),)
         return now_s - standing.waits_since_s < _ISOLATION_S
 
-    def condemn(self, digest: bytes, now_s: float) -> None:
-        """Refuse the like of a request for a while."""
+    def condemn(self, num_tokens: int, digest: bytes, now_s: float) -> None:
+        """Refuse the like of a request, with a prompt of that length, for a while."""
         self.num_condemned += 1
-        self._condemned[digest] = now_s + self._remembered_s
+        self._condemned[num_tokens, digest] = now_s + self._remembered_s
 
-    @property
-    def any_condemned(self) -> bool:
-        """Whether a request need be compared at all."""
-        return bool(self._condemned)
-
-    def is_condemned(self, digest: bytes, now_s: float) -> bool:
-        """Whether the like of it was condemned lately."""
+    def is_condemned(self, num_tokens: int, digest: Callable[[], bytes], now_s: float) -> bool:
+        """Whether the like of it was condemned lately. `digest` is asked only if the prompt has a length to compare."""
+        if not self._condemned:
+            return False
         self._condemned = {known: until_s for known, until_s in self._condemned.items() if until_s > now_s}
-        found = digest in self._condemned
+        found = any(num_tokens == known for known, _ in self._condemned) and (num_tokens, digest()) in self._condemned
         self.num_refused += found
         return found
 

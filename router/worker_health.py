@@ -1,6 +1,7 @@
 """What dispatch learns of workers from requests, and of requests from workers: breakers, suspects, hedging. Pure."""
 
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 
 from router.breaker import Breakers
 from router.hedging import Hedging
@@ -26,7 +27,7 @@ class WorkerHealth:
 
     def check(self, request: RoutedRequest) -> None:
         """Raises Unavailable for the like of a request that ended workers a short while ago."""
-        if self.suspicion.any_condemned and self.suspicion.is_condemned(_digest(request), self._clock()):
+        if self.suspicion.is_condemned(len(request.prompt_token_ids), partial(_digest, request), self._clock()):
             raise Unavailable(
                 "requests like this one have ended workers; it is refused for a while", retry_after_s=PAUSE_S
             )
@@ -81,7 +82,7 @@ class WorkerHealth:
         Not InternalError: workers also die of other causes, and then the client may well come back.
         """
         if self.suspicion.lost(choice, key, self._clock(), still):
-            self.suspicion.condemn(_digest(request), self._clock())
+            self.suspicion.condemn(len(request.prompt_token_ids), _digest(request), self._clock())
             told = "two workers ended while they computed this request alone; it is left alone for a while"
             raise Unavailable(told, retry_after_s=PAUSE_S)
 

@@ -66,5 +66,6 @@ def test_a_stream_does_not_change_hands_for_ever() -> None:
 
 def test_a_digest_tells_requests_apart() -> None:
     parts = ((1, 2), "a", None, True)
-    assert request_digest(*parts) == request_digest(*parts)
-    assert len({request_digest(*parts), request_digest((1,), 2, "a", None, True), request_digest((1, 2), "a")}) == 3
+    others = [((1,), 2, "a", None, True), ((1, 2), "a"), ((1, 2), 2, "a"), ((2, 1), *parts[1:]), ((1, 258), *parts[1:])]
+    assert request_digest(*parts) == request_digest([1, 2], *parts[1:])
+    assert len({request_digest(*parts), *(request_digest(*other) for other in others)}) == 6

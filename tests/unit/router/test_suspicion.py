@@ -160,14 +160,20 @@ def test_a_prompt_that_ends_whoever_computes_it() -> None:
 
 
 def test_the_like_is_refused_for_a_while() -> None:
-    book = Suspicion(remembered_s=60.0)
-    assert not book.any_condemned
-    book.condemn(b"digest", 0.0)
-    assert book.any_condemned
-    assert book.is_condemned(b"digest", 59.0)
-    assert not book.is_condemned(b"other", 59.0)
-    assert not book.is_condemned(b"digest", 61.0)
-    assert not book.any_condemned
+    book, asked = Suspicion(remembered_s=60.0), []
+
+    def is_condemned(num_tokens: int, digest: bytes, now_s: float) -> bool:
+        return book.is_condemned(num_tokens, lambda: asked.append(digest) or digest, now_s)
+
+    assert not is_condemned(9, b"digest", 0.0)
+    book.condemn(9, b"digest", 0.0)
+    assert not is_condemned(8, b"digest", 59.0)
+    # A digest of a long prompt takes long: those that cannot be the like of it are let through without.
+    assert asked == []
+    assert is_condemned(9, b"digest", 59.0)
+    assert not is_condemned(9, b"other", 59.0)
+    assert not is_condemned(9, b"digest", 61.0)
+    assert asked == [b"digest", b"other"]
     assert (book.num_condemned, book.num_refused) == (1, 1)
 
 
