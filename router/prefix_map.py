@@ -29,9 +29,9 @@ _FEW_BITS = 8
 """So many are faster taken one by one than through an array."""
 
 
-_Expected = tuple[float, int]
-"""Of a block that is about to be computed: when that lapses, and the position of its last hash block in its prompt.
-Names are chained: in every prompt that has the block, it is there."""
+_Expected = tuple[float, int, int]
+"""Of a block that is about to be computed: when that lapses, the position of its last hash block in its prompt, and by
+how many prompts it is expected. Names are chained: in every prompt that has the block, it is there."""
 
 
 class _Holdings:
@@ -162,11 +162,13 @@ class PrefixMap:
         for index, name in enumerate(own, 1):
             if name in known:
                 continue
-            if name in expected:
+            num_prompts = 1
+            if (others := expected.get(name)) is not None:
                 expected.move_to_end(name)
+                num_prompts += others[2]
             else:
                 self._list(name, bit)
-            expected[name] = lapses_s, index * held.names_per_block - 1
+            expected[name] = lapses_s, index * held.names_per_block - 1, num_prompts
             # The newest expectation gives way, not the oldest: a prefix is useful from its beginning.
             if len(known) + len(expected) > held.capacity:
                 self._forget(held, name)
@@ -205,12 +207,17 @@ class PrefixMap:
         return True
 
     def revoke(self, worker: WorkerId, names: Iterable[BlockHash]) -> None:
-        """The worker will not compute these after all; confirmed ones stay."""
+        """The worker will not compute these for one prompt; confirmed ones stay, and those that others expect."""
         held = self._workers.get(worker)
         if held is None:
             return
         for name in names:
-            if name in held.expected:
+            if (expected := held.expected.get(name)) is None:
+                continue
+            lapses_s, position, num_prompts = expected
+            if num_prompts > 1:
+                held.expected[name] = lapses_s, position, num_prompts - 1
+            else:
                 self._forget(held, name)
 
     def expire(self, now_s: float) -> None:
@@ -218,7 +225,7 @@ class PrefixMap:
         while self._lapses and self._lapses[0][0] <= now_s:
             held = self._lapses.popleft()[1]
             while held.expected:
-                name, (lapses_s, _) = next(iter(held.expected.items()))
+                name, (lapses_s, *_) = next(iter(held.expected.items()))
                 if lapses_s > now_s:
                     break
                 self._forget(held, name)
@@ -255,7 +262,7 @@ class PrefixMap:
         per_block, length = held.names_per_block, len(names)
         if len(held.expected) * per_block < length:
             items = held.expected.items()
-            first = min((i for name, (_, i) in items if i < length and names[i] == name), default=None)
+            first = min((i for name, (_, i, _) in items if i < length and names[i] == name), default=None)
         else:
             first = next((i for i in range(per_block - 1, length, per_block) if names[i] in held.expected), None)
         return length if first is None else first - (per_block - 1)

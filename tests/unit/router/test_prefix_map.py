@@ -116,6 +116,17 @@ def test_expectations_are_confirmed_revoked_or_lapse(two: PrefixMap) -> None:
     assert two.longest_prefix(NAMES) == {A: 1}
 
 
+def test_a_prompt_that_is_given_up_leaves_what_others_expect(two: PrefixMap) -> None:
+    for length in (4, 6, 2):
+        two.expect(A, NAMES[:length], now_s=0.0)
+    two.revoke(A, NAMES[:4])
+    assert two.longest_prefix(NAMES) == {A: 6}
+    two.revoke(A, NAMES[:6])
+    assert two.longest_prefix(NAMES) == {A: 2}
+    two.revoke(A, NAMES[:2])
+    assert len(two) == 0
+
+
 def test_expectation_of_a_worker_that_left_is_nothing(two: PrefixMap) -> None:
     two.drop_worker(A)
     two.expect(A, NAMES, now_s=0.0)
