@@ -99,7 +99,7 @@ class Canary:
         await self.stop()
 
     async def stop(self) -> None:
-        """Ask no more. Raises what ended the task, if it was not this."""
+        """Ask no more."""
         if self._task is not None:
             task, self._task = self._task, None
             task.cancel()
@@ -121,11 +121,17 @@ class Canary:
 
     async def _run(self) -> None:
         while True:
-            due = self._schedule.due(self._registry.snapshots(), self._clock())
-            async with asyncio.TaskGroup() as tasks:
-                for key in due:
-                    tasks.create_task(self.ask(key))
+            try:
+                await self._ask_all()
+            except Exception:  # noqa: BLE001  # if this ended here, clients alone would find dead engines
+                _log.exception("asking workers for tokens failed; it goes on")
             await asyncio.sleep(self._settings.interval_s)
+
+    async def _ask_all(self) -> None:
+        due = self._schedule.due(self._registry.snapshots(), self._clock())
+        async with asyncio.TaskGroup() as tasks:
+            for key in due:
+                tasks.create_task(self.ask(key))
 
     def _request(self, key: WorkerKey) -> RoutedRequest:
         return RoutedRequest(

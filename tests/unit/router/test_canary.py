@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
+
+import pytest
 
 from router.canary import Canary, CanarySchedule, CanarySettings
 from router.metrics import RouterMetrics
 from router.readiness import Readiness
+from router.requests import ChoiceDelta, RoutedRequest
 from tandem.block_hash import root_hash
 from tests.fake_worker import SECRET, FakeWorker, answer, hold
 from tests.unit.router import doors
@@ -88,6 +91,22 @@ async def test_no_room_at_the_router_says_nothing_of_a_worker() -> None:
         await canary.ask(router.registry.snapshots()[0].info.key)
         assert readiness.not_ready_reason() is None
         client.cancel()
+
+
+async def test_a_fault_is_logged_and_workers_are_asked_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    async with cluster(FakeWorker("d0")) as router, _canary(router) as (canary, _):
+        generate, asked = router.dispatcher.generate, asyncio.Event()
+
+        def faulty_at_first(request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
+            if request.request_id == "canary-0":
+                raise RuntimeError("a fault of ours")
+            asked.set()
+            return generate(request)
+
+        router.dispatcher.generate = faulty_at_first
+        async with canary, asyncio.timeout(20.0):
+            await asked.wait()
+        assert "a fault of ours" in caplog.text
 
 
 def test_only_silent_decode_workers_are_asked() -> None:
