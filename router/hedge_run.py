@@ -51,7 +51,7 @@ class HedgeRun:
     def due(self, index: int) -> None:
         """A first token is late: begin a second attempt if the budget allows and another worker is there."""
         first, hedging = self._choices[index], self._hedging
-        if first.done or first.has_tokens or first.worker is None or hedging is None or not hedging.spend():
+        if first.done or first.has_tokens or first.worker is None or hedging is None or not hedging.may_begin:
             return
         twin = self._new(index)
         try:
@@ -61,6 +61,7 @@ class HedgeRun:
         if twin.worker is None:
             twin.abandon()
         else:
+            hedging.began()
             self._twins[index] = twin
 
     def take(self, mail: FromWorker) -> Sequence[ChoiceDelta]:

@@ -44,13 +44,15 @@ class Hedging:
         """After how long a second attempt begins; None while too little is known."""
         return self._delay_s
 
-    def spend(self) -> bool:
-        """Begin one, if the budget allows."""
-        if self._saved < 1.0:
-            return False
+    @property
+    def may_begin(self) -> bool:
+        """Whether the budget allows a second attempt."""
+        return self._saved >= 1.0
+
+    def began(self) -> None:
+        """A second attempt was sent to a worker."""
         self._saved -= 1.0
         self.num_started += 1
-        return True
 
     def won(self) -> None:
         """The second attempt gave the first token."""

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from router.breaker import BreakerState
+from router.choice_run import ChoiceRun
 from router.health_metrics import HealthMetrics
 from router.requests import ResumePoint
 from router.surroundings import DispatchSettings, HedgingSettings
@@ -198,6 +199,26 @@ async def test_a_late_first_token_is_hedged_and_the_first_answer_wins(prompt: tu
         assert (hedging.num_started - started, hedging.num_won - won) == (1, 1)
         if prompt is LONG_PROMPT:
             assert slow[0].submit.prefill.transfer_id != slow[1].submit.prefill.transfer_id
+        router.assert_idle()
+
+
+async def test_a_twin_that_finds_no_worker_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, tried, beside = FakeWorker("d0"), asyncio.Event(), ChoiceRun.submit_beside
+
+    def noted(twin: ChoiceRun, other: ChoiceRun, *, apart: int) -> None:
+        tried.set()
+        beside(twin, other, apart=apart)
+
+    async with cluster(worker, settings=HEDGED) as router:
+        await warm(router)
+        monkeypatch.setattr(ChoiceRun, "submit_beside", noted)
+        worker.script = hold
+        client = asyncio.create_task(collect(router.generate(routed())))
+        await tried.wait()
+        held = [worker.submissions.get_nowait() for _ in range(worker.submissions.qsize())]
+        held[-1].give_all()
+        await client
+        assert router.dispatcher.health.hedging.num_started == 0
         router.assert_idle()
 
 
