@@ -166,7 +166,7 @@ class FairAdmission:
         for ticket in list(self._queue):
             if (
                 self._left_s(ticket, room, now_s) <= whole_s
-                and (late := self._lateness(ticket, room, share=1.0)) is not None
+                and (late := self._lateness(ticket, room, share=1.0, patience=self._policy.patience)) is not None
             ):
                 entry = self._entries[ticket]
                 error = self._refuse(ticket, *late, waited=True)

@@ -249,6 +249,17 @@ def test_who_waits_in_vain_is_told_as_soon_as_that_is_known() -> None:
     assert isinstance(desk.admission.hopeless()[0][1], DeadlineExceeded)
 
 
+def test_who_was_let_in_is_waited_with_for_longer_than_newcomers_are() -> None:
+    desk = Desk(max_queue_s=4.0, patience=2.0)
+    desk.fill()
+    waiting = [desk.ask(tokens=500) for _ in range(5)]
+    desk.workers = [snapshot(backlog=5800, active=1)]
+    with pytest.raises(Unavailable):
+        desk.ask(tokens=500)
+    # Half a second each after 5.8: the fifth alone would come after more than twice four.
+    assert [entry for entry, _ in desk.admission.hopeless()] == [waiting[4]]
+
+
 def test_a_full_queue_gives_up_the_end_of_the_longest_line() -> None:
     desk = Desk(max_requests=4)
     desk.fill()
