@@ -97,6 +97,9 @@ async def learn(base_url: str, oracle: Oracle, count: int, *, seed: int) -> list
         request = body(prompt, length, **kinds[number % len(kinds)])
         answer = await ask(base_url, request)
         assert answer.problem is None, answer.problem
+        assert answer.is_counted
+        assert answer.usage is not None
+        assert answer.usage["prompt_tokens"] == len(prompt)
         if number % len(kinds) == 0:
             assert answer.token_ids[0] == oracle.tokens(prompt, length)
         known.append(Known(request=request, answer=answer))

@@ -24,13 +24,19 @@ class Answer:
     """When each event of a choice came, on the monotonic clock; the first is when the request was sent."""
 
     def same_as(self, other: "Answer") -> bool:
-        """Text, tokens, ends and usage."""
-        usage, others = ({k: u[k] for k in _COUNTED} if (u := a.usage) else None for a in (self, other))
-        mine = (self.texts, self.token_ids, self.finishes, usage)
-        return mine == (other.texts, other.token_ids, other.finishes, others)
+        """Text, tokens, ends and usage, which must be there and right."""
+        if self.usage is None or other.usage is None or not (self.is_counted and other.is_counted):
+            return False
+        mine = (self.texts, self.token_ids, self.finishes, self.usage["prompt_tokens"])
+        return mine == (other.texts, other.token_ids, other.finishes, other.usage["prompt_tokens"])
 
-
-_COUNTED = ("prompt_tokens", "completion_tokens", "total_tokens")
+    @property
+    def is_counted(self) -> bool:
+        """Whether it was told how many tokens it has, and they are those that came."""
+        if (usage := self.usage) is None:
+            return False
+        num_tokens = sum(len(ids) for ids in self.token_ids.values())
+        return (usage["completion_tokens"], usage["total_tokens"]) == (num_tokens, usage["prompt_tokens"] + num_tokens)
 
 
 async def ask(base_url: str, body: Mapping[str, Any]) -> Answer:
