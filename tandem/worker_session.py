@@ -6,6 +6,7 @@ it everything that its router had here.
 """
 
 import asyncio
+import logging
 from itertools import count
 from typing import Any, Protocol
 
@@ -15,6 +16,8 @@ from tandem.ids import Incarnation
 from tandem.session_port import PROTOCOL_VERSION, EventSink, SessionPort, orders_of
 from tandem.v1 import session_pb2 as pb
 from tandem.v1.session_pb2_grpc import WorkerServicer
+
+_log = logging.getLogger(__name__)
 
 LOAD_PERIOD_S = 0.25
 """Well below what a router takes for silence (`router.worker_silence_s`)."""
@@ -129,12 +132,18 @@ class WorkerSessions(WorkerServicer):
             # A write waits for as long as the router does not read: closing the port must end it all the same.
             await asyncio.wait({writer, closed}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (reader, writer, closed):
+            for task in (tasks := (reader, writer, closed)):
                 task.cancel()
+            for fault in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(fault, Exception):
+                    _log.warning("the session with router %x broke", port.router, exc_info=fault)
 
     async def _write(self, port: SessionPort, context: Any) -> None:
-        while (message := await port.next()) is not None:
-            await context.write(message)
+        try:
+            while (message := await port.next()) is not None:
+                await context.write(message)
+        except grpc.aio.InternalError:
+            _log.info("router %x left while something was told to it", port.router)
 
     async def _read(self, port: SessionPort, context: Any) -> None:
         try:

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import grpc
 import pytest
 
 from tandem.ids import Incarnation
@@ -60,6 +61,41 @@ async def test_a_router_that_does_not_read_loses_its_session() -> None:
         await session
     assert handler.gone == [port]
     assert port.closed
+
+
+class BrokenRouter(StuckRouter):
+    """A router that cannot be written to, or whose order is no order."""
+
+    def __init__(self, *, reads: bool, fault: Exception | None = None) -> None:
+        super().__init__()
+        self._reads = reads
+        self._fault = fault or OSError("nobody reads")
+
+    async def read(self) -> Any:
+        if self._hello or self._reads:
+            return await super().read()
+        return pb.RouterMessage()
+
+    async def write(self, message: Any) -> None:
+        if self._reads:
+            raise self._fault
+
+
+@pytest.mark.parametrize(("reads", "fault"), [(True, "nobody reads"), (False, "nothing was ordered")])
+async def test_what_broke_a_session_is_told(reads: bool, fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    handler = Handler()
+    await WorkerSessions(handler).Session(None, BrokenRouter(reads=reads))
+    assert [port.closed for port in handler.gone] == [True]
+    (record,) = [record for record in caplog.records if record.name == "tandem.worker_session"]
+    assert record.exc_info is not None
+    assert fault in str(record.exc_info[1])
+
+
+async def test_a_router_may_leave_in_the_middle_of_a_message(caplog: pytest.LogCaptureFixture) -> None:
+    handler, router = Handler(), BrokenRouter(reads=True, fault=grpc.aio.InternalError("execute_batch"))
+    await WorkerSessions(handler).Session(None, router)
+    assert [port.closed for port in handler.gone] == [True]
+    assert caplog.records == []
 
 
 def stored(*names: bytes) -> list[pb.KVEvent]:
