@@ -179,11 +179,12 @@ class PrefixMapMachine(RuleBasedStateMachine):
         self.map = PrefixMap(expectation_s=5.0)
         self.now_s = 0.0
         self.known: dict[WorkerId, set[BlockHash]] = {}
-        self.expected: dict[WorkerId, dict[BlockHash, float]] = {}
+        self.expected: dict[WorkerId, dict[BlockHash, tuple[float, int]]] = {}
         self.next: dict[WorkerId, int] = {}
 
     workers = st.sampled_from([A, B, WorkerId("c")])
-    names = st.lists(st.sampled_from(NAMES), max_size=6)
+    # Names are chained: none comes twice in one prompt.
+    names = st.lists(st.sampled_from(NAMES), max_size=6, unique=True)
 
     @rule(worker=workers)
     def join(self, worker: WorkerId) -> None:
@@ -227,22 +228,25 @@ class PrefixMapMachine(RuleBasedStateMachine):
     @rule(worker=workers, names=names)
     def expect(self, worker: WorkerId, names: Sequence[BlockHash]) -> None:
         self.map.expect(worker, names, now_s=self.now_s)
-        if worker in self.known:
-            self.expected[worker] |= {n: self.now_s + 5.0 for n in names if n not in self.known[worker]}
+        for name in names if worker in self.known else ():
+            if name not in self.known[worker]:
+                _, num_prompts = self.expected[worker].get(name, (0.0, 0))
+                self.expected[worker][name] = self.now_s + 5.0, num_prompts + 1
 
     @rule(worker=workers, names=names)
     def revoke(self, worker: WorkerId, names: Sequence[BlockHash]) -> None:
         self.map.revoke(worker, names)
-        if worker in self.known:
-            for name in names:
-                self.expected[worker].pop(name, None)
+        for name in names if worker in self.known else ():
+            lapses_s, num_prompts = self.expected[worker].pop(name, (0.0, 0))
+            if num_prompts > 1:
+                self.expected[worker][name] = lapses_s, num_prompts - 1
 
     @rule(elapsed_s=st.floats(0.0, 4.0))
     def time_passes(self, elapsed_s: float) -> None:
         self.now_s += elapsed_s
         self.map.expire(self.now_s)
         for expected in self.expected.values():
-            for name in [n for n, lapses_s in expected.items() if lapses_s <= self.now_s]:
+            for name in [n for n, (lapses_s, _) in expected.items() if lapses_s <= self.now_s]:
                 del expected[name]
 
     @rule(names=names)
