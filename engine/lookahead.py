@@ -40,6 +40,12 @@ class Lookahead:
             raise InvariantError("a step was committed that is not the oldest one launched")
         self._batches.popleft()
 
+    def arriving(self) -> set[BlockId]:
+        """Blocks that a launched step fills before it computes. They have their names already, for steps behind it;
+        whoever reads beside the steps finds their content only when it has settled."""
+        loaded = {load.target for batch in self._batches for load in batch.loads}
+        return loaded | {copy.target for batch in self._batches for copy in batch.copies}
+
     def check_invariants(self) -> None:
         """InvariantError unless requests count what the launched steps do; O(rows), for tests and audits."""
         expected: dict[Request, tuple[int, int]] = {}

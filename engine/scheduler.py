@@ -11,7 +11,7 @@ Who gets a share of a step, and whose blocks, is `engine.planner`'s to say; this
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from engine.block_manager import BlockManager
 from engine.blocks import PoolExhausted
@@ -83,6 +83,8 @@ class Scheduler:
         self._ahead = Lookahead()
         self._rates = RateMeter()
         self._pace = ChunkPace(max_step_s=config.max_step_s, max_tokens=config.prefill_chunk_tokens)
+        self._untold: dict[RequestId, Request] = {}
+        """Prompts with progress that is told when the steps under way have settled."""
         self._had_decodes = False
         """Whether the batch committed last computed the newest token of some sequence."""
         self._planner = Planner(
@@ -210,6 +212,7 @@ class Scheduler:
             raise InvariantError(f"{len(sampled)} tokens sampled for {len(batch.items)} items")
         self._ahead.settle(batch)
         self._planner.executed()
+        self._tell_untold()
         self._had_decodes = has_decodes(batch.items)
         size, running = self._config.block_size, RequestState.RUNNING
         tokens = iter(sampled)
@@ -254,7 +257,26 @@ class Scheduler:
         if displaced:
             self.blocks.surrender(request.request_id, displaced)
         if request.prefill_only:
+            self._tell_progress(request)
+
+    def _tell_progress(self, request: Request) -> None:
+        """What it has may be read by others from now on. A block may be one that another request has brought up."""
+        if self.is_arriving(request.block_table):
+            self._untold[request.request_id] = request
+        else:
             self._notices.progress(request, self._config.block_size)
+
+    def _tell_untold(self) -> None:
+        if not self._untold:
+            return
+        untold, self._untold = self._untold, {}
+        for request in untold.values():
+            if request.state in (RequestState.RUNNING, RequestState.HELD):
+                self._tell_progress(request)
+
+    def is_arriving(self, blocks: Iterable[BlockId]) -> bool:
+        """Whether a step under way fills one of these: until it has settled nobody else may read them."""
+        return not self._ahead.arriving().isdisjoint(blocks)
 
     def _commit_token(self, request: Request, token: SampledToken) -> bool:
         """Whether it was the last."""

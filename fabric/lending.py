@@ -64,6 +64,9 @@ class Lender:
         try:
             await self._host.call(partial(_take, loan))
             await self._lift(loan, gone)
+            # What a step under way brings up for somebody else has its name already, but not its content.
+            while not gone.is_set() and await self._host.call(partial(_is_arriving, loan)):
+                pass
             if gone.is_set():
                 raise Unavailable("nobody asks for it any longer")
             if loan.num_computed_tokens <= job.held_tokens:
@@ -130,6 +133,10 @@ def _lift(loan: Request, max_blocks: int, scheduler: Scheduler) -> Lift:
         return Lift.DONE
     spare_blocks = blocks.pool.num_blocks // 4
     return lift(blocks, tiers, loan, now=time.monotonic(), max_blocks=max_blocks, spare_blocks=spare_blocks)
+
+
+def _is_arriving(loan: Request, scheduler: Scheduler) -> bool:
+    return scheduler.is_arriving(loan.block_table)
 
 
 def _stop_waiting(loan: Request, scheduler: Scheduler) -> None:

@@ -69,10 +69,12 @@ async def test_the_whole_cluster_says_what_transformers_says(cluster, oracle):
 @ways("shm-2")
 @pytest.mark.parametrize("victim", ["follower", pytest.param("leader", marks=pytest.mark.slow)])
 async def test_a_worker_that_loses_a_rank_ends_and_comes_back(cluster, oracle, victim):
-    name = "decode-0"
+    config = cluster.local.config
+    in_ranks = config.decode.tensor_parallel_size > 1
+    name, pool = ("decode-0", config.decode) if in_ranks else ("prefill-0", config.prefill)
     leader = psutil.Process(cluster.pid(name))
     followers = [child for child in leader.children() if "engine.ranks" in child.cmdline()]
-    assert len(followers) == cluster.local.config.decode.tensor_parallel_size - 1
+    assert len(followers) == pool.tensor_parallel_size - 1 > 0
     group = [os.pidfd_open(process.pid) for process in (leader, *followers)]
     started = time.monotonic()
     os.kill(leader.pid if victim == "leader" else followers[-1].pid, signal.SIGKILL)

@@ -200,6 +200,12 @@ def history(machine: type[TieredMachine | TieredPipelinedMachine], seed: int, *,
     )
 
 
+@pytest.mark.parametrize("seed", [1893, 3310, 3538])
+def test_a_block_that_is_brought_up_beside_is_not_told_before_it_is_here(seed: int) -> None:
+    """A prompt was told to be complete with a block that another request's step, still under way, was to fill."""
+    history(TieredPipelinedMachine, seed)
+
+
 @pytest.mark.parametrize("machine", [TieredMachine, TieredPipelinedMachine])
 @pytest.mark.parametrize("count", [60, pytest.param(5000, marks=pytest.mark.slow)])
 def test_whatever_happens_below_nobody_says_anything_else(machine, count):

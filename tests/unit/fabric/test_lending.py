@@ -96,6 +96,23 @@ async def test_a_prefix_is_held_still_until_it_was_read(bench: Bench) -> None:
     ledger.assert_empty(await settled(bench.host))
 
 
+async def test_what_a_step_under_way_brings_up_is_not_told_before_it_is_here(bench: Bench) -> None:
+    await bench.cache()
+    asked: list[list[BlockId]] = []
+
+    def is_arriving(blocks: Sequence[BlockId]) -> bool:
+        assert bench.hub.lending.empty()
+        asked.append(list(blocks))
+        return len(asked) < 3
+
+    await bench.host.call(lambda scheduler: setattr(scheduler, "is_arriving", is_arriving))
+    await bench.lender.submit(job())
+    _, blocks = await bench.hub.lending.get()
+    assert asked == [list(blocks)] * 3
+    bench.lender.release(TransferId("t"))
+    ledger.assert_empty(await settled(bench.host))
+
+
 async def test_what_is_not_here_is_refused(bench: Bench) -> None:
     with pytest.raises(Unavailable):
         await bench.lender.submit(job())
