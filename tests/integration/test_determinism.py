@@ -8,12 +8,10 @@ import random
 
 import pytest
 
-from engine.kernels.cpu.build import KernelsUnavailable
-from engine.kernels.cpu.library import load_kernels
 from tandem.sampling import SamplingParams
 from tests.integration.determinism_harness import Worker, worker
 from tests.integration.test_ranks import spec
-from tests.unit.engine.paged_harness import random_tokens, reference_model
+from tests.unit.engine.paged_harness import has_amx, random_tokens, reference_model
 
 OUTPUT = 24
 PROMPT = random_tokens(random.Random(11), 290)
@@ -34,13 +32,6 @@ DRAWN = SamplingParams(
     ignore_eos=True,
     num_logprobs=4,
 )
-
-
-def has_amx() -> bool:
-    try:
-        return load_kernels().features.amx_bf16
-    except KernelsUnavailable:
-        return False
 
 
 @pytest.fixture(scope="module")

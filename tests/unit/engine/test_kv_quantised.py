@@ -19,7 +19,7 @@ from engine.models.loader import load_model
 from engine.parallel.group import SoloGroup
 from tandem.errors import ConfigError
 from tandem.kv_layout import QUANTISED_DTYPES, KVLayout
-from tests.unit.engine.paged_harness import Session, random_tokens, reference_logits, reference_model
+from tests.unit.engine.paged_harness import Session, has_amx, random_tokens, reference_logits, reference_model
 from tests.unit.engine.test_assembly import SPEC
 
 CPU = torch.device("cpu")
@@ -202,6 +202,10 @@ def test_copied_blocks_continue_the_same(paths, kv_dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_deterministic_int8_means_the_same_bits(paths, dtype):
+    if dtype == "bfloat16" and not has_amx():
+        with pytest.raises(ConfigError, match="without AMX only float32 is deterministic"):
+            backend(dtype=dtype, kv_dtype="int8", deterministic=True)
+        return
     model = load_model(paths["Qwen3ForCausalLM"], backend=backend(dtype=dtype, kv_dtype="int8", deterministic=True))
     tokens = random_tokens(random.Random(2), 45)
     seen = []
