@@ -134,11 +134,13 @@ async def test_a_long_answer_comes_back_in_one_piece() -> None:
         assert await collect(router.generate(long)) == {0: [7] * 6001}
 
 
-async def test_a_full_router_takes_a_stream_that_goes_on() -> None:
-    async def begin(submission: Submission) -> None:
-        submission.give(whole()[:2])
+async def begun(submission: Submission) -> None:
+    """Two tokens, and nothing after them by itself."""
+    submission.give(whole()[:2])
 
-    worker = FakeWorker("d0", script=begin)
+
+async def test_a_full_router_takes_a_stream_that_goes_on() -> None:
+    worker = FakeWorker("d0", script=begun)
     worker.keeps = {"r1-0": whole()}
     async with (
         cluster(worker, max_inflight=1) as router,
@@ -153,10 +155,7 @@ async def test_a_full_router_takes_a_stream_that_goes_on() -> None:
 
 
 async def test_a_continuation_that_is_refused_leaves_the_stream_where_it_was() -> None:
-    async def begin(submission: Submission) -> None:
-        submission.give(whole()[:2])
-
-    worker = FakeWorker("d0", script=begin)
+    worker = FakeWorker("d0", script=begun)
     async with cluster(worker) as router, aclosing(router.generate(routed(max_tokens=LENGTH))) as former:
         await anext(former)
         router.dispatcher._admission.close()
@@ -169,10 +168,7 @@ async def test_a_continuation_that_is_refused_leaves_the_stream_where_it_was() -
 
 
 async def test_a_continuation_that_nobody_can_run_ends_the_stream() -> None:
-    async def begin(submission: Submission) -> None:
-        submission.give(whole()[:2])
-
-    worker = FakeWorker("d0", script=begin)
+    worker = FakeWorker("d0", script=begun)
     async with cluster(worker) as router, aclosing(router.generate(routed(max_tokens=LENGTH))) as former:
         await anext(former)
         too_long = replace(continued(worker=9), prompt_token_ids=tuple(range(5000)))
