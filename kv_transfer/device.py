@@ -26,6 +26,10 @@ class DevicePool(Protocol):
     def layout(self) -> KVLayout:
         """Of the pool."""
 
+    @property
+    def identity(self) -> str:
+        """Kind of device and which one it is, wherever it is seen from: "cuda GPU-...", or "cpu"."""
+
     def allocate(self, num_bytes: int) -> Bytes:
         """Host memory that the device copies from and to at full rate."""
 
@@ -44,6 +48,15 @@ class DevicePool(Protocol):
 
     def send(self, reads: Runs, target: Any, writes: Runs) -> int:
         """Copy into another pool that this process has opened, device to device; `sum32` of what went."""
+
+    def blank(self, num_bytes: int) -> Any:
+        """A tensor on the device, beside the pool. Raises TransferError when there is no room for it."""
+
+    def take(self, runs: Runs) -> tuple[Any, int]:
+        """A copy on the device of what `runs` name, in their order, and its `sum32`."""
+
+    def put(self, runs: Runs, packed: Any) -> int:
+        """Copy a tensor on the device into what `runs` name; its `sum32`. Raises TransferError when sizes disagree."""
 
     def checksum(self, runs: Runs) -> int:
         """`sum32` (see torch_pool) of what `runs` name, in their order, computed on the device."""

@@ -12,6 +12,7 @@ from kv_transfer.pairing import Pairing
 from kv_transfer.placed import PlacedCells
 from kv_transfer.placed_bytes import PlacedBytes
 from kv_transfer.region import Bytes, KVRegion
+from kv_transfer.runs import Runs
 from tandem.errors import TransferError
 
 
@@ -62,6 +63,14 @@ class Landing:
             return None
         self._begin(cells)
         return self._placed_bytes()
+
+    def on_device(self, cells: CellRange) -> Runs:
+        """Where their payload goes when it comes from device to device. Raises TransferError as `room` does."""
+        if self._converter is not None or self._device is None:
+            raise TransferError("this pool takes no payload from a device")
+        runs = self.cells.writes(cells)
+        self._begin(cells)
+        return runs
 
     def _begin(self, cells: CellRange) -> None:
         """A second write would not be looked at: its damage would stand where verified cells stood."""

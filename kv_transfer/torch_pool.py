@@ -47,6 +47,14 @@ class TorchPool:
         """The whole pool, a uint8 tensor."""
         return self._memory
 
+    @property
+    def identity(self) -> str:
+        """See DevicePool."""
+        device = self._memory.device
+        if not self._on_cuda:
+            return str(device.type)
+        return f"{device.type} {self._torch.cuda.get_device_properties(device).uuid}"
+
     def allocate(self, num_bytes: int) -> Bytes:
         """See DevicePool."""
         tensor = self._torch.empty(num_bytes, dtype=self._torch.uint8, pin_memory=self._on_cuda)
@@ -81,6 +89,28 @@ class TorchPool:
             packed = self.pack(reads)
             total = self.sum_of(packed)
             target.unpack(writes, packed)
+        return int(total.item()) & _MASK
+
+    def blank(self, num_bytes: int) -> Any:
+        """See DevicePool."""
+        try:
+            with self.working():
+                return self._torch.empty(num_bytes, dtype=self._torch.uint8, device=self._memory.device)
+        except self._torch.OutOfMemoryError:
+            raise TransferError(f"no room for {num_bytes} bytes beside the pool") from None
+
+    def take(self, runs: Runs) -> tuple[Any, int]:
+        """See DevicePool."""
+        with self.working():
+            packed = self.pack(runs)
+            total = self.sum_of(packed)
+        return packed, int(total.item()) & _MASK
+
+    def put(self, runs: Runs, packed: Any) -> int:
+        """See DevicePool."""
+        with self.working():
+            total = self.sum_of(packed)
+            self.unpack(runs, packed)
         return int(total.item()) & _MASK
 
     def checksum(self, runs: Runs) -> int:

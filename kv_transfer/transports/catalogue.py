@@ -116,7 +116,7 @@ _TRANSPORTS: Mapping[str, _Transport] = {
         unasked=lambda p: p.isolated_network and has_rdma(),
     ),
     "torch_dist": _Transport(
-        receiver=lambda p: TorchDistReceiver(p.region, host=_given(p.host)),
+        receiver=lambda p: TorchDistReceiver(p.region, host=_given(p.host), isolated_network=p.isolated_network),
         sender=lambda p: TorchDistSender(p.region, isolated_network=p.isolated_network),
         obstacle=_no_communicator,
         unasked=lambda _place: False,

@@ -1,12 +1,13 @@
-"""Two processes and a torch process group between them: pieces of payload go across, in order. Imports torch lazily.
+"""Two processes and a torch process group between them: tensors go across, in order. Imports torch lazily.
 
-A call that waits has a limit, and a communicator that missed one is broken: gloo closes its pair then. Both sides make
-a new one; the old one's messages cannot reach it, since each has a number and by it a name of its own in the store.
+A call that waits has a limit, and a communicator that missed one is broken. Both sides make a new one; the old one's
+messages cannot reach it, since each has a number and by it a name of its own in the store.
 """
 
 import datetime
 import importlib
 import socket
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from kv_transfer.transports.torch_dist_wire import PIECE_BYTES, Meeting
 from tandem.errors import TransferError
 
 Bytes = npt.NDArray[np.uint8]
-GLOO = "gloo"
 SLOTS = 2
 """Pieces under way: one crosses while the other is filled or emptied."""
 RECEIVER, SENDER = 0, 1
@@ -28,51 +28,96 @@ class CommunicatorBroken(TransferError):
 
 
 class Communicator:
-    """One side's end; used by one thread. Raises CommunicatorBroken."""
+    """One side's end of a process group; used by one thread. Methods raise CommunicatorBroken."""
 
-    def __init__(self, store: Any, meeting: Meeting, number: int, rank: int, *, address: str, limit_s: float) -> None:
-        torch = importlib.import_module("torch")
-        distributed = importlib.import_module("torch.distributed")
+    def __init__(self, group: Any, rank: int, limit: datetime.timedelta) -> None:
+        self._group = group
         self._peer = 1 - rank
-        self._limit = datetime.timedelta(seconds=limit_s)
-        self._tensors = [torch.empty(PIECE_BYTES, dtype=torch.uint8) for _ in range(SLOTS)]
-        self.slots: list[Bytes] = [tensor.numpy() for tensor in self._tensors]
-        self._works: list[Any] = [None] * SLOTS
-        options = distributed.ProcessGroupGloo._Options()
-        options._timeout = self._limit
-        options._threads = 1
-        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=address)]
-        prefixed = distributed.PrefixStore(f"{meeting.prefix}/{number}", store)
-        try:
-            self._group: Any = distributed.ProcessGroupGloo(prefixed, rank, 2, options)
-        except RuntimeError as error:
-            raise CommunicatorBroken(f"no communicator: {_first_line(error)}") from None
+        self._limit = limit
 
-    def post(self, slot: int, num_bytes: int) -> None:
-        """Sender: let the first bytes of a slot go; receiver: let them come. Raises CommunicatorBroken."""
+    def start(self, tensor: Any, tag: int = 0) -> Any:
+        """Sender: let a tensor's bytes go; receiver: let them come. What `finish` takes."""
         if self._group is None:
             raise CommunicatorBroken("the communicator is closed")
-        tensors = [self._tensors[slot][:num_bytes]]
+        move = self._group.send if self._peer == RECEIVER else self._group.recv
         try:
-            move = self._group.send if self._peer == RECEIVER else self._group.recv
-            self._works[slot] = move(tensors, self._peer, slot)
+            return move([tensor], self._peer, tag)
         except RuntimeError as error:
-            raise CommunicatorBroken(f"communicator: {_first_line(error)}") from None
+            raise broken(error) from None
 
-    def wait(self, slot: int) -> None:
-        """Until the slot's last `post` has crossed, if there was one. Raises CommunicatorBroken."""
-        work, self._works[slot] = self._works[slot], None
-        if work is None:
-            return
+    def finish(self, work: Any) -> None:
+        """Until that has crossed."""
         try:
             work.wait(self._limit)
         except RuntimeError as error:
-            raise CommunicatorBroken(f"communicator: {_first_line(error)}") from None
+            raise broken(error) from None
 
     def close(self) -> None:
-        """Break it; the other side's calls fail."""
-        self._works = [None] * SLOTS
+        """Break it; the other side's calls fail. Nothing moves any more when this returns."""
         self._group = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where one side finds the other for one communicator."""
+
+    store: Any
+    meeting: Meeting
+    number: int
+    rank: int
+    address: str
+    """Of this side, for what goes over sockets."""
+    limit_s: float
+
+    @property
+    def limit(self) -> datetime.timedelta:
+        """Most time for one call that waits."""
+        return datetime.timedelta(seconds=self.limit_s)
+
+    def place(self) -> Any:
+        """The part of the store in which both sides make this communicator and no other."""
+        distributed = importlib.import_module("torch.distributed")
+        return distributed.PrefixStore(f"{self.meeting.prefix}/{self.number}", self.store)
+
+
+def over_gloo(at: Rendezvous) -> Communicator:
+    """One for host memory. Raises CommunicatorBroken when the other side does not come."""
+    distributed = importlib.import_module("torch.distributed")
+    options = distributed.ProcessGroupGloo._Options()
+    options._timeout = at.limit
+    options._threads = 1
+    options._devices = [distributed.ProcessGroupGloo.create_device(hostname=at.address)]
+    try:
+        group = distributed.ProcessGroupGloo(at.place(), at.rank, 2, options)
+    except RuntimeError as error:
+        raise broken(error) from None
+    return Communicator(group, at.rank, at.limit)
+
+
+class Slots:
+    """Pieces of host memory that cross in turn. Methods raise CommunicatorBroken."""
+
+    def __init__(self, group: Communicator) -> None:
+        torch = importlib.import_module("torch")
+        self._group = group
+        self._tensors = [torch.empty(PIECE_BYTES, dtype=torch.uint8) for _ in range(SLOTS)]
+        self._works: list[Any] = [None] * SLOTS
+        self.bytes: list[Bytes] = [tensor.numpy() for tensor in self._tensors]
+
+    def post(self, slot: int, num_bytes: int) -> None:
+        """Let the first bytes of a slot cross."""
+        self._works[slot] = self._group.start(self._tensors[slot][:num_bytes], slot)
+
+    def wait(self, slot: int) -> None:
+        """Until the slot's last `post` has crossed, if there was one."""
+        work, self._works[slot] = self._works[slot], None
+        if work is not None:
+            self._group.finish(work)
+
+
+def broken(error: Exception) -> CommunicatorBroken:
+    """What torch said, in a line."""
+    return CommunicatorBroken(f"communicator: {_first_line(error)}")
 
 
 def problem() -> str | None:

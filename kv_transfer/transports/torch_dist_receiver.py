@@ -1,8 +1,7 @@
-"""`torch_dist`, receiving end: payload comes through a process group, two-sided, into slots beside the pool.
+"""`torch_dist`, receiving end: payload comes through a process group, two-sided, and lands beside the pool first.
 
-Each peer has a connection for headers, a thread, and a communicator. What has come into a slot is put into place under
-the lock of its grant, checksummed while it is in the cache; so a revocation is proven at once, though a receive may be
-posted. Pieces that nobody wants any more are received past the pool, so that both sides stay in step.
+Each peer has a connection for headers, a thread, and a communicator: gloo for host memory, NCCL where both pools are on
+GPUs (see device_lane). torch_dist_intakes puts what has come into place.
 """
 
 import hmac
@@ -13,9 +12,6 @@ import socket
 import threading
 from typing import Any
 
-import numpy as np
-
-from kv_transfer.checksum import crc32
 from kv_transfer.landing import Landing
 from kv_transfer.messages import CellRange, TransferKey, TransportOffer
 from kv_transfer.region import KVRegion
@@ -23,16 +19,17 @@ from kv_transfer.transport import QuietListener
 from kv_transfer.transports import claim_wire, communicator, torch_dist_wire
 from kv_transfer.transports.accepting import accepted, begins
 from kv_transfer.transports.claims import HELLO_S, MAX_WRITERS, hang_up
-from kv_transfer.transports.communicator import GLOO, RECEIVER, SLOTS, Bytes, Communicator, CommunicatorBroken
+from kv_transfer.transports.communicator import RECEIVER, Communicator, CommunicatorBroken, Rendezvous, over_gloo
+from kv_transfer.transports.device_lane import between_devices, entrance
 from kv_transfer.transports.dial import advert_of, keep_alive, listen
 from kv_transfer.transports.grants import TOKEN_BYTES, Grant, GrantTable
-from kv_transfer.transports.torch_dist_wire import PIECE_BYTES, Header, Kind, Meeting
+from kv_transfer.transports.torch_dist_intakes import DeviceIntake, HostIntake, Intake
+from kv_transfer.transports.torch_dist_wire import MAX_PAYLOAD_BYTES, Header, Kind, Meeting
 from tandem.errors import TransferError
 
 NAME = "torch_dist"
 STALL_S = 5.0
 """Most time for one piece to cross, and for both sides to meet."""
-MAX_PAYLOAD_BYTES = 1 << 30
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +40,16 @@ class TorchDistReceiver:
     name = NAME
     drain_proves_quiet = False
 
-    def __init__(self, region: KVRegion, *, host: str = "127.0.0.1", stall_s: float = STALL_S) -> None:
+    def __init__(
+        self,
+        region: KVRegion,
+        *,
+        host: str = "127.0.0.1",
+        isolated_network: bool = False,
+        stall_s: float = STALL_S,
+    ) -> None:
         self._region = region
+        self._isolated_network = isolated_network
         self._stall_s = stall_s
         self._grants = GrantTable()
         self._secret = secrets.token_bytes(TOKEN_BYTES)
@@ -103,33 +108,27 @@ class TorchDistReceiver:
                 self._peers[sock] = thread
 
     def _serve(self, sock: socket.socket) -> None:
-        group: Communicator | None = None
-        numbers = {Kind.WRITE: itertools.count(1), Kind.RENEW: itertools.count()}
+        session: _Session | None = None
         try:
             keep_alive(sock)
-            meeting = self._greet(sock)
+            session = _Session(self._region, self._store, self._greet(sock), sock.getsockname()[0], self._stall_s)
             while (data := claim_wire.receive_exactly(sock, torch_dist_wire.HEADER_BYTES)) is not None:
                 header = torch_dist_wire.unpack_header(data)
-                if header.number != next(numbers[header.kind]):
-                    # Not before gloo: a receive of another size than what is sent to it ends the whole process.
-                    raise TransferError(f"{header.kind.name} {header.number} out of turn")
-                if header.kind is Kind.RENEW:
-                    _close(group)
-                    group = self._join(sock, meeting, header.number)
+                session.check_turn(header)
+                if header.kind is not Kind.WRITE:
+                    session.renew(header)
                     continue
-                kind = Kind.REFUSED
-                if group is not None:
-                    try:
-                        kind = self._take(group, header)
-                    except CommunicatorBroken as error:
-                        log.info("torch_dist: %s", error)
-                        _close(group)
-                        group = None
-                self._answer(sock, kind, header.number)
+                if header.payload_bytes > MAX_PAYLOAD_BYTES:
+                    raise TransferError(
+                        f"{header.payload_bytes} bytes announced: at most {MAX_PAYLOAD_BYTES} are taken"
+                    )
+                landed = session.take(header, self._grants.find(header.token))
+                self._answer(sock, Kind.DONE if landed else Kind.REFUSED, header.number)
         except (OSError, TransferError) as error:
             log.info("torch_dist sender dropped: %s", error)
         finally:
-            _close(group)
+            if session is not None:
+                session.close()
             with self._lock:
                 del self._peers[sock]
             hang_up(sock)
@@ -140,19 +139,11 @@ class TorchDistReceiver:
         hello = claim_wire.receive(sock)
         if hello is None or hello[0] is not claim_wire.Kind.HELLO or not hmac.compare_digest(hello[1], self._secret):
             raise TransferError("no HELLO, or a wrong secret")
-        meeting = Meeting(backend=GLOO, store_port=self._store.port, prefix=secrets.token_hex(8))
+        device = entrance(self._region, isolated_network=self._isolated_network)
+        meeting = Meeting(store_port=self._store.port, prefix=secrets.token_hex(8), device=device)
         claim_wire.send_blob(sock, torch_dist_wire.pack_meeting(meeting))
         sock.settimeout(None)
         return meeting
-
-    def _join(self, sock: socket.socket, meeting: Meeting, number: int) -> Communicator | None:
-        """None when the peer did not come: it will say so by another RENEW, or end."""
-        address = sock.getsockname()[0]
-        try:
-            return Communicator(self._store, meeting, number, RECEIVER, address=address, limit_s=self._stall_s)
-        except TransferError as error:
-            log.info("torch_dist sender is late: %s", error)
-            return None
 
     def _answer(self, sock: socket.socket, kind: Kind, number: int) -> None:
         answer = torch_dist_wire.pack_answer(kind, number)
@@ -163,63 +154,69 @@ class TorchDistReceiver:
         if count != len(answer):
             raise TransferError("the sender does not read its answers")
 
-    def _take(self, group: Communicator, header: Header) -> Kind:
-        """Receive a payload into its destinations, or past them. Raises CommunicatorBroken."""
-        if header.payload_bytes > MAX_PAYLOAD_BYTES:
-            raise TransferError(f"a payload of {header.payload_bytes} bytes: at most {MAX_PAYLOAD_BYTES} are taken")
-        grant = self._grants.find(header.token)
-        room = self._room(header, grant)
-        sizes = [min(PIECE_BYTES, header.payload_bytes - at) for at in range(0, header.payload_bytes, PIECE_BYTES)]
-        checksum = 0
-        for i, size in enumerate(sizes[:SLOTS]):
-            group.post(i, size)
-        for i, size in enumerate(sizes):
-            slot = i % SLOTS
-            group.wait(slot)
-            piece = group.slots[slot][:size]
-            checksum = crc32(piece.data, checksum)
-            if grant is not None and room is not None and not _land(grant, room, piece):
-                room = None
-            if i + SLOTS < len(sizes):
-                group.post(slot, sizes[i + SLOTS])
-        if grant is None or room is None:
-            return Kind.REFUSED
-        grant.landing.landed(header.cells, checksum)
-        return Kind.DONE
 
-    def _room(self, header: Header, grant: Grant | None) -> list[memoryview] | None:
-        if grant is None:
-            return None
-        with grant.lock:
-            if grant.revoked:
-                return None
-            try:
-                room = grant.landing.room(header.cells)
-            except TransferError:
-                return None
-        if sum(view.nbytes for view in room) != header.payload_bytes:
-            raise TransferError(f"{header.payload_bytes} payload bytes do not fit their cells")
-        return room
+class _Session:
+    """One sender's communicators, one at a time; used by one thread."""
 
+    def __init__(self, region: KVRegion, store: Any, meeting: Meeting, address: str, stall_s: float) -> None:
+        self._region = region
+        self._store = store
+        self._meeting = meeting
+        self._address = address
+        self._stall_s = stall_s
+        self._group: Communicator | None = None
+        self._intake: Intake | None = None
+        self._writes, self._renewals = itertools.count(1), itertools.count()
 
-def _land(grant: Grant, room: list[memoryview], piece: Bytes) -> bool:
-    """Put a piece at the front of what room is left; False once the grant is revoked."""
-    at = 0
-    with grant.lock:
-        if grant.revoked:
-            return False
-        while at < piece.nbytes:
-            view = room[0]
-            size = min(view.nbytes, piece.nbytes - at)
-            np.copyto(np.frombuffer(view[:size], np.uint8), piece[at : at + size])
-            at += size
-            if size == view.nbytes:
-                room.pop(0)
+    def check_turn(self, header: Header) -> None:
+        """Not before gloo: a receive of another size than what is sent to it ends the whole process.
+
+        Raises TransferError.
+        """
+        numbers = self._writes if header.kind is Kind.WRITE else self._renewals
+        if header.number != next(numbers):
+            raise TransferError(f"{header.kind.name} {header.number} out of turn")
+
+    def renew(self, header: Header) -> None:
+        """Make a communicator in place of what there was. A peer that did not come will say so by asking again.
+
+        Raises TransferError for a way that was not offered.
+        """
+        self.close()
+        pool = self._region.device if header.kind is Kind.RENEW_DIRECT else None
+        if header.kind is Kind.RENEW_DIRECT and (pool is None or not self._meeting.device):
+            raise TransferError("payload from device to device, which was not offered")
+        at = Rendezvous(
+            store=self._store,
+            meeting=self._meeting,
+            number=header.number,
+            rank=RECEIVER,
+            address=self._address,
+            limit_s=self._stall_s,
+        )
+        try:
+            if pool is None:
+                self._group = over_gloo(at)
+                self._intake = HostIntake(self._group)
             else:
-                room[0] = view[size:]
-    return True
+                self._group = between_devices(pool, at)
+                self._intake = DeviceIntake(pool, self._group)
+        except CommunicatorBroken as error:
+            log.info("torch_dist sender is late: %s", error)
 
+    def take(self, header: Header, grant: Grant | None) -> bool:
+        """Whether a write's payload has landed. Raises TransferError."""
+        if self._intake is None:
+            return False
+        try:
+            return self._intake.take(header, grant)
+        except CommunicatorBroken as error:
+            log.info("torch_dist: %s", error)
+            self.close()
+            return False
 
-def _close(group: Communicator | None) -> None:
-    if group is not None:
-        group.close()
+    def close(self) -> None:
+        """Break the communicator, if there is one."""
+        group, self._group, self._intake = self._group, None, None
+        if group is not None:
+            group.close()

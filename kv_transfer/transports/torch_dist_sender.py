@@ -1,8 +1,8 @@
-"""`torch_dist`, sending end: pieces are gathered into slots, and go through a process group from there.
+"""`torch_dist`, sending end: a write's payload goes through a process group with this one peer.
 
-Sources are read under the queue's lock, a piece at a time, so a cancel is proven at once; the slots of a cancelled
-write still cross, with whatever is in them, so that both sides stay in step. When the communicator breaks (the other
-side was frozen for too long, say), the write fails and the next one begins with a new communicator.
+Host memory goes over gloo, piece by piece; between pools on two GPUs it goes over NCCL and touches no host (see
+device_lane). When the communicator breaks (the other side was frozen for too long, say), the write fails and the next
+one begins with a new communicator.
 """
 
 import itertools
@@ -11,20 +11,20 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from kv_transfer.checksum import crc32
 from kv_transfer.departure import Departure
+from kv_transfer.device import DevicePool
 from kv_transfer.messages import TransportOffer
 from kv_transfer.pairing import Pairing
 from kv_transfer.region import KVRegion
 from kv_transfer.transports import claim_wire, communicator, torch_dist_wire
 from kv_transfer.transports.claims import hang_up
-from kv_transfer.transports.communicator import GLOO, SENDER, SLOTS, Bytes, Communicator, CommunicatorBroken
+from kv_transfer.transports.communicator import SENDER, Communicator, CommunicatorBroken, Rendezvous, over_gloo
+from kv_transfer.transports.device_lane import between_devices, goes_direct
 from kv_transfer.transports.dial import dial, stays_here
 from kv_transfer.transports.grants import TOKEN_BYTES
+from kv_transfer.transports.torch_dist_parcels import DevicePacker, HostPacker, Packer, Parcel
 from kv_transfer.transports.torch_dist_receiver import NAME, STALL_S
-from kv_transfer.transports.torch_dist_wire import PIECE_BYTES, Header, Kind, Meeting
+from kv_transfer.transports.torch_dist_wire import Header, Kind, Meeting
 from kv_transfer.transports.write_queue import QueuedWriter, WriteJob
 from tandem.errors import TransferError
 
@@ -34,17 +34,17 @@ class _Sent:
     """A write whose answer is awaited."""
 
     job: WriteJob
-    num_bytes: int
-    checksum: int = 0
+    parcel: Parcel
 
 
 class TorchDistWriter(QueuedWriter):
-    """PeerWriter of the `torch_dist` transport."""
+    """PeerWriter of the `torch_dist` transport. `pool`: on a device, when payload goes from there to the peer's."""
 
     def __init__(
-        self, source: KVRegion, sock: socket.socket, meeting: Meeting, pairing: Pairing, *, stall_s: float
+        self, departure: Departure, pool: DevicePool | None, sock: socket.socket, meeting: Meeting, *, stall_s: float
     ) -> None:
-        self._departure = Departure(source, pairing)
+        self._departure = departure
+        self._pool = pool
         self._sock = sock
         self._meeting = meeting
         self._stall_s = stall_s
@@ -53,7 +53,8 @@ class TorchDistWriter(QueuedWriter):
         self._unanswered: dict[int, _Sent] = {}
         host, port = sock.getpeername()[0], meeting.store_port
         self._store: Any = communicator.reach_store(host, port, stall_s)
-        self._group: Communicator | None = self._renew()
+        self._group: Communicator | None = None
+        self._packer = self._renew()
         super().__init__("kv-dist-write")
         self._reader = threading.Thread(target=self._read, name="kv-dist-read", daemon=True)
         self._reader.start()
@@ -67,14 +68,26 @@ class TorchDistWriter(QueuedWriter):
         self._sock.close()
         self._store = None
 
-    def _renew(self) -> Communicator:
+    def _renew(self) -> Packer:
         number = next(self._generations)
+        kind = Kind.RENEW if self._pool is None else Kind.RENEW_DIRECT
         try:
-            self._sock.sendall(torch_dist_wire.pack_header(Header(kind=Kind.RENEW, number=number)))
+            self._sock.sendall(torch_dist_wire.pack_header(Header(kind=kind, number=number)))
         except OSError as error:
             raise TransferError(f"torch_dist connection lost: {error}") from None
-        address = self._sock.getsockname()[0]
-        return Communicator(self._store, self._meeting, number, SENDER, address=address, limit_s=self._stall_s)
+        at = Rendezvous(
+            store=self._store,
+            meeting=self._meeting,
+            number=number,
+            rank=SENDER,
+            address=self._sock.getsockname()[0],
+            limit_s=self._stall_s,
+        )
+        if self._pool is None:
+            self._group = over_gloo(at)
+            return HostPacker(self._departure, self._group)
+        self._group = between_devices(self._pool, at)
+        return DevicePacker(self._pool, self._group)
 
     def _drop_group(self) -> None:
         group, self._group = self._group, None
@@ -85,53 +98,30 @@ class TorchDistWriter(QueuedWriter):
         order = job.order
         if len(order.grant) != TOKEN_BYTES:
             raise TransferError("malformed grant")
-        views = self._views(job)
-        payload_bytes = sum(view.nbytes for view in views)
         if self._group is None:
-            self._group = self._renewed()
+            self._packer = self._renewed()
+        parcel = self._packer.pack(job, self._queue.lock)
         number = next(self._ids)
         header = Header(
-            kind=Kind.WRITE, number=number, token=order.grant, cells=order.cells, payload_bytes=payload_bytes
+            kind=Kind.WRITE, number=number, token=order.grant, cells=order.cells, payload_bytes=parcel.num_bytes
         )
-        sent = self._unanswered[number] = _Sent(job=job, num_bytes=payload_bytes)
+        self._unanswered[number] = _Sent(job=job, parcel=parcel)
         try:
             self._sock.sendall(torch_dist_wire.pack_header(header))
-            self._send(self._group, sent, views)
+            parcel.cross()
         except OSError as error:
             self._break(f"torch_dist connection lost: {error}")
         except CommunicatorBroken:
             self._drop_group()
             raise
 
-    def _renewed(self) -> Communicator:
+    def _renewed(self) -> Packer:
         try:
             return self._renew()
         except TransferError as error:
             # Nobody there to make one with: the connection is of no use.
             self._break(error.message)
             raise
-
-    def _views(self, job: WriteJob) -> list[memoryview]:
-        order = job.order
-        if not self._departure.converts:
-            return self._departure.views(order.source, order.cells)
-        with self._queue.lock:
-            job.check()
-            return [self._departure.convert(order.source, order.cells).data]
-
-    def _send(self, group: Communicator, sent: _Sent, views: list[memoryview]) -> None:
-        """All pieces, the checksum of what was gathered, cache-hot; it is complete before the last of them crosses."""
-        for i, at in enumerate(range(0, sent.num_bytes, PIECE_BYTES)):
-            slot, size = i % SLOTS, min(PIECE_BYTES, sent.num_bytes - at)
-            group.wait(slot)
-            piece = group.slots[slot][:size]
-            with self._queue.lock:
-                if not sent.job.stopped:
-                    _gather(views, piece)
-            sent.checksum = crc32(piece.data, sent.checksum)
-            group.post(slot, size)
-        for slot in range(SLOTS):
-            group.wait(slot)
 
     def _read(self) -> None:
         try:
@@ -147,27 +137,13 @@ class TorchDistWriter(QueuedWriter):
         if sent is None:
             raise TransferError("an answer to nothing")
         if kind is Kind.DONE:
-            sent.job.succeed(sent.checksum, sent.num_bytes)
+            sent.job.succeed(sent.parcel.checksum, sent.parcel.num_bytes)
         else:
             sent.job.fail("the receiver refused the write")
 
     def _break(self, reason: str) -> None:
         self._queue.fail_all(reason)
         hang_up(self._sock)
-
-
-def _gather(views: list[memoryview], piece: Bytes) -> None:
-    """Fill `piece` from the front of the views, which become shorter."""
-    at = 0
-    while at < piece.nbytes:
-        view = views[0]
-        size = min(view.nbytes, piece.nbytes - at)
-        np.copyto(piece[at : at + size], np.frombuffer(view[:size], np.uint8))
-        at += size
-        if size == view.nbytes:
-            views.pop(0)
-        else:
-            views[0] = view[size:]
 
 
 class TorchDistSender:
@@ -191,10 +167,11 @@ class TorchDistSender:
             sock = dial(offer.advert)
             try:
                 meeting = torch_dist_wire.unpack_meeting(claim_wire.receive_blob(sock))
-                if meeting.backend != GLOO:
-                    raise TransferError(f"the receiver meets over {meeting.backend:.20}")
                 sock.settimeout(None)
-                return TorchDistWriter(self._region, sock, meeting, pairing, stall_s=self._stall_s)
+                direct = goes_direct(self._region, pairing, meeting, isolated_network=self._isolated_network)
+                pool = self._region.device if direct else None
+                departure = Departure(self._region, pairing)
+                return TorchDistWriter(departure, pool, sock, meeting, stall_s=self._stall_s)
             except (OSError, TransferError):
                 sock.close()
                 raise

@@ -2,7 +2,8 @@
 
     sender -> receiver   HELLO            the secret of the receiver's advert, which came over the authenticated link
                          WRITE            cells of a grant, whose payload follows on the communicator, piece by piece
-                         RENEW            the communicator is broken: both sides make the one with this number
+                         RENEW            there is no communicator, or it is broken: both sides make this number's
+                         RENEW_DIRECT     the same, for payload that goes from device to device
     receiver -> sender   where to meet    (claim_wire.send_blob)
                          DONE | REFUSED   for each WRITE
 
@@ -20,7 +21,9 @@ from tandem.errors import TransferError
 
 PIECE_BYTES = 1 << 20
 """Of the payload, in one message of the communicator."""
-_MAGIC = b"TKD1"
+MAX_PAYLOAD_BYTES = 1 << 30
+"""Of one write."""
+_MAGIC = b"TKD2"
 _HEADER = struct.Struct("!4sBQ16sIIIIIIQ")
 _CRC = struct.Struct("!I")
 HEADER_BYTES = _HEADER.size + _CRC.size
@@ -37,6 +40,7 @@ class Kind(IntEnum):
     RENEW = 2
     DONE = 3
     REFUSED = 4
+    RENEW_DIRECT = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +56,12 @@ class Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Where the two sides of a communicator find each other."""
+    """Where the two sides of a communicator find each other, and what payload may go directly into."""
 
-    backend: str
     store_port: int
     prefix: str
+    device: str = ""
+    """Of the receiver's pool, as DevicePool.identity; empty when payload has to come through host memory."""
 
 
 def pack_header(header: Header) -> bytes:
@@ -73,7 +78,7 @@ def unpack_header(data: bytes) -> Header:
     if _CRC.pack(crc32(fields)) != checksum:
         raise TransferError("a header of the torch_dist transport is damaged")
     magic, kind, number, token, *box, payload_bytes = _HEADER.unpack(fields)
-    if magic != _MAGIC or kind not in (Kind.WRITE, Kind.RENEW):
+    if magic != _MAGIC or kind not in (Kind.WRITE, Kind.RENEW, Kind.RENEW_DIRECT):
         raise TransferError("not a message of the torch_dist transport")
     names = ("first_layer", "num_layers", "first_unit", "num_units", "first_head", "num_heads")
     cells = CellRange(**dict(zip(names, box, strict=True)))
@@ -102,8 +107,6 @@ def unpack_meeting(data: bytes) -> Meeting:
     """Raises TransferError."""
     try:
         fields = json.loads(data)
-        return Meeting(
-            backend=str(fields["backend"]), store_port=int(fields["store_port"]), prefix=str(fields["prefix"])
-        )
+        return Meeting(store_port=int(fields["store_port"]), prefix=str(fields["prefix"]), device=str(fields["device"]))
     except (ValueError, KeyError, TypeError):
         raise TransferError("not a meeting of the torch_dist transport") from None

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -18,6 +18,7 @@ from kv_transfer.transports.torch_dist_receiver import TorchDistReceiver
 from kv_transfer.transports.torch_dist_sender import TorchDistSender
 from tandem.errors import TransferError
 from tandem.ids import TransferId
+from tests.unit.kv_transfer.device_fakes import on_device
 from tests.unit.kv_transfer.transport_needs import require
 from tests.unit.kv_transfer.transport_peer import PAIRING, block_views, box, landing, make_region, order
 
@@ -97,15 +98,17 @@ def test_a_frozen_receiver_holds_sources_only_until_the_connection_ends(
             assert future.exception(0) is None or isinstance(future.exception(0), TransferError)
 
 
-def test_a_broken_communicator_is_replaced() -> None:
+@pytest.mark.parametrize("place", [lambda region: region, on_device])
+def test_a_broken_communicator_is_replaced(place: Callable[[KVRegion], KVRegion]) -> None:
     source, target = make_region(seed=1, num_blocks=MANY), make_region(seed=0, num_blocks=MANY)
-    receiver = TorchDistReceiver(target, stall_s=STALL_S)
-    sender = TorchDistSender(source, stall_s=STALL_S)
+    lands_in = place(target)
+    receiver = TorchDistReceiver(lands_in, stall_s=STALL_S)
+    sender = TorchDistSender(place(source), stall_s=STALL_S)
     writer = sender.connect(receiver.offer(), PAIRING)
     chunks = []
     for attempt in (1, 2, 3):
         key = replace(KEY, attempt=attempt)
-        grant = receiver.open_grant(key, landing(target, *range(MANY)))
+        grant = receiver.open_grant(key, landing(lands_in, *range(MANY)))
         chunks.append(order(key, grant, box(0, MANY), list(range(MANY)), pool_blocks=MANY))
     writer.write(chunks[0]).result(WAIT_S)
     writer._group.close()
@@ -113,7 +116,8 @@ def test_a_broken_communicator_is_replaced() -> None:
         writer.write(chunks[1]).result(WAIT_S)
     assert not writer.closed
     target.buffer[:] = bytes(target.buffer.nbytes)
-    writer.write(chunks[2]).result(WAIT_S)
+    checksum = writer.write(chunks[2]).result(WAIT_S).checksum
+    assert receiver.verify(chunks[2].key, chunks[2].cells, checksum)
     assert all(a == b for a, b in zip(block_views(target, range(8)), block_views(source, range(8)), strict=True))
     writer.close()
     receiver.close()

@@ -1,0 +1,128 @@
+"""`torch_dist`, receiving end: how one write's payload comes out of a communicator and into place.
+
+What has come in is put into place under the lock of its grant, so a revocation is proven at once, though a receive may
+be posted. What nobody wants any more is received past the pool, so that both sides stay in step.
+"""
+
+from typing import Protocol
+
+import numpy as np
+
+from kv_transfer.checksum import crc32
+from kv_transfer.device import DevicePool
+from kv_transfer.runs import Runs
+from kv_transfer.transports.communicator import SLOTS, Bytes, Communicator, Slots
+from kv_transfer.transports.grants import Grant
+from kv_transfer.transports.torch_dist_wire import PIECE_BYTES, Header
+from tandem.errors import TransferError
+
+
+class Intake(Protocol):
+    """Of one communicator; used by one thread."""
+
+    def take(self, header: Header, grant: Grant | None) -> bool:
+        """Receive a payload into its destinations, or past them: whether it landed.
+
+        Raises CommunicatorBroken, and TransferError for a sender that is not to be trusted.
+        """
+
+
+class HostIntake:
+    """Payload that comes in pieces of host memory, checksummed while they are in the cache."""
+
+    def __init__(self, group: Communicator) -> None:
+        self._slots = Slots(group)
+
+    def take(self, header: Header, grant: Grant | None) -> bool:
+        """See Intake."""
+        room = _room(header, grant)
+        sizes = [min(PIECE_BYTES, header.payload_bytes - at) for at in range(0, header.payload_bytes, PIECE_BYTES)]
+        checksum = 0
+        for i, size in enumerate(sizes[:SLOTS]):
+            self._slots.post(i, size)
+        for i, size in enumerate(sizes):
+            slot = i % SLOTS
+            self._slots.wait(slot)
+            piece = self._slots.bytes[slot][:size]
+            checksum = crc32(piece.data, checksum)
+            if grant is not None and room is not None and not _land(grant, room, piece):
+                room = None
+            if i + SLOTS < len(sizes):
+                self._slots.post(slot, sizes[i + SLOTS])
+        if grant is None or room is None:
+            return False
+        grant.landing.landed(header.cells, checksum)
+        return True
+
+
+class DeviceIntake:
+    """Payload that stays on devices: it comes into a tensor beside the pool, and is put into place and summed there."""
+
+    def __init__(self, pool: DevicePool, group: Communicator) -> None:
+        self._pool = pool
+        self._group = group
+
+    def take(self, header: Header, grant: Grant | None) -> bool:
+        """See Intake."""
+        runs = _runs(header, grant)
+        packed = self._pool.blank(header.payload_bytes)
+        self._group.finish(self._group.start(packed))
+        if grant is None or runs is None:
+            return False
+        with grant.lock:
+            if grant.revoked:
+                return False
+            checksum = self._pool.put(runs, packed)
+        grant.landing.landed(header.cells, checksum)
+        return True
+
+
+def _room(header: Header, grant: Grant | None) -> list[memoryview] | None:
+    if grant is None:
+        return None
+    with grant.lock:
+        if grant.revoked:
+            return None
+        try:
+            room = grant.landing.room(header.cells)
+        except TransferError:
+            return None
+    _check_size(header, sum(view.nbytes for view in room))
+    return room
+
+
+def _runs(header: Header, grant: Grant | None) -> Runs | None:
+    if grant is None:
+        return None
+    with grant.lock:
+        if grant.revoked:
+            return None
+        try:
+            runs = grant.landing.on_device(header.cells)
+        except TransferError:
+            return None
+    _check_size(header, runs.num_bytes)
+    return runs
+
+
+def _check_size(header: Header, num_bytes: int) -> None:
+    if num_bytes != header.payload_bytes:
+        raise TransferError(f"{header.payload_bytes} payload bytes do not fit their cells")
+
+
+def _land(grant: Grant, room: list[memoryview], piece: Bytes) -> bool:
+    """Put a piece at the front of what room is left; False once the grant is revoked."""
+    at = 0
+    with grant.lock:
+        if grant.revoked:
+            return False
+        while at < piece.nbytes:
+            view = room[0]
+            size = min(view.nbytes, piece.nbytes - at)
+            np.copyto(np.frombuffer(view[:size], np.uint8), piece[at : at + size])
+            at += size
+            if size == view.nbytes:
+                room.pop(0)
+            else:
+                room[0] = view[size:]
+    return True
