@@ -16,7 +16,10 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class DevicePool(Protocol):
-    """One worker's blocks. Every call returns when its work is done; any thread may call."""
+    """One worker's blocks. Every call returns when its work is done; any thread may call.
+
+    What works on the device raises TransferError when sizes disagree, or when there is no memory left for the work.
+    """
 
     @property
     def num_blocks(self) -> int:
@@ -50,13 +53,13 @@ class DevicePool(Protocol):
         """Copy into another pool that this process has opened, device to device; `sum32` of what went."""
 
     def blank(self, num_bytes: int) -> Any:
-        """A tensor on the device, beside the pool. Raises TransferError when there is no room for it."""
+        """A tensor on the device, beside the pool, without waiting for anything."""
 
     def take(self, runs: Runs) -> tuple[Any, int]:
         """A copy on the device of what `runs` name, in their order, and its `sum32`."""
 
     def put(self, runs: Runs, packed: Any) -> int:
-        """Copy a tensor on the device into what `runs` name; its `sum32`. Raises TransferError when sizes disagree."""
+        """Copy a tensor on the device into what `runs` name; its `sum32`."""
 
     def checksum(self, runs: Runs) -> int:
         """`sum32` (see torch_pool) of what `runs` name, in their order, computed on the device."""

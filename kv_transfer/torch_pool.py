@@ -89,35 +89,30 @@ class TorchPool:
             packed = self.pack(reads)
             total = self.sum_of(packed)
             target.unpack(writes, packed)
-        return int(total.item()) & _MASK
+            return self._number(total)
 
     def blank(self, num_bytes: int) -> Any:
         """See DevicePool."""
-        try:
-            with self.working():
-                return self._torch.empty(num_bytes, dtype=self._torch.uint8, device=self._memory.device)
-        except self._torch.OutOfMemoryError:
-            raise TransferError(f"no room for {num_bytes} bytes beside the pool") from None
+        with self._on_stream():
+            return self._torch.empty(num_bytes, dtype=self._torch.uint8, device=self._memory.device)
 
     def take(self, runs: Runs) -> tuple[Any, int]:
         """See DevicePool."""
         with self.working():
             packed = self.pack(runs)
-            total = self.sum_of(packed)
-        return packed, int(total.item()) & _MASK
+            return packed, self._number(self.sum_of(packed))
 
     def put(self, runs: Runs, packed: Any) -> int:
         """See DevicePool."""
         with self.working():
             total = self.sum_of(packed)
             self.unpack(runs, packed)
-        return int(total.item()) & _MASK
+            return self._number(total)
 
     def checksum(self, runs: Runs) -> int:
         """See DevicePool."""
         with self.working():
-            total = self.sum_of(self.pack(runs))
-        return int(total.item()) & _MASK
+            return self._number(self.sum_of(self.pack(runs)))
 
     def pack(self, runs: Runs) -> Any:
         """What `runs` name as one uint8 tensor on the device. Within `working`."""
@@ -146,17 +141,40 @@ class TorchPool:
         # 32-bit products wrap; their 64-bit sum cannot.
         return (words * weights).sum(dtype=torch.int64)
 
+    @staticmethod
+    def _number(total: Any) -> int:
+        """What `sum_of` has found, once it is known. Within `working`, so that no other stream is waited for."""
+        return int(total.item()) & _MASK
+
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Work on the device, behind all that was launched before, and done when this ends. One thread at a time."""
-        with self._lock:
-            if not self._on_cuda:
+        """Work on the device, behind all that was launched before, and done when this ends. One thread at a time.
+
+        Raises TransferError when the device has no memory left for it.
+        """
+        with self._on_stream() as stream:
+            if stream is None:
                 yield
                 return
-            cuda, device = self._torch.cuda, self._memory.device
-            if self._stream is None:
-                self._stream = cuda.Stream(device)
-            self._stream.wait_stream(cuda.default_stream(device))
-            with cuda.stream(self._stream):
+            stream.wait_stream(self._torch.cuda.default_stream(self._memory.device))
+            try:
                 yield
-            self._stream.synchronize()
+            finally:
+                # Whatever went wrong: memory that is still read must not be given back.
+                stream.synchronize()
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[Any]:
+        """On this pool's own stream, without waiting for anybody's; None where there are no streams."""
+        with self._lock:
+            try:
+                if not self._on_cuda:
+                    yield None
+                    return
+                cuda = self._torch.cuda
+                if self._stream is None:
+                    self._stream = cuda.Stream(self._memory.device)
+                with cuda.stream(self._stream):
+                    yield self._stream
+            except self._torch.OutOfMemoryError:
+                raise TransferError("the device has no memory left beside the pool") from None

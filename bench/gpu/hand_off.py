@@ -1,6 +1,7 @@
-"""KV hand-off between the pools of two processes on one GPU: every byte compared, and rates, over cuda_ipc and tcp.
+"""KV hand-off between GPU pools of two processes: every byte compared, and rates, over cuda_ipc and tcp on one GPU, and
+over torch_dist (NCCL) between two where there are two.
 
-`python -m bench.gpu.hand_off TRANSPORT` is the receiving process: it says its offer and a grant for all its blocks,
+`python -m bench.gpu.hand_off TRANSPORT GPU` is the receiving process: it says its offer and a grant for all its blocks,
 then obeys `verify FIRST COUNT CHECKSUM` and `compare`, answering with a number of chunks or bytes that are wrong.
 """
 
@@ -38,13 +39,14 @@ _PAIRING = Pairing.of(LAYOUT, LAYOUT, wire_dtype=LAYOUT.dtype)
 
 
 def cuda_ipc(stage: Stage) -> Findings:
-    """Bytes and rates of both transports that reach GPU memory. Raises CannotMeasure without a GPU."""
+    """Bytes and rates of the transports that reach GPU memory. Raises CannotMeasure without a GPU."""
     if stage.device != "cuda":
         raise CannotMeasure(f"hand-off by CUDA IPC on {stage.device}: it needs a GPU")
     pool = TorchPool(_pattern(stage.place), LAYOUT)
     yield figure("copy on the device", _copy_rate(pool.memory), "GB/s")
-    for name in ("cuda_ipc", "tcp"):
-        with _peer(name, pool) as peer:
+    num_gpus = torch.cuda.device_count()
+    for name, gpu in (("cuda_ipc", 0), ("tcp", 0), ("torch_dist", 1))[: 2 if num_gpus < 2 else 3]:
+        with _peer(name, pool, gpu) as peer:
             peer.round()
             rates = []
             for _ in range(ROUNDS):
@@ -52,7 +54,10 @@ def cuda_ipc(stage: Stage) -> Findings:
             yield figure(f"{name}: wrong chunks", peer.bad_chunks, "chunks", at_most=0)
             yield figure(f"{name}: wrong bytes", peer.ask("compare"), "bytes", at_most=0)
             yield figure(f"{name}: GPU pool to GPU pool", max(rates), "GB/s")
-    yield Note(name="hand-off", text="two processes on one GPU; checksums are computed, verification is not timed")
+    yield Note(
+        name="hand-off",
+        text=f"two processes, {num_gpus} GPUs; NCCL needs two; checksums are computed, verification is not timed",
+    )
 
 
 def _pattern(place: torch.device) -> Tensor:
@@ -115,16 +120,17 @@ class _Peer:
 
 
 @contextmanager
-def _peer(name: str, pool: TorchPool) -> Iterator[_Peer]:
-    command = [sys.executable, "-m", "bench.gpu.hand_off", name]
+def _peer(name: str, pool: TorchPool, gpu: int) -> Iterator[_Peer]:
+    command = [sys.executable, "-m", "bench.gpu.hand_off", name, str(gpu)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         words = process.stdout.readline().split() if process.stdout is not None else []
         if len(words) != 3:
             raise CannotMeasure(f"{name}: the receiving process did not begin")
         advert, host_id, grant = words
+        senders = open_senders(KVRegion.on_device(pool), choice=name, isolated_network=True)
         offer = TransportOffer(name=name, advert=bytes.fromhex(advert), host_id=bytes.fromhex(host_id[1:]).decode())
-        [(sender, offer)] = candidates([offer], open_senders(KVRegion.on_device(pool), choice=name))
+        [(sender, offer)] = candidates([offer], senders)
         writer = sender.connect(offer, _PAIRING)
         try:
             yield _Peer(process, writer, bytes.fromhex(grant))
@@ -144,7 +150,7 @@ def receive(name: str, place: torch.device) -> None:
     """The other process, until its standard input ends."""
     memory = torch.zeros(NUM_BLOCKS * LAYOUT.worker_block_bytes, dtype=torch.uint8, device=place)
     region = KVRegion.on_device(TorchPool(memory, LAYOUT))
-    [receiver] = open_receivers(region, choice=name)
+    [receiver] = open_receivers(region, choice=name, isolated_network=True)
     receiver.listen_quiet(lambda _key: None)
     landing = Landing(region, _PAIRING.at_destination(0, _scattered(), NUM_BLOCKS), _PAIRING)
     offer, grant = receiver.offer(), receiver.open_grant(_KEY, landing)
@@ -168,4 +174,4 @@ def _num_wrong(memory: Tensor) -> int:
 
 
 if __name__ == "__main__":
-    receive(sys.argv[1], torch.device("cuda", 0))
+    receive(sys.argv[1], torch.device("cuda", int(sys.argv[2])))

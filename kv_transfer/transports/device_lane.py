@@ -11,6 +11,7 @@ from kv_transfer.transports.communicator import Communicator, Rendezvous, over_g
 from kv_transfer.transports.torch_dist_wire import Meeting
 
 _CPU = "cpu"
+_GPU = "cuda "
 
 
 def entrance(region: KVRegion, *, isolated_network: bool) -> str:
@@ -21,9 +22,9 @@ def entrance(region: KVRegion, *, isolated_network: bool) -> str:
     if region.device is None:
         return ""
     identity = region.device.identity
-    if identity != _CPU and (not isolated_network or nccl.problem() is not None):
-        return ""
-    return identity
+    if identity == _CPU or (identity.startswith(_GPU) and isolated_network and nccl.problem() is None):
+        return identity
+    return ""
 
 
 def goes_direct(region: KVRegion, pairing: Pairing, meeting: Meeting, *, isolated_network: bool) -> bool:

@@ -1,31 +1,31 @@
 """A communicator over NCCL, for pools on two GPUs. Imports torch lazily.
 
-torch's group is told to wait on the calling thread (TORCH_NCCL_BLOCKING_WAIT): then there is no watchdog, which ends
-the whole process when an operation fails, and what misses its limit aborts the communicator and raises here. It is made
-without blocking (ncclConfig_t.blocking = 0), because ncclCommInitRank otherwise waits for ever for a peer that died
-before it came: its limit is read from the environment too, once in a process, and concerns such groups alone.
+torch's groups are told to wait on the calling thread (TORCH_NCCL_BLOCKING_WAIT): then there is no watchdog, which ends
+the whole process when an operation fails, and what misses its limit aborts the communicator and raises here. They are
+made without blocking (ncclConfig_t.blocking = 0), because ncclCommInitRank otherwise waits for ever for a peer that
+died before it came. Both are words in the environment, set before the first transport of a process is opened: the
+ranks' groups, which keep their watchdog, are made before that.
 
-Every operation runs on a stream of the communicator's own, so what the engine has queued is not waited for.
+Operations run on streams of high priority, of which torch has a set apart: what the engine has queued is not waited
+for. There are 32 of them for each GPU, so of more than 16 communicators some share one.
 """
 
 import datetime
 import importlib
 import logging
 import os
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import ceil
 from typing import Any
 
-from kv_transfer.transports.communicator import Communicator, CommunicatorBroken, Rendezvous, broken
+from kv_transfer.transports.communicator import SENDER, Communicator, CommunicatorBroken, Rendezvous, broken
 
 _POLL_S = 5e-5
 """A chunk of 8 MiB crosses NVLink in 0.2 ms; torch itself would look once in a millisecond."""
 _OVERDUE = datetime.timedelta(milliseconds=1)
-_ENVIRONMENT = threading.Lock()
-_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+_HIGH_PRIORITY = -1
+_HERE = "sender"
+"""In the store: the sender has come."""
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class NcclCommunicator(Communicator):
         super().__init__(group, at.rank, at.limit)
         self._cuda = importlib.import_module("torch").cuda
         self._device = device
-        self._stream = self._cuda.Stream(device)
+        self._stream = self._cuda.Stream(device, priority=_HIGH_PRIORITY)
 
     def start(self, tensor: Any, tag: int = 0) -> Any:
         """See Communicator. NCCL knows no tags: it keeps order."""
@@ -56,41 +56,62 @@ class NcclCommunicator(Communicator):
         except RuntimeError as error:
             raise broken(error) from None
 
+    def meet(self) -> None:
+        """NCCL connects at the first operation: a byte shows whether the peer is there."""
+        torch = importlib.import_module("torch")
+        try:
+            # Of this stream's memory: that of the default one may still be in use by what the engine has queued.
+            with self._cuda.stream(self._stream):
+                byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        except RuntimeError as error:
+            raise broken(error) from None
+        self.finish(self.start(byte))
+
     def close(self) -> None:
-        """See Communicator."""
+        """See Communicator. Where the device itself has failed nothing is known of what moves, and the log says so."""
         group, self._group = self._group, None
         if group is None:
             return
         try:
             group.abort()
-            # An aborted kernel may still be on its way out, and its tensor is about to be given back.
-            self._cuda.synchronize(self._device)
+            # An aborted kernel may still be on its way out, and its tensor is about to be given back. `finish` has
+            # made this stream wait for it.
+            self._stream.synchronize()
         except RuntimeError:
-            # The device itself has failed; whoever closes has other things to give back.
             log.exception("a NCCL communicator could not be aborted")
 
 
 def over_nccl(at: Rendezvous, device: Any) -> NcclCommunicator:
-    """One for the memory of GPUs. Raises CommunicatorBroken when the other side does not come."""
-    torch = importlib.import_module("torch")
-    nccl = torch.distributed.ProcessGroupNCCL
-    options = nccl.Options()
+    """One for the memory of GPUs. Raises CommunicatorBroken when the other side does not come.
+
+    Each of the few steps of a join has the limit for itself; torch counts it in whole seconds.
+    """
+    nccl = importlib.import_module("torch").distributed.ProcessGroupNCCL
+    options = nccl.Options(is_high_priority_stream=True)
     options._timeout = at.limit
     options.config.blocking = 0
-    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(ceil(at.limit_s)))
+    store = at.place()
     try:
-        with _waiting_on_the_caller():
-            made = nccl(at.place(), at.rank, 2, options)
-        group = NcclCommunicator(made, at, device)
+        if at.rank == SENDER:
+            store.set(_HERE, b"")
+        else:
+            # A receiver that asked NCCL for an id, for a sender that never comes, would leave a thread behind.
+            store.wait([_HERE], at.limit)
+        group = NcclCommunicator(nccl(store, at.rank, 2, options), at, device)
     except (RuntimeError, ValueError) as error:
         raise broken(error) from None
     try:
-        # NCCL connects at the first operation; one that costs nothing shows whether the peer is there.
-        group.finish(group.start(torch.zeros(1, dtype=torch.uint8, device=device)))
+        group.meet()
     except CommunicatorBroken:
         group.close()
         raise
     return group
+
+
+def prepare(limit_s: float) -> None:
+    """Before the first end of a process that may use NCCL. What somebody has set stays."""
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(ceil(limit_s)))
 
 
 def problem() -> str | None:
@@ -99,18 +120,3 @@ def problem() -> str | None:
     if not (distributed.is_available() and distributed.is_nccl_available()):
         return "needs NCCL, which this build of torch lacks"
     return None
-
-
-@contextmanager
-def _waiting_on_the_caller() -> Iterator[None]:
-    """For the groups made within; those of ranks keep their watchdog."""
-    with _ENVIRONMENT:
-        before = os.environ.get(_BLOCKING_WAIT)
-        os.environ[_BLOCKING_WAIT] = "1"
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ[_BLOCKING_WAIT]
-            else:
-                os.environ[_BLOCKING_WAIT] = before

@@ -4,17 +4,20 @@ What has come in is put into place under the lock of its grant, so a revocation 
 be posted. What nobody wants any more is received past the pool, so that both sides stay in step.
 """
 
-from typing import Protocol
+import logging
+from typing import Any, Protocol
 
 import numpy as np
 
 from kv_transfer.checksum import crc32
 from kv_transfer.device import DevicePool
 from kv_transfer.runs import Runs
-from kv_transfer.transports.communicator import SLOTS, Bytes, Communicator, Slots
+from kv_transfer.transports.communicator import SLOTS, Bytes, Communicator, CommunicatorBroken, Slots
 from kv_transfer.transports.grants import Grant
-from kv_transfer.transports.torch_dist_wire import PIECE_BYTES, Header
+from kv_transfer.transports.torch_dist_wire import MAX_DIRECT_BYTES, PIECE_BYTES, Header
 from tandem.errors import TransferError
+
+log = logging.getLogger(__name__)
 
 
 class Intake(Protocol):
@@ -23,7 +26,7 @@ class Intake(Protocol):
     def take(self, header: Header, grant: Grant | None) -> bool:
         """Receive a payload into its destinations, or past them: whether it landed.
 
-        Raises CommunicatorBroken, and TransferError for a sender that is not to be trusted.
+        Raises CommunicatorBroken when it was not received, and TransferError for a sender that is not to be trusted.
         """
 
 
@@ -56,25 +59,44 @@ class HostIntake:
 
 
 class DeviceIntake:
-    """Payload that stays on devices: it comes into a tensor beside the pool, and is put into place and summed there."""
+    """Payload that stays on devices: it comes into memory beside the pool, and is put into place and summed there.
+
+    That memory grows to the largest payload and is kept, so that the device is asked for it once.
+    """
 
     def __init__(self, pool: DevicePool, group: Communicator) -> None:
         self._pool = pool
         self._group = group
+        self._room: Any = None  # uint8 [the largest payload so far]
 
     def take(self, header: Header, grant: Grant | None) -> bool:
         """See Intake."""
+        if header.payload_bytes > MAX_DIRECT_BYTES:
+            raise TransferError(f"{header.payload_bytes} bytes between devices: at most {MAX_DIRECT_BYTES} are taken")
         runs = _runs(header, grant)
-        packed = self._pool.blank(header.payload_bytes)
+        packed = self._room_for(header.payload_bytes)
         self._group.finish(self._group.start(packed))
         if grant is None or runs is None:
             return False
         with grant.lock:
             if grant.revoked:
                 return False
-            checksum = self._pool.put(runs, packed)
+            try:
+                checksum = self._pool.put(runs, packed)
+            except TransferError as error:
+                log.warning("torch_dist: %s", error)
+                return False
         grant.landing.landed(header.cells, checksum)
         return True
+
+    def _room_for(self, num_bytes: int) -> Any:
+        if self._room is None or self._room.numel() < num_bytes:
+            try:
+                self._room = self._pool.blank(num_bytes)
+            except TransferError as error:
+                # The payload cannot be taken past the pool either.
+                raise CommunicatorBroken(error.message) from None
+        return self._room[:num_bytes]
 
 
 def _room(header: Header, grant: Grant | None) -> list[memoryview] | None:

@@ -13,7 +13,7 @@ from kv_transfer.departure import Departure
 from kv_transfer.device import DevicePool
 from kv_transfer.gate import PieceLock
 from kv_transfer.transports.communicator import SLOTS, Bytes, Communicator, Slots
-from kv_transfer.transports.torch_dist_wire import MAX_PAYLOAD_BYTES, PIECE_BYTES
+from kv_transfer.transports.torch_dist_wire import MAX_DIRECT_BYTES, MAX_PAYLOAD_BYTES, PIECE_BYTES
 from kv_transfer.transports.write_queue import WriteJob
 from tandem.errors import TransferError
 
@@ -58,7 +58,7 @@ class HostParcel:
     """See HostPacker."""
 
     def __init__(self, views: list[memoryview], slots: Slots, job: WriteJob, lock: PieceLock) -> None:
-        self.num_bytes = _bounded(sum(view.nbytes for view in views))
+        self.num_bytes = _bounded(sum(view.nbytes for view in views), MAX_PAYLOAD_BYTES)
         self.checksum = 0
         self._views = views
         self._slots = slots
@@ -90,7 +90,7 @@ class DevicePacker:
     def pack(self, job: WriteJob, lock: PieceLock) -> "DeviceParcel":
         """See Packer."""
         reads = job.order.source.reads(job.order.cells)
-        _bounded(reads.num_bytes)
+        _bounded(reads.num_bytes, MAX_DIRECT_BYTES)
         with lock:
             job.check()
             packed, checksum = self._pool.take(reads)
@@ -108,12 +108,13 @@ class DeviceParcel:
 
     def cross(self) -> None:
         """See Parcel."""
-        self._group.finish(self._group.start(self._packed))
+        packed, self._packed = self._packed, None
+        self._group.finish(self._group.start(packed))
 
 
-def _bounded(num_bytes: int) -> int:
-    if num_bytes > MAX_PAYLOAD_BYTES:
-        raise TransferError(f"a payload of {num_bytes} bytes: at most {MAX_PAYLOAD_BYTES} go at once")
+def _bounded(num_bytes: int, limit: int) -> int:
+    if num_bytes > limit:
+        raise TransferError(f"a payload of {num_bytes} bytes: at most {limit} go at once")
     return num_bytes
 
 

@@ -16,7 +16,7 @@ from kv_transfer.landing import Landing
 from kv_transfer.messages import CellRange, TransferKey, TransportOffer
 from kv_transfer.region import KVRegion
 from kv_transfer.transport import QuietListener
-from kv_transfer.transports import claim_wire, communicator, torch_dist_wire
+from kv_transfer.transports import claim_wire, communicator, nccl, torch_dist_wire
 from kv_transfer.transports.accepting import accepted, begins
 from kv_transfer.transports.claims import HELLO_S, MAX_WRITERS, hang_up
 from kv_transfer.transports.communicator import RECEIVER, Communicator, CommunicatorBroken, Rendezvous, over_gloo
@@ -29,7 +29,7 @@ from tandem.errors import TransferError
 
 NAME = "torch_dist"
 STALL_S = 5.0
-"""Most time for one piece to cross, and for both sides to meet."""
+"""Most time for one message of a communicator to cross, and for each step in which both sides meet."""
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class TorchDistReceiver:
         self._secret = secrets.token_bytes(TOKEN_BYTES)
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        nccl.prepare(stall_s)
         self._peers: dict[socket.socket, threading.Thread] = {}
         self._store: Any = communicator.serve_store(host, stall_s)
         self._server = listen(host)
@@ -74,7 +75,7 @@ class TorchDistReceiver:
         return self._grants.verify(key, cells, checksum)
 
     def revoke(self, key: TransferKey) -> bool:
-        """Always proven: see the module's docstring."""
+        """Always proven: see torch_dist_intakes."""
         self._grants.revoke(key)
         return True
 

@@ -6,6 +6,7 @@ one begins with a new communicator.
 """
 
 import itertools
+import logging
 import socket
 import threading
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from kv_transfer.device import DevicePool
 from kv_transfer.messages import TransportOffer
 from kv_transfer.pairing import Pairing
 from kv_transfer.region import KVRegion
-from kv_transfer.transports import claim_wire, communicator, torch_dist_wire
+from kv_transfer.transports import claim_wire, communicator, nccl, torch_dist_wire
 from kv_transfer.transports.claims import hang_up
 from kv_transfer.transports.communicator import SENDER, Communicator, CommunicatorBroken, Rendezvous, over_gloo
 from kv_transfer.transports.device_lane import between_devices, goes_direct
@@ -27,6 +28,8 @@ from kv_transfer.transports.torch_dist_receiver import NAME, STALL_S
 from kv_transfer.transports.torch_dist_wire import Header, Kind, Meeting
 from kv_transfer.transports.write_queue import QueuedWriter, WriteJob
 from tandem.errors import TransferError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -54,19 +57,30 @@ class TorchDistWriter(QueuedWriter):
         host, port = sock.getpeername()[0], meeting.store_port
         self._store: Any = communicator.reach_store(host, port, stall_s)
         self._group: Communicator | None = None
-        self._packer = self._renew()
+        self._packer: Packer | None = self._first()
         super().__init__("kv-dist-write")
         self._reader = threading.Thread(target=self._read, name="kv-dist-read", daemon=True)
         self._reader.start()
 
     def close(self) -> None:
-        """See PeerWriter. Waits for a piece that is crossing, `stall_s` at most."""
+        """See PeerWriter. Waits for what is crossing, or for a communicator being made: for their limits at most."""
         self._break("connection closed")
         super().close()
         self._drop_group()
         self._reader.join()
+        self._unanswered.clear()
         self._sock.close()
         self._store = None
+
+    def _first(self) -> Packer:
+        try:
+            return self._renew()
+        except CommunicatorBroken as error:
+            if self._pool is None:
+                raise
+            log.warning("torch_dist: NCCL does not reach the peer's GPU, so KV goes through both hosts: %s", error)
+            self._pool = None
+            return self._renew()
 
     def _renew(self) -> Packer:
         number = next(self._generations)
@@ -90,7 +104,7 @@ class TorchDistWriter(QueuedWriter):
         return DevicePacker(self._pool, self._group)
 
     def _drop_group(self) -> None:
-        group, self._group = self._group, None
+        group, self._group, self._packer = self._group, None, None
         if group is not None:
             group.close()
 
@@ -98,7 +112,7 @@ class TorchDistWriter(QueuedWriter):
         order = job.order
         if len(order.grant) != TOKEN_BYTES:
             raise TransferError("malformed grant")
-        if self._group is None:
+        if self._packer is None:
             self._packer = self._renewed()
         parcel = self._packer.pack(job, self._queue.lock)
         number = next(self._ids)
@@ -156,6 +170,7 @@ class TorchDistSender:
         self._region = region
         self._isolated_network = isolated_network
         self._stall_s = stall_s
+        nccl.prepare(stall_s)
 
     def reaches(self, offer: TransportOffer) -> bool:
         """See KVSender. Store and gloo know no secret, so what leaves this machine needs a network of its own."""

@@ -1,7 +1,7 @@
 """What goes beside the payload of `torch_dist`, on a connection of its own.
 
     sender -> receiver   HELLO            the secret of the receiver's advert, which came over the authenticated link
-                         WRITE            cells of a grant, whose payload follows on the communicator, piece by piece
+                         WRITE            cells of a grant, whose payload follows on the communicator
                          RENEW            there is no communicator, or it is broken: both sides make this number's
                          RENEW_DIRECT     the same, for payload that goes from device to device
     receiver -> sender   where to meet    (claim_wire.send_blob)
@@ -20,9 +20,11 @@ from kv_transfer.messages import CellRange
 from tandem.errors import TransferError
 
 PIECE_BYTES = 1 << 20
-"""Of the payload, in one message of the communicator."""
+"""Of payload in host memory, in one message of the communicator; between devices all of it is one."""
 MAX_PAYLOAD_BYTES = 1 << 30
 """Of one write."""
+MAX_DIRECT_BYTES = 1 << 26
+"""Of one write from device to device: as much of the receiver's device is taken for each of its peers."""
 _MAGIC = b"TKD2"
 _HEADER = struct.Struct("!4sBQ16sIIIIIIQ")
 _CRC = struct.Struct("!I")

@@ -5,10 +5,11 @@ NCCL itself and CUDA's streams.
 """
 
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -17,13 +18,17 @@ import pytest
 import torch
 from torch import distributed
 
+from kv_transfer.device import DevicePool
+from kv_transfer.messages import TransferKey
 from kv_transfer.pairing import Pairing
 from kv_transfer.region import KVRegion
 from kv_transfer.torch_pool import TorchPool
-from kv_transfer.transports import nccl
+from kv_transfer.transport import WriteOrder
+from kv_transfer.transports import claim_wire, nccl, torch_dist_receiver, torch_dist_sender
 from kv_transfer.transports.communicator import (
     RECEIVER,
     SENDER,
+    Communicator,
     CommunicatorBroken,
     Rendezvous,
     reach_store,
@@ -31,11 +36,17 @@ from kv_transfer.transports.communicator import (
 )
 from kv_transfer.transports.device_lane import entrance, goes_direct
 from kv_transfer.transports.nccl import NcclCommunicator, over_nccl
-from kv_transfer.transports.torch_dist_wire import Meeting
-from tests.unit.kv_transfer.transport_peer import LAYOUT, PAIRING, make_region
+from kv_transfer.transports.torch_dist_receiver import TorchDistReceiver
+from kv_transfer.transports.torch_dist_sender import TorchDistSender
+from kv_transfer.transports.torch_dist_wire import Header, Kind, Meeting, pack_header, unpack_meeting
+from tandem.errors import TransferError
+from tandem.ids import TransferId
+from tests.unit.kv_transfer.device_fakes import on_device
+from tests.unit.kv_transfer.transport_peer import LAYOUT, PAIRING, block_views, box, landing, make_region, order
 
 CPU = torch.device("cpu")
 LIMIT_S = 0.5
+WAIT_S = 20.0
 INT8 = Pairing.of(LAYOUT, replace(LAYOUT, dtype="int8"), wire_dtype="int8")
 
 
@@ -64,19 +75,25 @@ def with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("own", "theirs", "isolated", "pairing", "direct"),
     [
-        ("cuda a", "cuda b", True, PAIRING, True),
-        ("cuda a", "cuda b", False, PAIRING, False),  # NCCL neither encrypts nor authenticates
-        ("cuda a", "cuda a", True, PAIRING, False),  # and joins no GPU to itself
-        ("cuda a", "cuda b", True, INT8, False),
-        ("cuda a", "cpu", True, PAIRING, False),
-        ("cuda a", "", True, PAIRING, False),
-        ("", "cuda b", True, PAIRING, False),
-        ("cpu", "cpu", False, PAIRING, True),
+        ("cuda a", "cuda b", (True, True), PAIRING, True),
+        ("cuda a", "cuda b", (False, False), PAIRING, False),  # NCCL neither encrypts nor authenticates
+        ("cuda a", "cuda b", (True, False), PAIRING, False),
+        ("cuda a", "cuda b", (False, True), PAIRING, False),
+        ("cuda a", "cuda a", (True, True), PAIRING, False),  # and joins no GPU to itself
+        ("cuda a", "cuda b", (True, True), INT8, False),
+        ("cuda a", "cpu", (True, True), PAIRING, False),
+        ("cuda a", "", (True, True), PAIRING, False),
+        ("", "cuda b", (True, True), PAIRING, False),
+        ("xpu a", "xpu b", (True, True), PAIRING, False),
+        ("cpu", "cpu", (False, False), PAIRING, True),
     ],
 )
-def test_which_pools_are_joined_directly(own: str, theirs: str, isolated: bool, pairing: Pairing, direct: bool) -> None:
-    meeting = Meeting(store_port=1, prefix="p", device=entrance(pool_on(theirs), isolated_network=isolated))
-    assert goes_direct(pool_on(own), pairing, meeting, isolated_network=isolated) is direct
+def test_which_pools_are_joined_directly(
+    own: str, theirs: str, isolated: tuple[bool, bool], pairing: Pairing, direct: bool
+) -> None:
+    ours, others = isolated
+    meeting = Meeting(store_port=1, prefix="p", device=entrance(pool_on(theirs), isolated_network=others))
+    assert goes_direct(pool_on(own), pairing, meeting, isolated_network=ours) is direct
 
 
 def test_a_torch_without_nccl_offers_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,15 +102,37 @@ def test_a_torch_without_nccl_offers_no_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     assert entrance(pool_on("cuda a"), isolated_network=True) == ""
 
 
+class Stream:
+    """A stream that remembers what was done while it was the current one, or to it."""
+
+    def __init__(self, _device: torch.device, priority: int = 0) -> None:
+        self.priority = priority
+        self.done: list[str] = []
+
+    def synchronize(self) -> None:
+        self.done.append("synchronized")
+
+
 @dataclass
 class Fakes:
     """What stands in for CUDA, and what it has seen."""
 
-    waiting: list[str | None] = field(default_factory=list)
-    """TORCH_NCCL_BLOCKING_WAIT when each group was made."""
-    blocking: list[int] = field(default_factory=list)
+    options: list[SimpleNamespace] = field(default_factory=list)
+    current: Stream | None = None
     aborted: int = 0
-    synchronized: int = 0
+    abort_fails: bool = False
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        self.current, before = stream, self.current
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def note(self, what: str) -> None:
+        assert self.current is not None, f"{what} on the engine's own stream"
+        self.current.done.append(what)
 
 
 class Work:
@@ -122,19 +161,19 @@ class Work:
 
 
 @pytest.fixture
-def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     seen = Fakes()
 
     class Group:
         """As ProcessGroupNCCL is used, over gloo."""
 
         @staticmethod
-        def Options() -> SimpleNamespace:
-            return SimpleNamespace(_timeout=None, config=SimpleNamespace(blocking=1))
+        def Options(*, is_high_priority_stream: bool) -> SimpleNamespace:
+            config = SimpleNamespace(blocking=1)
+            return SimpleNamespace(_timeout=None, config=config, high=is_high_priority_stream)
 
         def __init__(self, store: distributed.Store, rank: int, _size: int, options: SimpleNamespace) -> None:
-            seen.waiting.append(os.environ.get("TORCH_NCCL_BLOCKING_WAIT"))
-            seen.blocking.append(options.config.blocking)
+            seen.options.append(options)
             self._store, self._rank, self._timeout = store, rank, options._timeout
             self._gloo: distributed.ProcessGroupGloo | None = None
 
@@ -148,25 +187,29 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
             return self._gloo
 
         def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
+            seen.note("sent")
             return Work(self.connected().send(tensors, peer, tag))
 
         def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
+            seen.note("received")
             return Work(self.connected().recv(tensors, peer, tag))
 
         def abort(self) -> None:
             seen.aborted += 1
+            if seen.abort_fails:
+                raise RuntimeError("the device is lost")
 
-    def synchronize(_device: torch.device) -> None:
-        seen.synchronized += 1
+    real_zeros = torch.zeros
 
-    cuda = SimpleNamespace(
-        Stream=lambda _device: object(), stream=lambda _stream: nullcontext(), synchronize=synchronize
-    )
-    monkeypatch.setattr(torch, "cuda", cuda)
+    def zeros(*size: int, device: torch.device | None = None, **options: object) -> torch.Tensor:
+        if device is not None:
+            seen.note("allocated")
+        return real_zeros(*size, **options)
+
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(Stream=Stream, stream=seen.stream))
+    monkeypatch.setattr(torch, "zeros", zeros)
     monkeypatch.setattr(distributed, "ProcessGroupNCCL", Group, raising=False)
-    monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", raising=False)
-    yield seen
-    os.environ.pop("TORCH_NCCL_NONBLOCKING_TIMEOUT", None)
+    return seen
 
 
 def rendezvous(store: distributed.Store, rank: int) -> Rendezvous:
@@ -196,10 +239,11 @@ def test_tensors_cross_in_order(pair: tuple[NcclCommunicator, NcclCommunicator],
     for work in coming:
         receiver.finish(work)
     assert all(torch.equal(a, b) for a, b in zip(sent, came, strict=True))
-    # No watchdog, which would end the process; and nobody else's groups are made like that.
-    assert fakes.waiting == ["1", "1"]
-    assert fakes.blocking == [0, 0]
-    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
+    # Made without blocking, and on streams that the engine has none of.
+    assert [(made.config.blocking, made.high) for made in fakes.options] == [(0, True)] * 2
+    assert sender._stream.priority == receiver._stream.priority == -1
+    assert sender._stream.done == ["allocated", *["sent"] * 4]
+    assert receiver._stream.done == ["allocated", *["received"] * 4]
     sender.close()
     receiver.close()
 
@@ -212,16 +256,101 @@ def test_what_misses_its_limit_is_broken_and_aborted(
     with pytest.raises(CommunicatorBroken):
         receiver.finish(work)
     receiver.close()
-    assert (fakes.aborted, fakes.synchronized) == (1, 1)
+    assert fakes.aborted == 1
+    assert receiver._stream.done[-1] == "synchronized"
     with pytest.raises(CommunicatorBroken):
         receiver.start(torch.zeros(8, dtype=torch.uint8))
     sender.close()
     assert fakes.aborted == 2
 
 
-def test_a_peer_that_does_not_come_is_waited_for_no_longer_than_the_limit(fakes: Fakes) -> None:
+def test_a_peer_that_does_not_come_costs_no_group(fakes: Fakes) -> None:
     store = serve_store("127.0.0.1", LIMIT_S)
     with pytest.raises(CommunicatorBroken):
         over_nccl(rendezvous(store, RECEIVER), CPU)
-    assert fakes.waiting == ["1"]
-    assert fakes.aborted == 1
+    assert not fakes.options, "NCCL leaves a thread behind that waits for it"
+
+
+def test_an_abort_that_fails_is_not_the_end_of_who_closes(
+    pair: tuple[NcclCommunicator, NcclCommunicator], fakes: Fakes, caplog: pytest.LogCaptureFixture
+) -> None:
+    fakes.abort_fails = True
+    for end in pair:
+        end.close()
+    assert fakes.aborted == 2
+    assert "could not be aborted" in caplog.text
+
+
+Ends = tuple[TorchDistReceiver, TorchDistSender, KVRegion, KVRegion]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """Between pools on a device, not yet connected."""
+    source, target = make_region(seed=1), make_region(seed=0)
+    receiver = TorchDistReceiver(on_device(target), stall_s=LIMIT_S)
+    yield receiver, TorchDistSender(on_device(source), stall_s=LIMIT_S), source, target
+    receiver.close()
+    os.close(source.fd)
+    os.close(target.fd)
+
+
+def writes(receiver: TorchDistReceiver, lands_in: KVRegion, attempt: int) -> WriteOrder:
+    """An order with a grant of its own, of three blocks."""
+    key = TransferKey(transfer_id=TransferId("t"), attempt=attempt)
+    return order(key, receiver.open_grant(key, landing(lands_in, 4, 5, 6)), box(0, 3), [1, 2, 3])
+
+
+def test_where_devices_cannot_be_joined_payload_goes_through_hosts(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(_pool: DevicePool, _at: Rendezvous) -> Communicator:
+        raise CommunicatorBroken("no way")
+
+    for module in (torch_dist_sender, torch_dist_receiver):
+        monkeypatch.setattr(module, "between_devices", unreachable)
+    receiver, sender, source, target = ends
+    writer = sender.connect(receiver.offer(), PAIRING)
+    done = writes(receiver, on_device(target), 1)
+    result = writer.write(done).result(WAIT_S)
+    assert receiver.verify(done.key, done.cells, result.checksum)
+    assert [bytes(view) for view in block_views(target, [4, 5, 6])] == [
+        bytes(view) for view in block_views(source, [1, 2, 3])
+    ]
+    writer.close()
+
+
+@pytest.mark.parametrize("where", ["take", "put", "blank"])
+def test_a_device_without_memory_fails_one_write_and_not_the_pair(
+    ends: Ends, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver, sender, _source, target = ends
+    writer = sender.connect(receiver.offer(), PAIRING)
+    real = getattr(TorchPool, where)
+    full = True
+
+    def fails_once(pool: TorchPool, *args: object) -> object:
+        nonlocal full
+        if full:
+            full = False
+            with pool.working():
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(pool, *args)
+
+    monkeypatch.setattr(TorchPool, where, fails_once)
+    with pytest.raises(TransferError):
+        writer.write(writes(receiver, on_device(target), 1)).result(WAIT_S)
+    assert not writer.closed
+    done = writes(receiver, on_device(target), 2)
+    assert receiver.verify(done.key, done.cells, writer.write(done).result(WAIT_S).checksum)
+    writer.close()
+
+
+def test_a_way_that_was_not_offered_ends_the_connection() -> None:
+    target = make_region(seed=0)
+    receiver = TorchDistReceiver(target, stall_s=LIMIT_S)
+    with socket.create_connection(receiver._server.getsockname(), WAIT_S) as sock:
+        sock.sendall(claim_wire.pack(claim_wire.Kind.HELLO, receiver._secret))
+        assert unpack_meeting(claim_wire.receive_blob(sock)).device == ""
+        sock.sendall(pack_header(Header(kind=Kind.RENEW_DIRECT, number=0)))
+        assert sock.recv(1) == b"", "hung up on"
+    receiver.close()
+    os.close(target.fd)
