@@ -362,6 +362,12 @@ class ChoiceRun:
         if not isinstance(error, RequestTooLarge):
             asked_s = None if error is None else error.retry_after_s
             self._placer.registry.penalise(route.worker, FAILURE_PENALTY_S if asked_s is None else asked_s)
+        if self._standing.is_in_doubt():
+            assignment.port.cancel(self._request_id, progress.attempt)
+            self._assignment, self.waiting = None, Waiting.FOR_ROOM
+            self._placer.release(assignment)
+            self._standing.refused(self, assignment.decode)
+            return
         started_s = self._around.clock()
         prefill = None
         if progress.may_reroute() and self._around.budget.spend():

@@ -31,8 +31,12 @@ class ChoiceStanding:
         """Whether a worker took any run of it that has ended, or may have."""
 
     def must_wait(self) -> bool:
-        """Whether it is to go alone and cannot yet."""
-        return self._health.must_wait(self._name, self._registry.live_decoders)
+        """Whether it is to go alone and cannot yet, or is in doubt. Raises as `lost`, when doubt has turned out so."""
+        return self._health.must_wait(self._name, self._registry.live_decoders, self.request)
+
+    def is_in_doubt(self) -> bool:
+        """Whether workers may have been ended by it, and that is not known yet."""
+        return self._health.is_in_doubt(self._name)
 
     def shunned(self) -> set[WorkerKey]:
         """Workers that it is better not put on."""
@@ -61,6 +65,10 @@ class ChoiceStanding:
 
     def lost(self, run: Hashable, key: WorkerKey) -> None:
         """A worker was lost under an attempt. Raises Unavailable when the request is taken to have ended it."""
+        if self._registry.port(key) is not None:
+            # It is back already, the same process.
+            self.refused(run, key)
+            return
         self._workers.pop(run, None)
         if not self._registry.went_in_order(key):
             self._health.lost(self._name, key, self.request, still=self._beside(run))

@@ -8,6 +8,10 @@ without a token do they go alone, too.
 
 Workers also die of other causes. So a loss counts against a choice only if it was alone; a death within the last minute
 in which it had no part calls for one more, and so does a token that it ever had.
+
+A session that broke looks like a death. So a loss is in doubt for a while: a worker that comes back in that time as the
+same process did not die, and the loss is forgotten. A choice that would be condemned by losses in doubt runs nowhere
+until they are decided.
 """
 
 from collections import deque
@@ -23,17 +27,28 @@ _ISOLATION_S = 2.0
 """For how long a suspect waits for a worker of its own."""
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Fallen:
+    """One lost worker."""
+
+    key: WorkerKey
+    at_s: float
+    unproven: frozenset[RequestId]
+    is_back: bool = False
+    """It was frozen: should it fall again, that is another fall."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _Standing:
     """One choice that is on a worker, or was on a lost one."""
 
     workers: tuple[WorkerKey, ...] = ()
     unproven: bool = False
-    met: list[WorkerKey] = field(default_factory=list)
+    met: list[_Fallen] = field(default_factory=list)
     """Workers lost under it since its last token."""
-    num_alone: int = 0
-    """Those of them on which it was alone."""
     suspect: bool = False
+    accused: bool = False
+    """Condemned, unless one of them comes back."""
     has_run: bool = False
     """It had a token once, so that most of it can be computed."""
     waits_since_s: float | None = None
@@ -51,21 +66,16 @@ class _Standing:
         return (self.unproven and worker in self.workers) or worker in self.failed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Fallen:
-    """One lost worker."""
-
-    key: WorkerKey
-    at_s: float
-    unproven: frozenset[RequestId]
-
-
 class Suspicion:
     """What one router knows of its own choices."""
 
-    def __init__(self, *, remembered_s: float = 60.0) -> None:
-        """`remembered_s`: for how long a condemned request's like, and other deaths, count."""
+    def __init__(self, *, remembered_s: float = 60.0, return_s: float = 0.0) -> None:
+        """`remembered_s`: for how long a condemned request's like, and other deaths, count.
+
+        `return_s`: for how long a lost worker may come back as if nothing had been.
+        """
         self._remembered_s = remembered_s
+        self._return_s = return_s
         self._standings: dict[RequestId, _Standing] = {}
         self._trials: set[RequestId] = set()
         """Suspects that have, or wait for, a worker of their own."""
@@ -101,23 +111,37 @@ class Suspicion:
             standing.remain(still)
 
     def lost(self, choice: RequestId, worker: WorkerKey, now_s: float, still: tuple[WorkerKey, ...] = ()) -> bool:
-        """Its worker died, and it is `still` on these. Whether that condemns it."""
+        """Its worker is gone, and it is `still` on these. Whether that condemns it, as far as is known now."""
         fallen = self._fall(worker, now_s)
         standing = self._standings.setdefault(choice, _Standing())
-        blamed = choice in fallen.unproven
-        standing.met.append(worker)
-        standing.num_alone += fallen.unproven == {choice}
-        standing.suspect = (blamed and len(fallen.unproven) <= MAX_SUSPECTS) or len(standing.met) > 1
+        standing.met.append(fallen)
+        self._judge(choice, standing)
         if standing.suspect:
             self._trials.add(choice)
         standing.failed.discard(worker)
         standing.remain(still)
-        unrelated = any(other.key not in standing.met for other in self._fallen)
-        benefit = unrelated + standing.has_run
-        if fallen.unproven != {choice} or len(standing.met) < 2 + benefit or standing.num_alone < 1 + benefit:
+        return self.condemns(choice, now_s)
+
+    def condemns(self, choice: RequestId, now_s: float) -> bool:
+        """Whether what it met has turned out to condemn it. It is forgotten then."""
+        standing = self._standings.get(choice)
+        if standing is None or not standing.accused or self.is_in_doubt(choice, now_s):
             return False
         self.gone(choice)
         return True
+
+    def is_in_doubt(self, choice: RequestId, now_s: float) -> bool:
+        """Whether it is condemned unless a worker comes back, and one still may."""
+        standing = self._standings.get(choice)
+        return standing is not None and standing.accused and any(self._may_return(one, now_s) for one in standing.met)
+
+    def returned(self, live: Collection[WorkerKey], now_s: float) -> None:
+        """Who is there now: a lost worker that is among them soon had only lost its session."""
+        for fallen in [one for one in self._fallen if not one.is_back and one.key in live]:
+            fallen.is_back = True
+            if self._may_return(fallen, now_s):
+                self._fallen.remove(fallen)
+                self._acquit_of(fallen)
 
     def avoid(self, choice: RequestId) -> set[WorkerKey]:
         """Workers that it is better not put on, if there are others."""
@@ -128,9 +152,14 @@ class Suspicion:
         return {key for one in self._trials if one in self._standings for key in self._standings[one].reserved}
 
     def must_wait(self, choice: RequestId, live: Callable[[], Iterable[WorkerKey]], now_s: float) -> bool:
-        """Whether a suspect has no worker of its own yet: one is kept free of others for it, for a while."""
+        """Whether a suspect has no worker of its own yet: one is kept free of others for it, for a while.
+
+        Or whether it is in doubt.
+        """
         if choice not in self._trials or (standing := self._standings.get(choice)) is None:
             return False
+        if self.is_in_doubt(choice, now_s):
+            return True
         workers = list(live())
         taken = self._unproven_elsewhere(choice)
         if not workers or any(key not in taken for key in workers):
@@ -162,12 +191,35 @@ class Suspicion:
         while self._fallen and now_s - self._fallen[0].at_s > self._remembered_s:
             self._fallen.popleft()
         for fallen in self._fallen:
-            if fallen.key == worker:
+            if fallen.key == worker and not fallen.is_back:
                 return fallen
         there = (choice for choice, one in self._standings.items() if one.may_have_ended(worker))
         fallen = _Fallen(key=worker, at_s=now_s, unproven=frozenset(there))
         self._fallen.append(fallen)
         return fallen
+
+    def _may_return(self, fallen: _Fallen, now_s: float) -> bool:
+        return now_s - fallen.at_s < self._return_s
+
+    def _acquit_of(self, fallen: _Fallen) -> None:
+        for choice, standing in self._standings.items():
+            if fallen in standing.met:
+                standing.met.remove(fallen)
+                self._judge(choice, standing)
+                if not standing.suspect:
+                    standing.reserved = ()
+                    self._trials.discard(choice)
+
+    def _judge(self, choice: RequestId, standing: _Standing) -> None:
+        """What follows from the losses that it met."""
+        met = standing.met
+        blamed = any(choice in one.unproven and len(one.unproven) <= MAX_SUSPECTS for one in met)
+        standing.suspect = blamed or len(met) > 1
+        known = {one.key for one in met}
+        benefit = any(other.key not in known for other in self._fallen) + standing.has_run
+        num_alone = sum(one.unproven == {choice} for one in met)
+        is_last_alone = bool(met) and met[-1].unproven == {choice}
+        standing.accused = is_last_alone and len(met) >= 2 + benefit and num_alone >= 1 + benefit
 
     def _unproven_elsewhere(self, choice: RequestId) -> set[WorkerKey]:
         others = (one for other, one in self._standings.items() if other != choice and one.unproven)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
+from typing import NoReturn
 
 from router.breaker import Breakers
 from router.hedging import Hedging
@@ -14,6 +15,8 @@ from tandem.ids import RequestId
 
 PAUSE_S = 60.0
 """For how long a request that is taken to have ended workers, and its like, are refused."""
+_RETURN_S = 2.0
+"""In which a worker that only lost its session is back: the first try comes after 0.1 s (`router.fleet`)."""
 
 
 class WorkerHealth:
@@ -21,7 +24,7 @@ class WorkerHealth:
 
     def __init__(self, *, clock: Callable[[], float], hedging: Hedging | None = None) -> None:
         self.breakers = Breakers()
-        self.suspicion = Suspicion(remembered_s=PAUSE_S)
+        self.suspicion = Suspicion(remembered_s=PAUSE_S, return_s=_RETURN_S)
         self.hedging = hedging
         self._clock = clock
 
@@ -36,9 +39,16 @@ class WorkerHealth:
         """Workers that get no request now, or not this one, as long as there are others."""
         return self.breakers.closed_to(self._clock()) | self.suspicion.avoid(choice)
 
-    def must_wait(self, choice: RequestId, live: Callable[[], Iterable[WorkerKey]]) -> bool:
-        """Whether it is to go alone and cannot yet."""
-        return self.suspicion.must_wait(choice, live, self._clock())
+    def must_wait(self, choice: RequestId, live: Callable[[], Iterable[WorkerKey]], request: RoutedRequest) -> bool:
+        """Whether it is to go alone and cannot yet, or is in doubt. Raises as `lost` when doubt has turned out so."""
+        now_s = self._clock()
+        if self.suspicion.condemns(choice, now_s):
+            self._condemn(request)
+        return self.suspicion.must_wait(choice, live, now_s)
+
+    def is_in_doubt(self, choice: RequestId) -> bool:
+        """Whether it may be about to be taken for what ended workers: nothing more is begun for it until then."""
+        return self.suspicion.is_in_doubt(choice, self._clock())
 
     def placed(self, choice: RequestId, workers: tuple[WorkerKey, ...], *, beside: tuple[WorkerKey, ...] = ()) -> None:
         """An attempt was sent to these: who decodes it, and who computes its prompt; `beside` has another of it."""
@@ -71,26 +81,28 @@ class WorkerHealth:
         self.suspicion.left(choice, still)
 
     def keep(self, live: Collection[WorkerKey]) -> None:
-        """Forget what was learned of workers that are gone: one that comes back is another."""
+        """These are here. What breakers learned of others is forgotten; who is back soon as it was did not die."""
         self.breakers.keep(live)
+        self.suspicion.returned(live, self._clock())
 
     def lost(
         self, choice: RequestId, key: WorkerKey, request: RoutedRequest, *, still: tuple[WorkerKey, ...] = ()
     ) -> None:
-        """A worker died under an attempt. Raises Unavailable when the request is taken to be the cause.
-
-        Not InternalError: workers also die of other causes, and then the client may well come back.
-        """
+        """A worker was lost under an attempt. Raises Unavailable when the request is taken to be the cause."""
         if self.suspicion.lost(choice, key, self._clock(), still):
-            self.suspicion.condemn(len(request.prompt_token_ids), _digest(request), self._clock())
-            told = "two workers ended while they computed this request alone; it is left alone for a while"
-            raise Unavailable(told, retry_after_s=PAUSE_S)
+            self._condemn(request)
 
     def gone(self, choice: RequestId, workers: tuple[WorkerKey, ...] = ()) -> None:
         """The choice runs no more; `workers`: those that it was taken back from."""
         for key in workers:
             self.breakers.released(key)
         self.suspicion.gone(choice)
+
+    def _condemn(self, request: RoutedRequest) -> NoReturn:
+        """Not InternalError: workers also die of other causes, and then the client may well come back."""
+        self.suspicion.condemn(len(request.prompt_token_ids), _digest(request), self._clock())
+        told = "two workers ended while they computed this request alone; it is left alone for a while"
+        raise Unavailable(told, retry_after_s=PAUSE_S)
 
 
 def _digest(request: RoutedRequest) -> bytes:

@@ -213,3 +213,38 @@ def test_hedging_learns_a_quantile_and_keeps_its_budget() -> None:
         hedging.began()
     hedging.won()
     assert (hedging.num_started, hedging.num_won) == (8, 1)
+
+
+def test_a_worker_that_comes_back_soon_did_not_die() -> None:
+    book = Suspicion(return_s=2.0)
+    for now_s in (0.0, 1.0, 2.0):
+        book.placed(P, (A,))
+        assert not book.lost(P, A, now_s)
+        book.returned({A}, now_s + 0.5)
+        assert not book.is_in_doubt(P, now_s + 0.5)
+        assert book.avoid(RequestId("new")) == set()
+    book.gone(P)
+    assert book.check([])
+
+
+def test_nothing_is_begun_for_it_while_a_worker_may_come_back() -> None:
+    for comes_back in (True, False):
+        book = Suspicion(return_s=2.0)
+        for worker, now_s in ((A, 0.0), (B, 1.0)):
+            book.placed(P, (worker,))
+            assert not book.lost(P, worker, now_s)
+        assert book.must_wait(P, lambda: [C], 1.5)
+        if comes_back:
+            book.returned({B}, 1.5)
+        assert not book.condemns(P, 1.5)
+        assert book.must_wait(P, lambda: [C], 1.5) is not comes_back
+        assert book.condemns(P, 3.0) is not comes_back
+
+
+def test_one_that_was_away_for_long_was_frozen() -> None:
+    book = Suspicion(return_s=2.0)
+    for now_s in (0.0, 10.0):
+        book.placed(P, (A,))
+        assert not book.lost(P, A, now_s)
+        book.returned({A}, now_s + 3.0)
+    assert book.condemns(P, 13.0)
