@@ -31,19 +31,24 @@ class Takeovers:
         """`go_on_here` is told of tasks that wait for a router's word on who computes their prompt."""
         self._book = book
         self._orphans = Orphanage(keep_s=keep_s)
+        self._ports: set[SessionPort] = set()
+        """Of routers that are here."""
         self._cancel = cancel
         self._go_on_here = go_on_here
 
     def router_came(self, port: SessionPort) -> None:
         """What it had in an earlier session here it has continued elsewhere."""
+        self._ports.add(port)
         for task in self._orphans.of_router(port.router):
             self._cancel(task)
 
     def router_left(self, port: SessionPort) -> None:
-        """Its requests go on for a while."""
+        """Its requests go on for a while, unless it is here again and has continued them elsewhere."""
+        self._ports.discard(port)
+        is_back = any(other.router == port.router for other in self._ports)
         left, now_s = self._book.of_port(port), time.monotonic()
         for task in left:
-            if not self._orphans.keep_s:
+            if is_back or not self._orphans.keep_s:
                 self._cancel(task)
                 continue
             self._orphans.take_in(task, now_s=now_s)

@@ -42,6 +42,7 @@ from router.session_wire import (
     resync_to_pb,
     settled_to_pb,
     submit_to_pb,
+    supersede_to_pb,
     take_together,
     tokens_from_pb,
     transfer_failed_from_pb,
@@ -140,6 +141,7 @@ class WorkerSession:
         """
         reason = CLOSED_HERE
         listener.joined(self.info, self)
+        self._send(supersede_to_pb())
         try:
             async with asyncio.TaskGroup() as tasks:
                 writer = tasks.create_task(self._write())

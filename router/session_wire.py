@@ -54,6 +54,11 @@ def hello_to_pb(incarnation: Incarnation, *, reads_board: bool = False) -> pb.Ro
     return pb.RouterMessage(hello=hello)
 
 
+def supersede_to_pb() -> pb.RouterMessage:
+    """Earlier sessions of this router are over."""
+    return pb.RouterMessage(supersede=pb.Supersede())
+
+
 def adopt_to_pb(request_id: RequestId, attempt: int, num_shown: int) -> pb.RouterMessage:
     """Another router's stream is this one's now."""
     return pb.RouterMessage(adopt=pb.Adopt(request_id=request_id, attempt=attempt, num_shown=num_shown))

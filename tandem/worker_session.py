@@ -149,6 +149,15 @@ class WorkerSessions(WorkerServicer):
         try:
             while isinstance(message := await context.read(), pb.RouterMessage):
                 for order in orders_of(message):
-                    self._handler.order(port, order)
+                    if order.HasField("supersede"):
+                        self._end_earlier(port)
+                    else:
+                        self._handler.order(port, order)
         finally:
             port.close()
+
+    def _end_earlier(self, port: SessionPort) -> None:
+        for other in self._ports - {port}:
+            if other.router == port.router:
+                _log.info("router %x is here in a new session: its former one ends", port.router)
+                other.close()

@@ -157,6 +157,8 @@ class FakeWorker(WorkerServicer):
         self.first_messages: list[pb.WorkerMessage] = []
         """Sent on each session right after HELLO, and again when asked for the whole prefix cache."""
         self.num_resyncs = 0
+        self.num_superseded = 0
+        """Sessions whose router said that its earlier ones are over."""
         self.submissions: asyncio.Queue[Submission] = asyncio.Queue()
         """Every submit that arrived, in order."""
         self.adoptions: asyncio.Queue[pb.Adopt] = asyncio.Queue()
@@ -229,6 +231,8 @@ class FakeWorker(WorkerServicer):
                 self._live[message.cancel.request_id].cancelled.set()
             case "reroute":
                 self._live[message.reroute.request_id].reroutes.put_nowait(message.reroute)
+            case "supersede":
+                self.num_superseded += 1
             case "resync":
                 self.num_resyncs += 1
                 for answer in self.first_messages:

@@ -63,6 +63,37 @@ async def test_a_router_that_does_not_read_loses_its_session() -> None:
     assert port.closed
 
 
+class ReturningRouter(StuckRouter):
+    """The same, or another one, in a new session; it says that its earlier ones are over."""
+
+    def __init__(self, incarnation: int) -> None:
+        super().__init__()
+        hello = pb.RouterHello(protocol_version=PROTOCOL_VERSION, incarnation=incarnation)
+        self._hello = [pb.RouterMessage(supersede=pb.Supersede()), pb.RouterMessage(hello=hello)]
+
+
+@pytest.mark.parametrize(("incarnation", "ends"), [(7, True), (8, False)])
+async def test_a_new_session_ends_the_routers_former_one_which_still_looks_open(incarnation: int, ends: bool) -> None:
+    handler = Handler()
+    sessions = WorkerSessions(handler)
+    former = asyncio.create_task(sessions.Session(None, StuckRouter()))
+    port = await handler.port
+    handler.port = asyncio.get_running_loop().create_future()
+    present = asyncio.create_task(sessions.Session(None, router := ReturningRouter(incarnation)))
+    again = await handler.port
+    async with asyncio.timeout(10):
+        if ends:
+            await former
+        while router._hello:  # noqa: ASYNC110 - nobody tells a router's side
+            await asyncio.sleep(0)
+    assert (port.closed, again.closed) == (ends, False)
+    assert handler.gone == ([port] if ends else [])
+    for live in sessions.ports:
+        live.close()
+    async with asyncio.timeout(10):
+        await asyncio.gather(former, present)
+
+
 class BrokenRouter(StuckRouter):
     """A router that cannot be written to, or whose order is no order."""
 

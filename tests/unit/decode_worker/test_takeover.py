@@ -194,6 +194,17 @@ async def test_a_router_that_is_back_has_gone_on_elsewhere() -> None:
         assert bench.worker._idle.is_set()
 
 
+async def test_a_router_that_is_back_before_its_former_session_is_missed_has_gone_on_elsewhere() -> None:
+    async with worker() as bench:
+        bench.submit(prefill=False, max_tokens=100)
+        await bench.heard("tokens")
+        again = SessionPort(bench.port.router)
+        bench.worker.opened(again)
+        assert not bench.worker._idle.is_set(), "it may be refused: then the former session goes on"
+        leave(bench)
+        assert bench.worker._idle.is_set()
+
+
 async def test_whoever_has_it_is_told_that_it_was_taken() -> None:
     async with worker() as bench:
         bench.submit(prefill=False, max_tokens=100)

@@ -204,6 +204,10 @@ async def test_second_worker_of_the_same_id_is_kept_out(caplog: pytest.LogCaptur
         async with fleet_of(two, registry=registry):
             await _until_logged(caplog, "worker id d0 is taken")
         assert registry.snapshots()[0].info.key.incarnation == 1
+        async with asyncio.timeout(10.0):
+            while not one.num_superseded:  # noqa: ASYNC110 - a fake worker wakes nobody
+                await asyncio.sleep(0.01)
+    assert two.num_superseded == 0, "this session might be the second one to the same worker, whose first one lives"
 
 
 async def test_wrong_role_and_wrong_secret_are_refused(caplog: pytest.LogCaptureFixture) -> None:
