@@ -75,6 +75,7 @@ class EngineSpec:
     disk_cache_path: Path | None = None
     pipelined: str = "auto"
     max_step_s: float | None = None
+    stall_s: float | None = None
     kv_dtype: str = AUTO_DTYPE
 
 
@@ -97,6 +98,8 @@ class EngineParts:
     """The KV memory of all ranks, when `assemble` was given a place for it."""
     disk: DiskStore | None = None
     """The cache's third tier; whoever stops the engine closes it after that."""
+    stall_s: float | None = None
+    """See `engine.stall`."""
 
     def kv_memory(self) -> memoryview | None:
         """The bytes of the whole KV pool, all ranks' parts; None when they are not in one piece of host memory."""
@@ -210,6 +213,7 @@ def _parts(
         ranks=ranks,
         pool=memory,
         disk=disk,
+        stall_s=spec.stall_s,
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 from engine.request import Batch
 from engine.runner import LaunchedStep, Runner
 from engine.scheduler import Scheduler
+from engine.stall import Turn
 from engine.step import ComingPrompt, LayersDone, StepOutput, StepTimings
 from tandem.errors import InternalError, ServingError, Unavailable
 
@@ -59,6 +60,7 @@ class _Launched:
     """A step under way."""
 
     batch: Batch
+    num_tokens: int
     step: LaunchedStep
     schedule_s: float
     launched_s: float
@@ -104,6 +106,9 @@ class Engine:
         self._is_stopping = False
         self._is_idle = True
         self._is_woken = False
+        self._num_turns = 0
+        self.turn: Turn | None = None
+        """What the thread is at, for any thread to read; None while it sleeps."""
         self._thread = threading.Thread(target=self._run, name="tandem-engine", daemon=True)
 
     def start(self) -> None:
@@ -144,6 +149,8 @@ class Engine:
         try:
             self._runner.bind_thread()
             while self._wait():
+                self._num_turns += 1
+                self.turn = Turn(self._num_turns)
                 # Those here now; later ones wait for the next turn, or a storm of calls would stop all steps.
                 for _ in range(len(self._calls)):
                     self._calls.popleft().run(self._scheduler)
@@ -160,6 +167,7 @@ class Engine:
     def _wait(self) -> bool:
         """Sleep while there is nothing to do; False when it is time to end."""
         patience_s = self._scheduler.patience_s(self._clock()) if self._is_idle else None
+        self.turn = None
         with self._wake:
             while self._is_idle and not (self._calls or self._is_stopping or self._is_woken):
                 if not self._wake.wait(patience_s):
@@ -197,10 +205,20 @@ class Engine:
         return True
 
     def _launch(self, batch: Batch, schedule_s: float) -> _Launched:
+        num_tokens = batch.num_tokens
+        before = 0 if self._launched is None else self._launched.num_tokens
+        self.turn = Turn(self._num_turns, before + num_tokens)
         launched_s = self._clock()
         step = self._runner.launch(batch, self._layers_listener(batch))
         ended_s = self._clock() if self._pipelined and step.is_over() else None
-        return _Launched(batch=batch, step=step, schedule_s=schedule_s, launched_s=launched_s, ended_s=ended_s)
+        return _Launched(
+            batch=batch,
+            num_tokens=num_tokens,
+            step=step,
+            schedule_s=schedule_s,
+            launched_s=launched_s,
+            ended_s=ended_s,
+        )
 
     def _layers_listener(self, batch: Batch) -> Callable[[int], None] | None:
         listener = self._on_layers
@@ -229,7 +247,7 @@ class Engine:
             # A device begins a step when it has ended the one before.
             execute_s=ended_s - max(launched.launched_s, self._ended_s),
             commit_s=self._clock() - told_s,
-            num_tokens=launched.batch.num_tokens,
+            num_tokens=launched.num_tokens,
             num_requests=len(launched.batch.items),
             is_overlapped=self._pipelined and launched.ended_s is None,
         )

@@ -17,11 +17,12 @@ from engine.engine import Engine
 from engine.kv_events import KVEventBatch
 from engine.rates import RateMeter
 from engine.scheduler import Scheduler
+from engine.stall import EngineStalled, StallWatch
 from engine.step import LayersDone, Load, StepOutput
 from engine.tier_assembly import keep_cached
 from engine.wire import events_to_pb, load_to_pb, stored_to_pb
 from tandem.errors import ServingError
-from tandem.session_port import EventSink
+from tandem.session_port import LOAD_PERIOD_S, EventSink
 from tandem.v1 import session_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -49,6 +50,9 @@ class EngineHost:
         self._ports: Callable[[], Iterable[EventSink]] = tuple
         self._load: Load = parts.scheduler.load()
         self._loop = asyncio.get_running_loop()
+        self._stall_watch = StallWatch(
+            stall_s=parts.stall_s, period_s=LOAD_PERIOD_S + _LOAD_WAIT_S, now_s=time.monotonic()
+        )
         self._engine = Engine(
             scheduler=parts.scheduler,
             runner=parts.runner,
@@ -113,7 +117,8 @@ class EngineHost:
         self._read = asyncio.Event()
 
     async def load(self) -> pb.LoadSnapshot:
-        """A report for routers: of now, or of the last step while a long one runs."""
+        """A report for routers: of now, or of the last step while a long one runs. Sees whether the engine hangs."""
+        self._look_for_stall()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LOAD_WAIT_S):
                 self._load = await self.call(lambda scheduler: scheduler.load())
@@ -122,7 +127,18 @@ class EngineHost:
             prefill_tokens_per_s=self.rates.prefill_tokens_per_s,
             decode_step_s=self.rates.decode_step_s,
             kv_bytes_per_s=self.kv_bytes_per_s,
+            step_age_s=self._stall_watch.age_s,
         )
+
+    def _look_for_stall(self) -> None:
+        if self._has_failed:
+            return
+        try:
+            self._stall_watch.look(self._engine.turn, self.rates, time.monotonic())
+        except EngineStalled as stalled:
+            _log.critical("the engine hangs: %s", stalled)
+            self._has_failed = True
+            self._on_fatal(stalled)
 
     def send_snapshot(self, sink: EventSink) -> None:
         """Send the whole prefix cache, from which later events count."""

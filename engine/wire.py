@@ -36,7 +36,7 @@ def events_to_pb(events: Sequence[KVEvent]) -> list[pb.KVEvent] | None:
 
 
 def load_to_pb(
-    load: Load, *, prefill_tokens_per_s: float, decode_step_s: float, kv_bytes_per_s: float
+    load: Load, *, prefill_tokens_per_s: float, decode_step_s: float, kv_bytes_per_s: float, step_age_s: float = 0.0
 ) -> pb.LoadSnapshot:
     """A load report."""
     return pb.LoadSnapshot(
@@ -48,6 +48,7 @@ def load_to_pb(
         prefill_tokens_per_s=prefill_tokens_per_s,
         decode_step_s=decode_step_s,
         kv_bytes_per_s=kv_bytes_per_s,
+        step_age_s=step_age_s,
         num_quarantined_blocks=load.num_quarantined_blocks,
         cache_tiers=[pb.CacheTier(**asdict(counts)) for counts in load.tiers],
     )

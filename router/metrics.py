@@ -79,6 +79,12 @@ class RouterMetrics:
         self._requests = Gauge(
             "tandem_worker_requests", "Requests by state", ("worker", "role", "state"), registry=self.registry
         )
+        self._step_age = Gauge(
+            "tandem_worker_step_age_seconds",
+            "For how long the engine has been in the same step",
+            ("worker", "role"),
+            registry=self.registry,
+        )
         self._kv_usage = Gauge(
             "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", _LABELS, registry=self.registry
         )
@@ -137,6 +143,7 @@ class RouterMetrics:
         self._pool.clear()
         self._requests.clear()
         self._kv_usage.clear()
+        self._step_age.clear()
         self._transfers.show(snapshots)
         self._tiers.show(snapshots)
         self._publishing.show(tuple(snapshots))
@@ -150,6 +157,7 @@ class RouterMetrics:
                 ("quarantined", load.num_quarantined_blocks),
             ):
                 self._pool.labels(*worker, state).set(count)
+            self._step_age.labels(*worker).set(load.step_age_s)
             self._requests.labels(*worker, "running").set(load.num_running)
             self._requests.labels(*worker, "waiting").set(load.num_waiting)
             self._kv_usage.labels(self._model[0], info.key.worker_id).set(used / info.num_blocks)

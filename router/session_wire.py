@@ -201,6 +201,7 @@ def load_from_pb(load: pb.LoadSnapshot) -> WorkerLoad:
         transfers=transfers_from_pb(load.transfers) if load.HasField("transfers") else None,
         cache_tiers=tuple(map(_tier_from_pb, load.cache_tiers[:_MAX_TIERS])),
         report_number=load.report_number,
+        step_age_s=load.step_age_s,
         board=_board_from_pb(load.board) if load.HasField("board") else None,
     )
 

@@ -171,6 +171,8 @@ class WorkerLoad:
     """Every router hears the same reports under the same numbers."""
     board: BoardReport | None = None
     """None of a worker that does not publish there."""
+    step_age_s: float = 0.0
+    """For how long its engine has been in the same step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,8 @@ from tandem.roles import WorkerRole
 logger = logging.getLogger(__name__)
 
 FAILURE_PENALTY_S = 2.0
+_LONG_STEP_S = 2.0
+"""A worker that is in one step for so long is better left alone."""
 _REMEMBERED = 256
 """Workers that left after they were told to."""
 
@@ -120,6 +122,9 @@ class WorkerRegistry:
             now_s = self._clock()
             worker.reported(load)
             worker.loaded_elsewhere(self.peer_loads(key, load.report_number))
+            if load.step_age_s >= _LONG_STEP_S:
+                # Whether it hangs is for the worker to say (`engine.stall`); who comes now need not wait to hear it.
+                worker.penalised(now_s + FAILURE_PENALTY_S)
             if self.prefix_map.lacks_snapshot(key.worker_id, now_s):
                 logger.warning("worker %s tells nothing of its cache any more; asked to tell all of it", key.worker_id)
                 worker.port.resync()

@@ -68,6 +68,9 @@ class EngineConfig(Section):
     max_step_s: Seconds | None = 0.4
     """A step that continues streams gets fewer prompt tokens, though at least 64, where it would take longer than this
     at the speed that the worker measures; null: never."""
+    stall_s: Seconds | None = 30.0
+    """A worker ends, to be restarted, when its engine hangs in one step for so long, or for eight times as long as it
+    expects of a step so large, whichever is more; null: it is not looked for."""
     max_running_requests: PositiveInt = 256
     max_waiting_requests: PositiveInt = 1024
     """Beyond it new requests are refused with a Retry-After."""

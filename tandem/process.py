@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +27,17 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+_FAULT_END_S = 5.0
+"""For a process to end by itself after a fault. What hangs would keep it for ever."""
+
+
 class Lifetime:
     """Set once when the process is to stop, with the fault that made it so, if any."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, force_end: Callable[[int], object] | None = None) -> None:
+        """`force_end` gets the exit code when the process has not ended in time after a fault."""
         self._stop = asyncio.Event()
+        self._force_end = force_end
         self.fault: BaseException | None = None
 
     def stop(self) -> None:
@@ -39,6 +46,10 @@ class Lifetime:
 
     def fail(self, fault: BaseException) -> None:
         """State can no longer be trusted: end at once, without a drain."""
+        if self.fault is None and self._force_end is not None:
+            timer = threading.Timer(_FAULT_END_S, self._force_end, (1,))
+            timer.daemon = True
+            timer.start()
         self.fault = self.fault or fault
         self._stop.set()
 
@@ -132,7 +143,7 @@ def _runner() -> Callable[[Any], None]:
 
 
 async def _with_signals(main: Callable[[Lifetime], Awaitable[None]]) -> None:
-    lifetime = Lifetime()
+    lifetime = Lifetime(force_end=os._exit)
     loop = asyncio.get_running_loop()
     # A callback that raised has no task to fail. Only a broken invariant ends the process: gRPC's own poller raises
     # harmless errors there.

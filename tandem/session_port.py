@@ -10,6 +10,8 @@ from tandem.ids import Incarnation
 from tandem.v1 import session_pb2 as pb
 
 PROTOCOL_VERSION = 2
+LOAD_PERIOD_S = 0.25
+"""Between a worker's reports: well below what a router takes for silence (`router.worker_silence_s`)."""
 MAX_QUEUED_MESSAGES = 16_384
 
 _log = logging.getLogger(__name__)

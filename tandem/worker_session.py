@@ -13,14 +13,11 @@ from typing import Any, Protocol
 import grpc
 
 from tandem.ids import Incarnation
-from tandem.session_port import PROTOCOL_VERSION, EventSink, SessionPort, orders_of
+from tandem.session_port import LOAD_PERIOD_S, PROTOCOL_VERSION, EventSink, SessionPort, orders_of
 from tandem.v1 import session_pb2 as pb
 from tandem.v1.session_pb2_grpc import WorkerServicer
 
 _log = logging.getLogger(__name__)
-
-LOAD_PERIOD_S = 0.25
-"""Well below what a router takes for silence (`router.worker_silence_s`)."""
 
 
 class SessionHandler(Protocol):

@@ -280,7 +280,7 @@ class KVEvent(_message.Message):
     def __init__(self, block_hash: _Optional[bytes] = ..., stored: bool = ...) -> None: ...
 
 class LoadSnapshot(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "backlog_tokens", "num_free_blocks", "num_total_blocks", "prefill_tokens_per_s", "decode_step_s", "kv_bytes_per_s", "num_quarantined_blocks", "cache_tiers", "context_tokens", "transfers", "report_number", "board")
+    __slots__ = ("num_running", "num_waiting", "backlog_tokens", "num_free_blocks", "num_total_blocks", "prefill_tokens_per_s", "decode_step_s", "kv_bytes_per_s", "num_quarantined_blocks", "cache_tiers", "context_tokens", "transfers", "report_number", "board", "step_age_s")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     BACKLOG_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -295,6 +295,7 @@ class LoadSnapshot(_message.Message):
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     REPORT_NUMBER_FIELD_NUMBER: _ClassVar[int]
     BOARD_FIELD_NUMBER: _ClassVar[int]
+    STEP_AGE_S_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     backlog_tokens: int
@@ -309,7 +310,8 @@ class LoadSnapshot(_message.Message):
     transfers: TransferReport
     report_number: int
     board: BoardReport
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., kv_bytes_per_s: _Optional[float] = ..., num_quarantined_blocks: _Optional[int] = ..., cache_tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ..., context_tokens: _Optional[int] = ..., transfers: _Optional[_Union[TransferReport, _Mapping]] = ..., report_number: _Optional[int] = ..., board: _Optional[_Union[BoardReport, _Mapping]] = ...) -> None: ...
+    step_age_s: float
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., kv_bytes_per_s: _Optional[float] = ..., num_quarantined_blocks: _Optional[int] = ..., cache_tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ..., context_tokens: _Optional[int] = ..., transfers: _Optional[_Union[TransferReport, _Mapping]] = ..., report_number: _Optional[int] = ..., board: _Optional[_Union[BoardReport, _Mapping]] = ..., step_age_s: _Optional[float] = ...) -> None: ...
 
 class BoardReport(_message.Message):
     __slots__ = ("up", "connects", "entries", "states", "lag_s")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.process import router_main
+from tandem.process import Lifetime, router_main
 
 
 async def _fail_in_a_task_group(*_: object) -> None:
@@ -37,3 +37,17 @@ def test_a_wrong_setting_is_one_line_wherever_it_is_found(
     assert capsys.readouterr().err == "error: transfer.transport is 'nixl': it is not here\n"
     assert router_main(_fail_in_two_tasks) == 1
     assert not capsys.readouterr().err.startswith("error:")
+
+
+async def test_what_hangs_does_not_keep_a_process_after_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.process._FAULT_END_S", 0.01)
+    ended: asyncio.Queue[int] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    lifetime = Lifetime(force_end=lambda code: loop.call_soon_threadsafe(ended.put_nowait, code))
+    for fault in (RuntimeError("it hangs"), RuntimeError("another")):
+        lifetime.fail(fault)
+    with pytest.raises(RuntimeError, match="it hangs"):
+        await lifetime.wait()
+    async with asyncio.timeout(60.0):
+        assert await ended.get() == 1
+    assert ended.empty()

@@ -284,6 +284,13 @@ def test_penalty_runs_out(registry: WorkerRegistry) -> None:
     assert next(w for w in registry.snapshots() if w.info.key == key).penalty_ms == pytest.approx(2000.0)
 
 
+def test_a_worker_that_is_long_in_one_step_is_left_alone_meanwhile(registry: WorkerRegistry) -> None:
+    key = worker("d0").info.key
+    for step_age_s, penalty_ms in ((1.9, 0.0), (2.0, 2000.0)):
+        registry.load_changed(key, WorkerLoad(num_running=1, step_age_s=step_age_s))
+        assert next(w for w in registry.snapshots() if w.info.key == key).penalty_ms == pytest.approx(penalty_ms)
+
+
 def test_only_a_worker_that_did_not_say_so_leaves_with_a_warning(
     registry: WorkerRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:

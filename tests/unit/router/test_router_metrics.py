@@ -33,7 +33,7 @@ def test_cache_tiers_are_shown_as_workers_count_them() -> None:
     metrics = RouterMetrics("m")
     counts = TierCounts(tier="disk", num_blocks=3, capacity_blocks=9, hits=5, stored_bytes=7, store_s=0.5, damaged=2)
     load = Load(**dict.fromkeys((name for name in Load._fields if name != "tiers"), 1), tiers=(counts,))
-    told = load_to_pb(load, prefill_tokens_per_s=1.0, decode_step_s=1.0, kv_bytes_per_s=1.0)
+    told = load_to_pb(load, prefill_tokens_per_s=1.0, decode_step_s=1.0, kv_bytes_per_s=1.0, step_age_s=2.5)
     told.cache_tiers.add(tier="made up by a peer")
     metrics.worker_loads([worker("w", load=load_from_pb(told))])
     labels = {"worker": "w", "role": "decode", "tier": "disk"}
@@ -56,6 +56,7 @@ def test_cache_tiers_are_shown_as_workers_count_them() -> None:
         "store_seconds_total": 0.5,
         "damaged_total": 2,
     }
+    assert value(metrics, "tandem_worker_step_age_seconds", worker="w", role="decode") == 2.5
     assert value(metrics, "tandem_worker_cache_hits_total", **labels | {"tier": "other"}) == 0
     assert "tandem_worker_cache_hits_total" in metrics.render().decode()
     metrics.worker_loads([])

@@ -1,0 +1,146 @@
+"""An engine whose thread hangs is found, and one that only takes its time is left alone."""
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+
+from engine.host import EngineHost
+from engine.rates import RateMeter
+from engine.request import Batch
+from engine.stall import EngineStalled, StallWatch, Turn
+from engine.step import StepTimings
+from tandem.outputs import SampledToken
+from tests.unit.engine import ledger
+from tests.unit.engine.delayed import DelayedRunner, DelayedStep
+from tests.unit.engine.ledger import LedgerRunner
+from tests.unit.engine.ledger_host import parts, settled, stopping
+
+WAIT_S = 60.0
+
+
+def rates(*, token_s: float = 0.0, decode_s: float = 0.0) -> RateMeter:
+    made = RateMeter()
+    if token_s:
+        made.observe(timings(512, 1, 512 * token_s))
+    if decode_s:
+        made.observe(timings(4, 4, decode_s))
+    return made
+
+
+def timings(num_tokens: int, num_requests: int, execute_s: float) -> StepTimings:
+    return StepTimings(
+        schedule_s=0.0, execute_s=execute_s, commit_s=0.0, num_tokens=num_tokens, num_requests=num_requests
+    )
+
+
+def lasts(turn: Turn | None, known: RateMeter, *, stall_s: float | None = 30.0, until_s: float = 10_000.0) -> float:
+    """How long a turn lasts before it is taken to hang; infinity when never."""
+    watch, now_s = StallWatch(stall_s=stall_s, period_s=0.5, now_s=0.0), 0.0
+    while now_s < until_s:
+        try:
+            watch.look(turn, known, now_s)
+        except EngineStalled:
+            return now_s
+        now_s += 0.5
+    return float("inf")
+
+
+def test_the_bound_is_wider_for_a_step_that_is_expected_to_take_long() -> None:
+    known = rates(token_s=0.05, decode_s=0.1)
+    assert lasts(Turn(1), known) == pytest.approx(30.0, abs=1.0), "what is done between steps takes no time"
+    assert lasts(Turn(1, 4), known) == pytest.approx(30.0, abs=1.0)
+    assert lasts(Turn(1, 1024), known) == pytest.approx(8 * 51.3, abs=1.0)
+    assert lasts(Turn(1, 256), rates(decode_s=0.1)) == pytest.approx(8 * 25.7, abs=1.0), "no prompt was computed yet"
+    assert lasts(Turn(1, 4), rates()) == pytest.approx(300.0, abs=1.0), "kernels may be compiled"
+    assert lasts(Turn(1, 4), known, stall_s=None) == float("inf")
+    assert lasts(None, known) == float("inf"), "it sleeps"
+
+
+def test_who_makes_steps_does_not_hang() -> None:
+    watch, known = StallWatch(stall_s=1.0, period_s=0.5, now_s=0.0), rates(decode_s=0.001)
+    for number in range(100):
+        watch.look(Turn(number // 2), known, 0.5 * number)
+    assert watch.age_s == 0.5
+
+
+def test_time_in_which_the_process_did_not_run_counts_for_nothing() -> None:
+    watch, known = StallWatch(stall_s=3.0, period_s=0.5, now_s=0.0), rates(decode_s=0.001)
+    for now_s in (0.0, 0.5, 3600.0, 3600.5):
+        watch.look(Turn(1, 4), known, now_s)
+    assert watch.age_s == 2.0
+    with pytest.raises(EngineStalled, match=r"a step of 4 tokens has run for 3\.0 s"):
+        watch.look(Turn(1, 4), known, 7200.0)
+
+
+class Hanging:
+    """Never comes back until the test is over."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.test_is_over = threading.Event()
+
+    def __call__(self) -> None:
+        self.entered.set()
+        assert self.test_is_over.wait(WAIT_S)
+
+
+class HangsInExecute(LedgerRunner):
+    """A step is over when its launch returns, which it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hang = Hanging()
+
+    def execute(self, batch: Batch) -> list[SampledToken]:
+        self.hang()
+        return super().execute(batch)
+
+
+class HangsInWaiting(DelayedRunner):
+    """Steps are launched one ahead, and then waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hang = Hanging()
+
+    def run_until(self, step: DelayedStep) -> None:
+        self.hang()
+        super().run_until(step)
+
+
+@pytest.mark.parametrize("runner", [HangsInExecute(), HangsInWaiting()], ids=["execute", "pipelined"])
+async def test_a_thread_that_hangs_in_a_step_is_told_once_and_its_age_before(
+    runner: HangsInExecute | HangsInWaiting,
+) -> None:
+    is_pipelined, faults = isinstance(runner, HangsInWaiting), []
+    host = EngineHost(replace(parts(), runner=runner, stall_s=0.1, is_pipelined=is_pipelined), on_fatal=faults.append)
+    host.start(on_output=lambda _: None, ports=tuple)
+    async with stopping(host), asyncio.timeout(WAIT_S):
+        await host.call(lambda scheduler: scheduler.add(ledger.request([1, 2, 3])))
+        await asyncio.to_thread(runner.hang.entered.wait)
+        ages = []
+        while not faults:
+            ages.append((await host.load()).step_age_s)
+        assert ages == sorted(ages)
+        assert ages[-2] > 0.0
+        for _ in range(3):
+            await host.load()
+        runner.hang.test_is_over.set()
+    assert [type(fault) for fault in faults] == [EngineStalled]
+
+
+async def test_an_engine_without_work_does_not_hang() -> None:
+    faults: list[BaseException] = []
+    host = EngineHost(replace(parts(), stall_s=0.001), on_fatal=faults.append)
+    host.start(on_output=lambda _: None, ports=tuple)
+    async with stopping(host), asyncio.timeout(WAIT_S):
+        await settled(host)
+        while host._engine.turn is not None:  # noqa: ASYNC110 - its thread tells nobody that it goes to sleep
+            await asyncio.sleep(0.001)
+        for _ in range(20):
+            host._look_for_stall()
+            await asyncio.sleep(0.001)
+        assert (await host.load()).step_age_s == 0.0
+    assert faults == []
