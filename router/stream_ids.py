@@ -2,8 +2,8 @@
 
 It names the request, its seed (minted by the router that took it first), and for each choice the worker that computes
 it and what the client has. A client whose stream broke sends the same body again with the last id as `Last-Event-ID`
-(HTML Living Standard, "Server-sent events"). The signature also covers a digest of the request, so that an id cannot be
-used with another body, tenant or salt.
+(HTML Living Standard, "Server-sent events"), or over gRPC as `last_stream_id`. The signature also covers a digest of
+the request, so that an id cannot be used with another body, tenant or salt.
 """
 
 import base64
@@ -90,22 +90,22 @@ class StreamIds:
         data = b"".join(parts)
         return base64.urlsafe_b64encode(data + self._sign(data))
 
-    def read(self, text: str) -> StreamPosition:
-        """Raises InvalidRequest for anything that no router of this cluster has written."""
+    def read(self, text: str, *, param: str = LAST_EVENT_ID) -> StreamPosition:
+        """Raises InvalidRequest for anything that no router of this cluster has written; `param`: where it was said."""
         try:
             data = base64.b64decode(text.encode("ascii"), altchars=b"-_", validate=True)
         except (binascii.Error, UnicodeEncodeError, ValueError):
-            raise _foreign() from None
+            raise _foreign(param) from None
         body, mac = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
         count, rest = divmod(len(body) - _HEAD.size, _CHOICE.size)
         # The signature first: what follows reads only what one of us has written.
         if not hmac.compare_digest(mac, self._sign(body)) or rest or not 1 <= count <= MAX_CHOICES:
-            raise _foreign()
+            raise _foreign(param)
         version, request, seed, created_s, resumptions, usage_sent, digest = _HEAD.unpack_from(body)
         if version != _VERSION:
-            raise _foreign()
+            raise _foreign(param)
         if resumptions >= _MAX_RESUMPTIONS:
-            raise InvalidRequest(f"{LAST_EVENT_ID}: continued {_MAX_RESUMPTIONS} times already", param=LAST_EVENT_ID)
+            raise InvalidRequest(f"{param}: continued {_MAX_RESUMPTIONS} times already", param=param)
         choices = (_CHOICE.unpack_from(body, _HEAD.size + i * _CHOICE.size) for i in range(count))
         return StreamPosition(
             head=StreamHead(
@@ -134,5 +134,5 @@ def request_digest(prompt_token_ids: Sequence[int], *parts: object) -> bytes:
     return digest.digest()
 
 
-def _foreign() -> InvalidRequest:
-    return InvalidRequest(f"{LAST_EVENT_ID} is not an id of an event of this cluster", param=LAST_EVENT_ID)
+def _foreign(param: str) -> InvalidRequest:
+    return InvalidRequest(f"{param} is not an id of an event of this cluster", param=param)

@@ -9,6 +9,8 @@ from router.chat_template import Message
 from router.frontend import ClientFields, Frontend, Prepared
 from router.metrics import RequestMeter, RouterMetrics
 from router.requests import Generator
+from router.stream_cursor import StreamCursor
+from router.stream_ids import StreamPosition
 from router.text_stream import TextDelta, stream_text
 from router.usage import Usage
 from tandem import wire
@@ -16,6 +18,8 @@ from tandem.errors import InvalidRequest
 from tandem.tracing import TraceContext, context_from_headers
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceServicer
+
+_LAST_ID = "last_stream_id"
 
 
 class InferenceService(InferenceServicer):
@@ -29,7 +33,12 @@ class InferenceService(InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Stream an answer; a client that cancels closes the stream, and so the request."""
-        prepared = await self._prepare(request, self._fields(request, context))
+        seen = self._seen(request)
+        prepared = await self._prepare(request, self._fields(request, context, seen))
+        ids = self._frontend.stream_ids if request.stream_ids or seen is not None else None
+        cursor = StreamCursor([prepared], ids, seen, param=_LAST_ID)
+        if cursor.has_all:
+            return
         usage = Usage([prepared])
         meter = RequestMeter(
             self._metrics,
@@ -42,7 +51,8 @@ class InferenceService(InferenceServicer):
         async with aclosing(stream) as deltas:
             async for delta in deltas:
                 usage.add(delta)
-                yield _response(prepared, delta, usage)
+                if (response := _response(prepared, delta, usage, cursor)) is not None:
+                    yield response
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         """Token ids of a text or a conversation."""
@@ -75,7 +85,12 @@ class InferenceService(InferenceServicer):
         sent = (value for key, value in context.invocation_metadata() or () if key == "authorization")
         return self._keys.tenant(next(sent, None))
 
-    def _fields(self, request: pb.GenerateRequest, context: Any) -> ClientFields:
+    def _seen(self, request: pb.GenerateRequest) -> StreamPosition | None:
+        """Where a stream that this call continues broke."""
+        sent = request.last_stream_id
+        return self._frontend.stream_ids.read(sent, param=_LAST_ID) if sent else None
+
+    def _fields(self, request: pb.GenerateRequest, context: Any, seen: StreamPosition | None) -> ClientFields:
         sampling = request.sampling
         return ClientFields(
             sampling=wire.sampling_from_pb(sampling),
@@ -89,6 +104,7 @@ class InferenceService(InferenceServicer):
             tenant=self._tenant(context),
             trace=_trace(context),
             time_left_s=context.time_remaining(),
+            last_seen=seen,
         )
 
     async def _prepare(self, request: pb.GenerateRequest, fields: ClientFields) -> Prepared:
@@ -113,13 +129,22 @@ def _messages(chat: pb.Chat) -> Sequence[Message]:
     return [Message(role=m.role, content=m.content) for m in chat.messages]
 
 
-def _response(prepared: Prepared, delta: TextDelta, usage: Usage) -> pb.GenerateResponse:
+def _response(prepared: Prepared, delta: TextDelta, usage: Usage, cursor: StreamCursor) -> pb.GenerateResponse | None:
+    """None when the client has all of it: a stream that is continued comes again from its beginning."""
+    if cursor.is_continued:
+        if cursor.has_ended(delta.choice_index):
+            delta = TextDelta(choice_index=delta.choice_index)
+        if not (delta.text or delta.tokens or delta.finish or usage.complete):
+            return None
+    cursor.moved(delta)
+    ended = () if delta.finish is None else (delta.choice_index,)
     response = pb.GenerateResponse(
         id=prepared.request.request_id,
         choice_index=delta.choice_index,
         text=delta.text,
         token_ids=[token.token_id for token in delta.tokens],
         logprobs=[found for token in delta.tokens if (found := wire.logprobs_to_pb(token)) is not None],
+        stream_id=(cursor.id_of(ended=ended, usage_sent=usage.complete) or b"").decode(),
     )
     if delta.finish is not None:
         response.finish_reason = wire.finish_reason_to_pb(delta.finish.reason)

@@ -11,9 +11,9 @@ from typing import Any
 import orjson
 
 from router.http.answers import Answer
-from router.http.cursor import StreamCursor
 from router.http.sse import EventStream, event
 from router.http.usage_json import timing_object, usage_object
+from router.stream_cursor import StreamCursor
 from router.text_stream import TextDelta
 from router.usage import Usage
 
@@ -65,7 +65,7 @@ class AnswerStream:
         events = [] if self._opened else self._opening()
         self._opened = True
         self._cursor.moved(delta)
-        events += [event(chunk | self._fields, self._cursor.id_of(chunk)) for chunk in chunks]
+        events += [event(chunk | self._fields, self._id_of(chunk)) for chunk in chunks]
         return bool(events) and self._events.write(b"".join(events))
 
     def end(self) -> None:
@@ -74,12 +74,17 @@ class AnswerStream:
             timing = {"timing": timing_object(self._usage)} if self._extras.timing else {}
             ending = self._answer.ending()
             content = ending | {"usage": usage_object(self._usage)} | timing
-            self._events.write(event(content, self._cursor.id_of(ending)))
+            self._events.write(event(content, self._id_of(ending)))
+
+    def _id_of(self, chunk: dict[str, Any]) -> bytes | None:
+        choices = chunk["choices"]
+        ended = [choice["index"] for choice in choices if choice["finish_reason"] is not None]
+        return self._cursor.id_of(ended=ended, usage_sent=not choices)
 
     def _opening(self) -> list[bytes]:
         """The last one alone has an id: whoever has not all of them begins anew."""
         chunks = self._answer.opening()
-        return [event(c | self._fields, self._cursor.id_of(c) if c is chunks[-1] else None) for c in chunks]
+        return [event(c | self._fields, self._id_of(c) if c is chunks[-1] else None) for c in chunks]
 
     def _cut(self, index: int) -> "_TextEvent":
         around = self._text_events[index] = _TextEvent.cut(self._answer, index, self._fields)

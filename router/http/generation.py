@@ -13,7 +13,6 @@ from starlette.responses import Response
 from router.frontend import ClientFields, Frontend, Prepared
 from router.http.answer_stream import AnswerStream, StreamExtras
 from router.http.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer
-from router.http.cursor import StreamCursor, last_seen, wants_ids
 from router.http.json_body import BodyBounds, read_object
 from router.http.link import WhileConnected
 from router.http.middleware import check_request_id
@@ -22,12 +21,15 @@ from router.http.sse import EventStream, SseResponse
 from router.http.usage_json import timing_object, usage_object
 from router.metrics import RequestMeter, RouterMetrics
 from router.requests import Generator
-from router.stream_ids import StreamIds, StreamPosition
+from router.stream_cursor import StreamCursor
+from router.stream_ids import LAST_EVENT_ID, StreamIds, StreamPosition
 from router.text_stream import TextReader, WholeText, read_text
 from router.usage import Usage
 from tandem.errors import InvalidRequest
 from tandem.tracing import TraceContext, context_from_headers
 
+IDS_HEADER = "X-Tandem-Stream-Ids"
+"""`1` asks for an `id` with each event. Not unasked: some readers of streams know `data` lines only."""
 TIMING_HEADER = "X-Tandem-Timing"
 """`1` asks for a `timing` object in the answer, or in the last chunk of a stream."""
 TIMEOUT_HEADER = "X-Tandem-Timeout"
@@ -94,7 +96,8 @@ class GenerationRoutes:
     def _seen(self, request: Request, body: GenerationBody) -> StreamPosition | None:
         if body.request_id is not None:
             check_request_id(body.request_id, "request_id")
-        return last_seen(request, self._frontend.stream_ids) if body.stream else None
+        text = request.headers.get(LAST_EVENT_ID, "")
+        return self._frontend.stream_ids.read(text) if body.stream and text else None
 
     async def _respond(
         self,
@@ -114,7 +117,7 @@ class GenerationRoutes:
             prepare=prepare,
             show=show,
             extras=extras,
-            ids=self._frontend.stream_ids if wants_ids(request) else None,
+            ids=self._frontend.stream_ids if _wants_ids(request) else None,
             seen=seen,
         )
         if body.stream:
@@ -158,6 +161,11 @@ class GenerationRoutes:
         stream = AnswerStream(events, call.show(prepared), cursor, Usage(prepared), call.extras)
         await self._read_text(prepared, stream)
         stream.end()
+
+
+def _wants_ids(request: Request) -> bool:
+    """Whether the client can go on from an id, or already does."""
+    return request.headers.get(IDS_HEADER) == "1" or LAST_EVENT_ID in request.headers
 
 
 def _head(body: GenerationBody, prefix: str, first: Prepared, seen: StreamPosition | None, model: str) -> AnswerHead:

@@ -1,31 +1,15 @@
-"""Where one streamed answer is, said with each of its events to clients that ask for it."""
+"""Where one streamed answer is, said with each of its events to clients that ask for it, at either door."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
-
-from starlette.requests import Request
 
 from router.frontend import Prepared
 from router.stream_ids import LAST_EVENT_ID, MAX_CHOICES, ChoicePosition, StreamHead, StreamIds, StreamPosition
 from router.text_stream import TextDelta
 from tandem.errors import InvalidRequest
 
-IDS_HEADER = "X-Tandem-Stream-Ids"
-"""`1` asks for an `id` with each event. Not unasked: some readers of streams know `data` lines only."""
 _SEED_MASK = (1 << 64) - 1
-
-
-def last_seen(request: Request, ids: StreamIds) -> StreamPosition | None:
-    """Where a stream that this call continues broke. Raises InvalidRequest for an id that is not ours."""
-    text = request.headers.get(LAST_EVENT_ID, "")
-    return ids.read(text) if text else None
-
-
-def wants_ids(request: Request) -> bool:
-    """Whether the client can go on from an id, or already does."""
-    return request.headers.get(IDS_HEADER) == "1" or LAST_EVENT_ID in request.headers
 
 
 class StreamCursor:
@@ -38,10 +22,11 @@ class StreamCursor:
         seen: StreamPosition | None,
         *,
         clock: Callable[[], float] = time.time,
+        param: str = LAST_EVENT_ID,
     ) -> None:
         """Without `ids`, or for more choices than an id holds, events have none.
 
-        Raises InvalidRequest when `seen` belongs to another request.
+        Raises InvalidRequest when `seen` belongs to another request; `param`: where the client said it.
         """
         self._seen = seen
         request = prepared[0].request
@@ -53,7 +38,7 @@ class StreamCursor:
             return
         digest = prepared[0].digest
         if seen is not None and (seen.head.digest != digest or len(prepared) != 1):
-            raise InvalidRequest(f"{LAST_EVENT_ID} belongs to another request", param=LAST_EVENT_ID)
+            raise InvalidRequest(f"{param} belongs to another request", param=param)
         self._head = StreamHead(
             request_id=request.request_id,
             seed=request.sampling.seed & _SEED_MASK,
@@ -99,11 +84,10 @@ class StreamCursor:
         self.moved(delta)
         return None if self._ids is None else self._ids.write(self._head, self._choices)
 
-    def id_of(self, chunk: dict[str, Any]) -> bytes | None:
-        """The id of the event that carries `chunk`."""
+    def id_of(self, *, ended: Collection[int] = (), usage_sent: bool = False) -> bytes | None:
+        """The id of the event that is about to be sent, and with it the ends of choices, or the usage."""
         if self._ids is None:
             return None
-        for choice in chunk["choices"]:
-            if choice["finish_reason"] is not None:
-                self._choices[choice["index"]].ended = True
-        return self._ids.write(self._head, self._choices, usage_sent=not chunk["choices"])
+        for index in ended:
+            self._choices[index].ended = True
+        return self._ids.write(self._head, self._choices, usage_sent=usage_sent)
