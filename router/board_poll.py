@@ -17,6 +17,7 @@ from router.peer_load import PeerLoads
 from router.shared_limits import SharedLimits
 from tandem.board.entries import (
     LOAD_BYTES,
+    MAX_HEARD,
     SMALL_BYTES,
     BadEntry,
     BoardCodec,
@@ -33,11 +34,10 @@ from tandem.ids import Incarnation
 _log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-MAX_ROUTERS = 256
 _FORGET_MS = 3_600_000
 _T = TypeVar("_T")
-_Content = tuple[tuple[Share, ...], tuple[TenantTally, ...]]
-"""What a router tells of itself: what it has at each worker, and what it has given each tenant."""
+_Content = tuple[tuple[Share, ...], tuple[TenantTally, ...], tuple[Incarnation, ...]]
+"""What a router tells: what it has at each worker, what it has given each tenant, and which other routers it sees."""
 
 
 class BoardReader:
@@ -134,7 +134,7 @@ class LoadExchange:
         self._told: _Content | None = None
         self._renew_s = 0.0
         self._sequence = 0
-        self._others: list[Incarnation] = []
+        self._others: tuple[Incarnation, ...] = ()
         self.is_told = False
         """Whether Redis takes what this router has to tell."""
 
@@ -144,10 +144,10 @@ class LoadExchange:
         Raises RedisDown.
         """
         keys, codec, others = self._keys, self._reader.codec, self._others
-        content = (in_flight, self._limits.tallies())
+        content = (in_flight, self._limits.tallies(), others)
         writing = self._writing(content) if content != self._told or now_s >= self._renew_s else []
         reading: list[Command] = [("GETRANGE", keys.load(router), 0, LOAD_BYTES) for router in others]
-        replies = await self._link.ask([*writing, ("ZREVRANGE", keys.routers, 0, MAX_ROUTERS - 1), *reading])
+        replies = await self._link.ask([*writing, ("ZREVRANGE", keys.routers, 0, MAX_HEARD - 1), *reading])
         if writing and not self._written(replies[: len(writing)], content, now_s):
             await self._link.close()  # after a failover the same address may lead to another server
         members, *values = replies[len(writing) :]
@@ -156,10 +156,13 @@ class LoadExchange:
             load = self._reader.opened("load", data, partial(codec.open_load, router=router))
             changed |= self._peers.gone(router) if load is None else self._heard(load, now_s)
         found = self._reader.members("router", members, _parse_router)
-        self._others = [router for router in found if router != self._router]
+        self._others = tuple(sorted(router for router in found if router != self._router))
         return changed
 
     def _heard(self, load: RouterLoad, now_s: float) -> bool:
+        if self._router not in load.hears:
+            # Of a router that has not seen us yet, or of one long dead that somebody has put back.
+            return False
         is_news = self._peers.heard(load, now_s)
         if is_news:
             self._limits.heard(load.router, load.tallies)
@@ -172,8 +175,8 @@ class LoadExchange:
 
     def _writing(self, content: _Content) -> list[Command]:
         self._sequence += 1
-        shares, tallies = content
-        load = RouterLoad(router=self._router, sequence=self._sequence, shares=shares, tallies=tallies)
+        shares, tallies, hears = content
+        load = RouterLoad(router=self._router, sequence=self._sequence, shares=shares, tallies=tallies, hears=hears)
         wall_ms, routers = int(self._wall_clock() * 1e3), self._keys.routers
         sealed = self._reader.codec.seal_load(load)
         return [

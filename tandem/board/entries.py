@@ -3,7 +3,8 @@
 A value is an HMAC-SHA-256 and a protobuf message (tandem/v1/board.proto). The key comes from the cluster's secret; the
 code covers the kind of entry, the cluster's name and the whole message, which names worker, incarnation and sequence.
 So whoever can write to Redis but lacks the secret can at most remove entries or put old ones back: both cost hit rate.
-Only a load that a router has never heard, nor a newer one of its writer, counts there as if it were new, for one lease.
+Of loads, a router counts none from before it began, and none that is no newer than its writer's newest that it heard.
+Only one that came here while it lived, and that it missed, counts as if it were new, for one lease.
 Whatever is too large, malformed, forged or somebody else's is a BadEntry.
 """
 
@@ -25,6 +26,8 @@ MAX_CHANGES = 1024
 MAX_STATE_NAMES = 1 << 20
 MAX_SHARES = 4096
 MAX_TALLIES = 4096
+MAX_HEARD = 256
+"""Other routers, named in a load."""
 TAG_BYTES = 16
 MAX_ID_LENGTH = 128
 MAX_ADDRESS_LENGTH = 256
@@ -32,7 +35,7 @@ SMALL_BYTES = 1024
 """Most of a worker's notice or head."""
 STATE_BYTES = MAX_STATE_NAMES * HASH_BYTES + SMALL_BYTES
 CHANGES_BYTES = MAX_CHANGES * (HASH_BYTES + 1) + SMALL_BYTES
-LOAD_BYTES = MAX_SHARES * (MAX_ID_LENGTH + 64) + MAX_TALLIES * (TAG_BYTES + 32) + SMALL_BYTES
+LOAD_BYTES = MAX_SHARES * (MAX_ID_LENGTH + 64) + MAX_TALLIES * (TAG_BYTES + 32) + MAX_HEARD * 10 + SMALL_BYTES
 _MAC_BYTES = 32
 _MAX_COUNT = (1 << 63) - 1
 _ROLES = {WorkerRole.PREFILL: session_pb2.WORKER_ROLE_PREFILL, WorkerRole.DECODE: session_pb2.WORKER_ROLE_DECODE}
@@ -154,6 +157,8 @@ class RouterLoad:
     sequence: int
     shares: tuple[Share, ...]
     tallies: tuple[TenantTally, ...] = ()
+    hears: tuple[Incarnation, ...] = ()
+    """Other routers that it knew of when it wrote this."""
 
 
 class BoardCodec:
@@ -250,7 +255,11 @@ class BoardCodec:
             for share in load.shares[:MAX_SHARES]
         ]
         message = pb.BoardLoad(
-            router=load.router, sequence=load.sequence, shares=shares, tallies=tallies_to_pb(load.tallies)
+            router=load.router,
+            sequence=load.sequence,
+            shares=shares,
+            tallies=tallies_to_pb(load.tallies),
+            hears=load.hears[:MAX_HEARD],
         )
         return self._seal(b"load", message)
 
@@ -261,11 +270,14 @@ class BoardCodec:
             raise BadEntry("another router's")
         if len(message.shares) > MAX_SHARES:
             raise BadEntry("too many shares")
+        if len(message.hears) > MAX_HEARD:
+            raise BadEntry("too many routers")
         return RouterLoad(
             router=router,
             sequence=message.sequence,
             shares=tuple(map(_share, message.shares)),
             tallies=tallies_from_pb(message.tallies),
+            hears=tuple(map(Incarnation, message.hears)),
         )
 
     def _seal(self, kind: bytes, message: Message) -> bytes:

@@ -60,16 +60,18 @@ class BoardState(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., next_sequence: _Optional[int] = ..., names: _Optional[bytes] = ...) -> None: ...
 
 class BoardLoad(_message.Message):
-    __slots__ = ("router", "sequence", "shares", "tallies")
+    __slots__ = ("router", "sequence", "shares", "tallies", "hears")
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     SHARES_FIELD_NUMBER: _ClassVar[int]
     TALLIES_FIELD_NUMBER: _ClassVar[int]
+    HEARS_FIELD_NUMBER: _ClassVar[int]
     router: int
     sequence: int
     shares: _containers.RepeatedCompositeFieldContainer[BoardShare]
     tallies: _containers.RepeatedCompositeFieldContainer[TenantTally]
-    def __init__(self, router: _Optional[int] = ..., sequence: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[BoardShare, _Mapping]]] = ..., tallies: _Optional[_Iterable[_Union[TenantTally, _Mapping]]] = ...) -> None: ...
+    hears: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, router: _Optional[int] = ..., sequence: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[BoardShare, _Mapping]]] = ..., tallies: _Optional[_Iterable[_Union[TenantTally, _Mapping]]] = ..., hears: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TenantTally(_message.Message):
     __slots__ = ("tenant", "epoch", "requests", "tokens", "num_inflight")

@@ -349,6 +349,33 @@ async def test_a_load_that_cannot_be_told_is_not_told_and_ends_no_router(
             each.end()
 
 
+async def test_a_load_from_before_a_router_began_counts_for_nothing_there(server: RedisServer) -> None:
+    """Authentic, and never heard there: somebody kept it."""
+    config = RouterConfig.model_validate({"limits": {"default": {"concurrent_requests": 2}}})
+    limits = [make_limits(config, SECRET, lambda: 0.0) for _ in range(2)]
+    former = Incarnation(1000)
+    async with AsyncExitStack() as stack:
+        settings = board_at(server)
+        await stack.enter_async_context(PublishingWorker("d0", settings))
+        first = await stack.enter_async_context(router(0, settings, live=1, limits=limits[0]))
+        sent = first.registry.assign(first.registry.snapshots()[0].info.key, 50)
+        limits[0].limiter.admit("", 10.0)
+        told = first.board._exchange._sequence
+        await until(lambda: first.board._exchange._sequence > told, "both are told")
+        old = server.do("GET", KEYS.load(former))
+        sent.end()
+        await first.crash()
+        second = await stack.enter_async_context(router(1, settings, live=1, limits=limits[1]))
+        server.do("SET", KEYS.load(former), old)
+        server.do("ZADD", KEYS.routers, 9e15, f"{former:x}")
+        exchange = second.board._exchange
+        await until(lambda: exchange._others == (former,), "it looks as if the other were here")
+        told = exchange._sequence
+        await until(lambda: exchange._sequence > told + 1, "its load is read")
+        assert (second.board.num_peers, limits[1].limiter.num_elsewhere("")) == (0, 0)
+        assert [s.backlog_tokens for s in second.registry.snapshots()] == [0]
+
+
 async def test_routers_share_a_tenants_limits(server: RedisServer) -> None:
     config = RouterConfig.model_validate({"limits": {"default": {"concurrent_requests": 2}}})
     limits = [make_limits(config, SECRET, lambda: 0.0) for _ in range(2)]

@@ -7,6 +7,7 @@ import pytest
 
 from tandem.board.entries import (
     MAX_CHANGES,
+    MAX_HEARD,
     MAX_SHARES,
     MAX_TALLIES,
     SMALL_BYTES,
@@ -35,7 +36,7 @@ FOOTPRINT = Footprint(next_sequence=9, state_sequence=4, num_entries=2)
 CHANGES = Changes(first_sequence=5, changes=((NAMES[0], True), (NAMES[1], False)))
 SHARE = Share(process=ME, report_number=3, backlog_tokens=100, num_requests=2, backlog_since=40, num_since=1)
 TALLY = TenantTally(tenant=bytes(TAG_BYTES), epoch=2, requests=3, tokens=400, num_inflight=1)
-LOAD = RouterLoad(router=Incarnation(99), sequence=4, shares=(SHARE,), tallies=(TALLY,))
+LOAD = RouterLoad(router=Incarnation(99), sequence=4, shares=(SHARE,), tallies=(TALLY,), hears=(Incarnation(98),))
 
 
 def test_every_entry_comes_back_as_it_was() -> None:
@@ -151,6 +152,11 @@ def test_an_entry_is_never_made_too_large() -> None:
     assert len(CODEC.open_load(CODEC.seal_load(many), LOAD.router).shares) == MAX_SHARES
     many = RouterLoad(router=LOAD.router, sequence=1, shares=(), tallies=(TALLY,) * (MAX_TALLIES + 5))
     assert len(CODEC.open_load(CODEC.seal_load(many), LOAD.router).tallies) == MAX_TALLIES
+    many = RouterLoad(router=LOAD.router, sequence=1, shares=(), hears=(Incarnation(5),) * (MAX_HEARD + 5))
+    assert len(CODEC.open_load(CODEC.seal_load(many), LOAD.router).hears) == MAX_HEARD
+    too_many = pb.BoardLoad(router=99, hears=[5] * (MAX_HEARD + 1)).SerializeToString()
+    with pytest.raises(BadEntry, match="too many routers"):
+        CODEC.open_load(sealed(b"load", too_many), LOAD.router)
 
 
 @pytest.mark.parametrize("mark", ["", "w", "@1", "w@", "w@x", "w@0", f"w@{1 << 63:x}", "w" * 200 + "@1"])
