@@ -36,6 +36,6 @@ class ApiKeys:
         given = key.strip().encode("utf-8", "surrogateescape")
         # All keys are compared, each in constant time: the time says nothing about which one was near.
         tenants = [tenant for known, tenant in self._keys if hmac.compare_digest(given, known)]
-        if scheme.lower() != _SCHEME or not tenants:
+        if scheme.lower() != _SCHEME or not given or not tenants:
             raise Unauthenticated("send an API key as `Authorization: Bearer KEY`")
         return tenants[0]

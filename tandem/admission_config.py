@@ -1,18 +1,28 @@
 """The parts of the router's configuration that say who may ask for how much, and what happens to the rest."""
 
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PositiveInt, SecretStr
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, SecretStr
 
 from tandem.config_section import Seconds, Section
 
+_KEY = re.compile(r"[\x21-\x7e]{1,512}")
 TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+def _sendable(key: SecretStr) -> SecretStr:
+    """A header can carry it, and it is not what a client sends who has none."""
+    if not _KEY.fullmatch(key.get_secret_value()):
+        raise ValueError("a key has 1 to 512 visible ASCII characters, and no spaces")
+    return key
 
 
 class ApiKey(Section):
     """One bearer key."""
 
-    key: SecretStr
+    key: Annotated[SecretStr, AfterValidator(_sendable)]
     tenant: TenantName | None = None
     """Whose it is: keys of one tenant share its limits, its share and its cached prefixes. Absent: a tenant of its
     own."""
@@ -46,6 +56,20 @@ class LimitsConfig(Section):
     """Of every tenant that is not named below."""
     tenants: dict[TenantName, TenantLimits] = Field(default={})
     """By the `tenant` of API keys; what one of these leaves out has no limit, whatever the default says."""
+
+
+def mistaken_keys(keys: Sequence[ApiKey], limits: LimitsConfig) -> str | None:
+    """What is wrong between keys and limits, beginning with the setting's name; never with a key in it."""
+    first: dict[str, int] = {}
+    for index, one in enumerate(keys):
+        if (before := first.setdefault(one.key.get_secret_value(), index)) != index:
+            return f"api_keys.{index}: the same key as api_keys.{before}"
+    named = {one.tenant for one in keys}
+    # Somebody would believe that a tenant is limited who is not.
+    for tenant in limits.tenants:
+        if tenant not in named:
+            return f"limits.tenants.{tenant}: no key in router.api_keys has this tenant"
+    return None
 
 
 class QueueConfig(Section):

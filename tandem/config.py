@@ -13,7 +13,7 @@ import yaml
 from pydantic import BeforeValidator, Field, PositiveInt, SecretStr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from tandem.admission_config import BearerKey, HedgingConfig, LimitsConfig, QueueConfig
+from tandem.admission_config import BearerKey, HedgingConfig, LimitsConfig, QueueConfig, mistaken_keys
 from tandem.board.settings import board_settings
 from tandem.config_section import Seconds, Section
 from tandem.disk_cache import contradiction
@@ -36,6 +36,8 @@ MAX_REPLICAS = 256
 MAX_TENSOR_PARALLEL = 64
 MAX_CONFIG_BYTES = 1 << 20
 ENV_PREFIX = "TANDEM_"
+_MOST_TOLD = 16
+"""Mistakes of one configuration."""
 
 
 class ModelConfig(Section):
@@ -178,8 +180,9 @@ class RouterConfig(Section):
     such page. Each takes some 100 bytes per worker."""
     max_attempts: PositiveInt = 4
     """Workers tried for one request before it fails."""
-    worker_silence_s: Seconds = 1.5
-    """A worker that says nothing for so long is taken for dead, and its streams continue elsewhere."""
+    worker_silence_s: float = Field(default=1.5, ge=0.5, le=86400.0)
+    """A worker that says nothing for so long is taken for dead, and its streams continue elsewhere. A live one speaks
+    every 0.25 s."""
     takeover_s: float = Field(default=10.0, ge=0.0, le=600.0)
     """For how long workers go on with the streams of a router that is gone, for their clients to come to another with a
     `Last-Event-ID`; 0: not at all, then such a stream is generated again."""
@@ -283,6 +286,8 @@ class ClusterConfig(Section):
             source, destination = (self._cached_in(pool) for pool in (self.prefill, self.decode))
             if reason := cannot_travel_as(source, self.transfer.wire_dtype, destination):
                 raise ValueError(f"transfer.{reason}")
+        if reason := mistaken_keys(self.router.api_keys, self.router.limits):
+            raise ValueError(f"router.{reason}")
         if reason := self._no_disk_cache():
             raise ValueError(reason)
         try:
@@ -303,9 +308,13 @@ class _PlainLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        if repeated := {k for k in keys if keys.count(k) > 1}:
-            raise ConfigError(f"key {sorted(repeated)[0]!r} stands twice (line {node.start_mark.line + 1})")
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"a key is a list or a mapping (line {key.start_mark.line + 1})")
+            if key.value in keys:
+                raise ConfigError(f"key {key.value!r} stands twice (line {key.start_mark.line + 1})")
+            keys.add(key.value)
         return super().construct_mapping(node, deep=deep)
 
 
@@ -325,14 +334,17 @@ def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Clust
     try:
         return ClusterConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigError("; ".join(_told(one) for one in error.errors())) from None
+        wrong = [_told(one) for one in error.errors()]
+        more = [f"and {len(wrong) - _MOST_TOLD} more"] if len(wrong) > _MOST_TOLD else []
+        raise ConfigError("; ".join(wrong[:_MOST_TOLD] + more)) from None
 
 
 def _told(error: ErrorDetails) -> str:
     """One mistake, beginning with the setting's name; those between sections name theirs in their own words."""
     name = ".".join(map(str, error["loc"]))
-    reason = "there is no such setting" if error["type"] == "extra_forbidden" else error["msg"]
-    return f"{name}: {reason}" if name else reason.removeprefix("Value error, ")
+    told = error["msg"].removeprefix("Value error, ")
+    reason = "there is no such setting" if error["type"] == "extra_forbidden" else told
+    return f"{name}: {reason}" if name else reason
 
 
 def dump(config: ClusterConfig) -> str:

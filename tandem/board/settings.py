@@ -42,6 +42,8 @@ class BoardSettings:
 def board_settings(config: "RedisConfig") -> BoardSettings | None:
     """The board that the configuration names, if it does. Raises ConfigError, which never shows the URL."""
     if config.url is None:
+        if config.password is not None:
+            raise ConfigError("redis.password: there is no redis.url")
         return None
     try:
         url = urlsplit(config.url.get_secret_value())

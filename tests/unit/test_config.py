@@ -6,14 +6,16 @@ import pytest
 import yaml
 
 from kv_transfer.wire import MAX_LEASE_S, MIN_LEASE_S
-from tandem.config import MAX_REPLICAS, dump, load
+from tandem.config import MAX_REPLICAS, _PlainLoader, dump, load
 from tandem.errors import ConfigError
+from tandem.worker_session import LOAD_PERIOD_S
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
         ("routr: {}", "routr"),
+        ("\n".join(f"s{index}: 1" for index in range(40)), "s15: there is no such setting; and 24 more"),
         ("router: {port: -1}", "router.port"),
         ("router: {port: 8299, grpc_port: 8299}", "8299"),
         ("router: {port: 1}\nrouter: {port: 2}", "stands twice"),
@@ -44,6 +46,21 @@ from tandem.errors import ConfigError
             "engine: {disk_cache_path: x, disk_cache_bytes: 1, host_cache_bytes: 1}\ndecode: {tensor_parallel_size: 2}",
             "engine.disk_cache_path with tensor_parallel_size 2",
         ),
+        ("? []\n: 1\n? []\n: 2", "a key is a list or a mapping (line 1)"),
+        ("? {a: 1}\n: 1", "a key is a list or a mapping (line 1)"),
+        ("router: {api_keys: ['']}", "router.api_keys.0.key: a key has 1 to 512"),
+        ("router: {api_keys: [good, ' spaced ']}", "router.api_keys.1.key: a key has 1 to 512"),
+        ('router: {api_keys: ["line\\n"]}', "router.api_keys.0.key: a key has 1 to 512"),
+        ("router: {api_keys: [käse]}", "router.api_keys.0.key: a key has 1 to 512"),
+        (f"router: {{api_keys: [{'k' * 513}]}}", "router.api_keys.0.key: a key has 1 to 512"),
+        (
+            "router: {api_keys: [b, {key: a, tenant: x}, {key: a, tenant: y}]}",
+            "router.api_keys.2: the same key as api_keys.1",
+        ),
+        ("router: {api_keys: [typo], limits: {tenants: {typo: {}}}}", "router.limits.tenants.typo: no key"),
+        ("router: {limits: {tenants: {any: {weight: 2}}}}", "router.limits.tenants.any: no key"),
+        ("router: {worker_silence_s: 0.1}", "router.worker_silence_s: Input should be greater than or equal to 0.5"),
+        ("redis: {password: x}", "redis.password: there is no redis.url"),
     ],
 )
 def test_a_configuration_that_cannot_run_is_refused_by_name(tmp_path: Path, text: str, told: str) -> None:
@@ -58,6 +75,32 @@ def test_a_configuration_that_cannot_run_is_refused_by_name(tmp_path: Path, text
 @pytest.mark.parametrize("lease_s", [0.5, 3600.0])
 def test_every_lease_that_may_be_set_may_be_asked_of_a_peer(lease_s: float) -> None:
     assert MIN_LEASE_S <= load(None, {"transfer.lease_s": lease_s}).transfer.lease_s <= MAX_LEASE_S
+
+
+class CountedKey(str):
+    """Counts how often one is compared with another."""
+
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedKey.comparisons += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_looking_for_keys_that_stand_twice_takes_time_in_proportion_to_their_number() -> None:
+    CountedKey.comparisons = 0
+    tag = "tag:yaml.org,2002:str"
+    keys = [yaml.ScalarNode(tag, CountedKey(f"k{index}")) for index in range(2000)]
+    node = yaml.MappingNode("tag:yaml.org,2002:map", [(key, yaml.ScalarNode(tag, "1")) for key in keys])
+    assert len(_PlainLoader("").construct_mapping(node)) == 2000
+    assert CountedKey.comparisons < 4 * len(keys)
+
+
+def test_a_worker_that_lives_is_never_silent_for_as_long_as_may_be_set() -> None:
+    """Else nobody could be served."""
+    assert load(None, {"router.worker_silence_s": 0.5}).router.worker_silence_s >= 2 * LOAD_PERIOD_S
 
 
 def test_a_variable_that_is_no_yaml_is_named_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:

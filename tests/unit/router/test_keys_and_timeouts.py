@@ -3,8 +3,10 @@
 import time
 
 import pytest
+from pydantic import SecretStr
 
 from router.auth import ApiKeys
+from tandem.admission_config import ApiKey
 from tandem.config import ClusterConfig, RouterConfig, dump
 from tandem.errors import Unauthenticated
 from tests.unit.router import doors
@@ -23,6 +25,13 @@ def test_keys_of_one_tenant_share_its_name_and_bare_keys_are_tenants_of_their_ow
     with pytest.raises(Unauthenticated):
         book.tenant("Bearer acme")
     assert keys().tenant(None) == ""
+
+
+@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Bearer  \t", "Basic good"])
+def test_who_sends_no_key_has_none_even_if_an_empty_one_were_known(header: str | None) -> None:
+    book = ApiKeys([ApiKey(key="good"), ApiKey.model_construct(key=SecretStr(""), tenant="nobody")])
+    with pytest.raises(Unauthenticated):
+        book.tenant(header)
 
 
 def test_keys_survive_the_file_that_processes_are_given() -> None:
