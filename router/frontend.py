@@ -133,7 +133,7 @@ class Frontend:
         self._config = config
         self._secret = secret
         self._mint_seed = mint_seed
-        self.stream_ids = StreamIds(secret)
+        self.stream_ids = StreamIds(secret, most_s=config.request_timeout_s)
         self._tracer = tracer or NoTracer()
         self._preparing = 0
         self._max_chars = model.max_model_len * MAX_CHARS_PER_TOKEN
@@ -262,7 +262,8 @@ class Frontend:
             # Else `check_fields` has seen it: what became smaller has stayed within the bounds.
             sampling.validate(vocab_size=self.model.vocab_size)
         seen = fields.last_seen
-        time_left_s = self._config.request_timeout_s
+        # A stream that is continued has the time that is left of its own.
+        time_left_s = self._config.request_timeout_s - (seen.age_s if seen else 0.0)
         if fields.time_left_s is not None:
             time_left_s = min(time_left_s, fields.time_left_s)
         request = RoutedRequest(

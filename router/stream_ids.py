@@ -3,16 +3,19 @@
 It names the request, its seed (minted by the router that took it first), and for each choice the worker that computes
 it and what the client has. A client whose stream broke sends the same body again with the last id as `Last-Event-ID`
 (HTML Living Standard, "Server-sent events"), or over gRPC as `last_stream_id`. The signature also covers a digest of
-the request, so that an id cannot be used with another body, tenant or salt.
+the request, so that an id cannot be used with another body, tenant or salt. An id is good for as long as the request
+that it belongs to could last; what a continuation costs its tenant, and how often it may be asked for, is
+`router.continuations`' and `router.tenant_limits`' to say.
 """
 
 import base64
 import binascii
 import hmac
 import struct
+import time
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from tandem.errors import InvalidRequest
@@ -65,12 +68,17 @@ class StreamPosition:
     choices: tuple[ChoicePosition, ...]
     usage_sent: bool
     """Only the end mark is missing."""
+    age_s: float = field(default=0.0, compare=False)
+    """Since the stream began, when the id was read."""
 
 
 class StreamIds:
     """Writes and reads ids; every router of the cluster has the same key."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, *, most_s: float, wall_clock: Callable[[], float] = time.time) -> None:
+        """`most_s`: how long a request lasts at most; what is left of an older one nobody continues."""
+        self._most_s = most_s
+        self._wall_clock = wall_clock
         self._mac = hmac.new(hmac.digest(secret, b"tandem stream id v1", "sha256"), digestmod="sha256")
 
     def write(self, head: StreamHead, choices: Sequence[ChoicePosition], *, usage_sent: bool = False) -> bytes:
@@ -91,7 +99,10 @@ class StreamIds:
         return base64.urlsafe_b64encode(data + self._sign(data))
 
     def read(self, text: str, *, param: str = LAST_EVENT_ID) -> StreamPosition:
-        """Raises InvalidRequest for anything that no router of this cluster has written; `param`: where it was said."""
+        """Raises InvalidRequest for anything that no router of this cluster has written, and for what is too old.
+
+        `param`: where it was said.
+        """
         try:
             data = base64.b64decode(text.encode("ascii"), altchars=b"-_", validate=True)
         except (binascii.Error, UnicodeEncodeError, ValueError):
@@ -106,6 +117,9 @@ class StreamIds:
             raise _foreign(param)
         if resumptions >= _MAX_RESUMPTIONS:
             raise InvalidRequest(f"{param}: continued {_MAX_RESUMPTIONS} times already", param=param)
+        # It is told in whole seconds, rounded down; another router's clock may be ahead.
+        if (age_s := max(0.0, self._wall_clock() - created_s - 1.0)) >= self._most_s:
+            raise InvalidRequest(f"{param}: the stream began more than {self._most_s:g} s ago", param=param)
         choices = (_CHOICE.unpack_from(body, _HEAD.size + i * _CHOICE.size) for i in range(count))
         return StreamPosition(
             head=StreamHead(
@@ -116,6 +130,7 @@ class StreamIds:
                 for worker, tokens, chars, ended in choices
             ),
             usage_sent=bool(usage_sent),
+            age_s=age_s,
         )
 
     def _sign(self, data: bytes) -> bytes:

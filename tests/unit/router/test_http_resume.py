@@ -148,6 +148,25 @@ async def test_an_id_is_of_one_request_only(
     assert error_of(refused)["param"] == "Last-Event-ID"
 
 
+async def test_a_continued_stream_has_the_time_that_is_left_of_its_own(tokenizer: Tokenizer) -> None:
+    router = Router(tokenizer)
+    whole = await router.events(CHAT, HELLO, ASK)
+    ids, bound_s = router.parts.frontend.stream_ids, router.parts.config.request_timeout_s
+    began_s = ids.read(whole[3]["id"]).head.created_s
+    ids._wall_clock = lambda: began_s + 1.0 + 0.75 * bound_s
+    await router.events(CHAT, HELLO, {"Last-Event-ID": whole[3]["id"]})
+    first, again = (request.deadline_s for request in router.parts.generator.requests)
+    assert first is not None
+    assert again is not None
+    assert first - again == pytest.approx(0.75 * bound_s)
+    ids._wall_clock = lambda: began_s + 1.0 + bound_s
+    async with client_of(router.parts) as client:
+        headers = {"Last-Event-ID": whole[3]["id"]}
+        refused = await client.post(CHAT, json=HELLO | {"stream": True}, headers=headers)
+    assert (refused.status_code, error_of(refused)["param"]) == (400, "Last-Event-ID")
+    assert len(router.parts.generator.requests) == 2
+
+
 async def test_a_made_up_id_is_refused(tokenizer: Tokenizer) -> None:
     router = Router(tokenizer)
     async with client_of(router.parts) as client:

@@ -19,8 +19,9 @@ from router.stream_ids import (
 from tandem.errors import InvalidRequest
 from tandem.ids import Incarnation
 
-IDS = StreamIds(b"the secret of the cluster")
+SECRET, MOST_S = b"the secret of the cluster", 600.0
 HEAD = StreamHead(request_id="0f" * 16, seed=2**64 - 1, created_s=1_700_000_000, digest=b"d" * DIGEST_BYTES)
+IDS = StreamIds(SECRET, most_s=MOST_S, wall_clock=lambda: HEAD.created_s + 10.0)
 POSITIONS = st.builds(
     ChoicePosition,
     worker=st.integers(0, 2**63 - 1).map(Incarnation),
@@ -56,12 +57,25 @@ def test_what_is_no_id_is_refused(text: str) -> None:
 
 def test_another_clusters_id_is_refused() -> None:
     with pytest.raises(InvalidRequest):
-        StreamIds(b"another secret").read(IDS.write(HEAD, [ChoicePosition()]).decode())
+        StreamIds(b"another secret", most_s=MOST_S).read(IDS.write(HEAD, [ChoicePosition()]).decode())
 
 
 def test_a_stream_does_not_change_hands_for_ever() -> None:
     with pytest.raises(InvalidRequest, match="255 times"):
         IDS.read(IDS.write(replace(HEAD, resumptions=255), [ChoicePosition()]).decode())
+
+
+@pytest.mark.parametrize(("age_s", "left"), [(-30.0, MOST_S), (0.0, MOST_S), (101.0, 500.0), (600.5, 0.5)])
+def test_an_id_tells_how_long_its_stream_has_lasted(age_s: float, left: float) -> None:
+    ids = StreamIds(SECRET, most_s=MOST_S, wall_clock=lambda: HEAD.created_s + age_s)
+    assert MOST_S - ids.read(ids.write(HEAD, [ChoicePosition()]).decode()).age_s == pytest.approx(left)
+
+
+@pytest.mark.parametrize("age_s", [601.0, 1e6])
+def test_an_id_is_no_older_than_its_request_could_be(age_s: float) -> None:
+    ids = StreamIds(SECRET, most_s=MOST_S, wall_clock=lambda: HEAD.created_s + age_s)
+    with pytest.raises(InvalidRequest, match="began more than 600 s ago"):
+        ids.read(ids.write(HEAD, [ChoicePosition()]).decode())
 
 
 def test_a_digest_tells_requests_apart() -> None:
