@@ -36,7 +36,7 @@ class Admission:
         """Hold one place while inside. Raises Overloaded with the predicted time until a place is free.
 
         Raises Unavailable once closed: another router, or this one's successor, will answer. `promised`: a stream that
-        goes on has a place whatever is free.
+        goes on has a place whatever is free; the gate bounds their number.
         """
         if self._closed:
             raise Unavailable("the router is draining", retry_after_s=_SUCCESSOR_S)

@@ -8,6 +8,7 @@ from router.admission import Admission
 from router.admission_metrics import AdmissionMetrics
 from router.auth import ApiKeys
 from router.cluster_room import RoomPolicy
+from router.continuations import Continuations
 from router.dispatch import Dispatcher
 from router.fair_admission import AdmissionPolicy, FairAdmission
 from router.gate import Gate
@@ -75,4 +76,7 @@ def make_gate(
     )
     metrics.register(AdmissionMetrics(fair))
     metrics.register(HealthMetrics(dispatcher.health, clock))
-    return Gate(dispatcher, fair, registry)
+    continuations = Continuations(
+        most=config.router.max_inflight_requests, remembered_s=config.router.request_timeout_s, clock=clock
+    )
+    return Gate(dispatcher, fair, registry, continuations)

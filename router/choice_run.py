@@ -57,14 +57,13 @@ class ChoiceRun:
         )
         self._progress.attempt = request.resumptions << _ATTEMPTS_BITS
         self._resume = request.resume[self._index] if request.resume else None
-        self._adopting = False
         self._assignment: Assignment | None = None
         self._awaited: Assignment | None = None
         """The same, until its first word came."""
         self._worker = Incarnation(0)
         self._route: PrefillRoute | None = None
-        self._proven = False
-        """A token came of the attempt that runs."""
+        self._adopting = self._proven = False
+        """Of the attempt that runs: a worker was asked to give it away; a token came of it."""
         self._first_token_s: float | None = None
 
     def submit(self) -> None:
@@ -229,6 +228,7 @@ class ChoiceRun:
 
     def _begun(self, assignment: Assignment, arrived: TokensArrived) -> None:
         """The first word of an attempt that runs."""
+        self._standing.was_adopted |= self._adopting
         self._awaited, self._adopting = None, False
         self._placer.prompt_computed(assignment)
         if arrived.started is not None:

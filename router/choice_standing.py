@@ -29,6 +29,8 @@ class ChoiceStanding:
         """Workers that failed on it and were alive then."""
         self.was_taken = False
         """Whether a worker took any run of it that has ended, or may have."""
+        self.was_adopted = False
+        """Whether a worker still had what it goes on with."""
 
     def must_wait(self) -> bool:
         """Whether it is to go alone and cannot yet, or is in doubt. Raises as `lost`, when doubt has turned out so."""

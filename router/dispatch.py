@@ -23,8 +23,12 @@ from tandem.block_hash import BlockHasher
 from tandem.errors import InvariantError
 from tandem.ids import RequestId
 
+Taken = Callable[[frozenset[int]], None]
+"""Called at the end of a request if a worker took anything of it, or may have; with the choices of a continued stream
+that a worker still had."""
 
-def _unheard() -> None:
+
+def _unheard(_adopted: frozenset[int]) -> None:
     """For callers that keep no accounts."""
 
 
@@ -85,29 +89,27 @@ class Dispatcher:
                     self._ended.clear()
                     await self._ended.wait()
 
-    async def generate(
-        self, request: RoutedRequest, taken: Callable[[], None] = _unheard
-    ) -> AsyncGenerator[ChoiceDelta, None]:
+    async def generate(self, request: RoutedRequest, taken: Taken = _unheard) -> AsyncGenerator[ChoiceDelta, None]:
         """Stream all choices, interleaved. Closing the iterator early cancels the request on every worker.
 
-        `taken` is called at the end if a worker took anything of it, or may have. Raises Overloaded, Unavailable,
-        RequestTooLarge, DeadlineExceeded or InternalError, or what a worker found wrong with the request.
+        Raises Overloaded, Unavailable, RequestTooLarge, DeadlineExceeded or InternalError, or what a worker found wrong
+        with the request.
         """
         with self._running(request, taken) as run:
             while not run.done:
                 for delta in await run.step():
                     yield delta
 
-    async def run(self, request: RoutedRequest, reader: Reader, taken: Callable[[], None] = _unheard) -> None:
+    async def run(self, request: RoutedRequest, reader: Reader, taken: Taken = _unheard) -> None:
         """Give `reader` all choices, interleaved. Cancelling it cancels the request on every worker.
 
-        `taken` as of `generate`. Raises as that, and what the reader raises.
+        Raises as `generate`, and what the reader raises.
         """
         with self._running(request, taken) as run:
             await run.follow(reader)
 
     @contextlib.contextmanager
-    def _running(self, request: RoutedRequest, taken: Callable[[], None]) -> Iterator[RequestRun]:
+    def _running(self, request: RoutedRequest, taken: Taken) -> Iterator[RequestRun]:
         """Admitted and under way while inside."""
         former = self._former(request)
         if former is not None and former.resumptions >= request.resumptions:
@@ -127,7 +129,7 @@ class Dispatcher:
                         del self._runs[request.request_id]
                     run.close()
                     if run.was_taken:
-                        taken()
+                        taken(run.adopted)
         finally:
             # Last, when its place is free again.
             self._ended.set()

@@ -56,7 +56,9 @@ class Wanted:
     """Over all choices."""
     deadline_s: float | None
     promised: bool = False
-    """A stream that goes on: it is counted, and neither waits nor is refused."""
+    """A stream that goes on: it is counted, and does not wait."""
+    leaving: int = 0
+    """Requests of its tenant that end when it begins."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -184,6 +186,11 @@ class FairAdmission:
         entry.output_tokens += num_tokens
         self._counters.charge(entry.ticket.tenant, output_tokens=num_tokens)
 
+    def adopted(self, entry: Entry) -> None:
+        """A worker still had what it goes on with: its prompt was not computed again."""
+        self._counters.charge(entry.ticket.tenant, input_tokens=-entry.ticket.work_tokens)
+        entry.ticket.num_tokens, entry.ticket.work_tokens = 0, 0.0
+
     def cached(self, entry: Entry, num_tokens: int) -> None:
         """A choice has ended, whose prompt had so many tokens cached."""
         entry.cached_tokens = max(entry.cached_tokens or 0, num_tokens)
@@ -227,7 +234,7 @@ class FairAdmission:
         ticket = self._ticket(wanted)
         try:
             estimate = ticket.num_tokens + ticket.output_tokens
-            grant = self._limiter.admit(wanted.tenant, estimate, promised=wanted.promised)
+            grant = self._limiter.admit(wanted.tenant, estimate, promised=wanted.promised, leaving=wanted.leaving)
         except Overloaded as error:
             self.counts.rejected(Rejection(error.param), wanted.tenant)
             raise

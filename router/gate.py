@@ -1,6 +1,6 @@
 """The doors' way to dispatch: each request has its turn here first. The thin shell around `FairAdmission`.
 
-Canaries do not come this way, and a stream that is continued does not wait: it was promised.
+Canaries do not come this way, and a stream that is continued passes if that was promised (`router.continuations`).
 """
 
 import asyncio
@@ -11,6 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+from router.continuations import Continuations
+from router.dispatch import Taken
 from router.fair_admission import Entry, FairAdmission, Wanted
 from router.requests import ChoiceDelta, Reader, RoutedRequest
 from router.worker_view import WorkerSnapshot
@@ -27,11 +29,11 @@ _DELTAS_TOGETHER = 16
 class Inner(Protocol):
     """What runs requests: `router.dispatch.Dispatcher`."""
 
-    def generate(self, request: RoutedRequest, taken: Callable[[], None]) -> AsyncGenerator[ChoiceDelta, None]:
+    def generate(self, request: RoutedRequest, taken: Taken) -> AsyncGenerator[ChoiceDelta, None]:
         """See `router.dispatch.Dispatcher`."""
         ...
 
-    async def run(self, request: RoutedRequest, reader: Reader, taken: Callable[[], None]) -> None:
+    async def run(self, request: RoutedRequest, reader: Reader, taken: Taken) -> None:
         """See `router.dispatch.Dispatcher`."""
         ...
 
@@ -47,9 +49,14 @@ class Inner(Protocol):
 class Gate:
     """A `router.requests.Generator` around another."""
 
-    def __init__(self, inner: Inner, admission: FairAdmission, registry: WorkerRegistry) -> None:
+    def __init__(
+        self, inner: Inner, admission: FairAdmission, registry: WorkerRegistry, continuations: Continuations
+    ) -> None:
         self._inner = inner
         self.admission = admission
+        self._continuations = continuations
+        self._visits: dict[RequestId, _Visit] = {}
+        """The latest of each stream."""
         self._turns: dict[Entry, asyncio.Future[None]] = {}
         self._look: asyncio.TimerHandle | None = None
         self._ended = asyncio.Event()
@@ -87,8 +94,8 @@ class Gate:
     @contextlib.asynccontextmanager
     async def _inside(self, request: RoutedRequest) -> AsyncIterator["_Visit"]:
         """From its turn to its end."""
-        entry = self._enter(request)
-        visit = _Visit(request, entry)
+        visit = self._enter(request)
+        entry = visit.entry
         try:
             if entry.waiting:
                 await self._turn(entry)
@@ -96,7 +103,7 @@ class Gate:
             asyncio.get_running_loop().call_soon(self._placed, entry)
             yield visit
         finally:
-            self.admission.end(entry, taken=visit.taken)
+            self._end(visit)
             self._ended.set()
             self._pump()
 
@@ -104,21 +111,44 @@ class Gate:
         """See `router.requests.Generator`."""
         self._inner.finish_choice(request_id, choice_index)
 
-    def _enter(self, request: RoutedRequest) -> Entry:
-        promised = bool(request.resume)
+    def _enter(self, request: RoutedRequest) -> "_Visit":
+        stream = request.request_id
+        promised = bool(request.resume) and self._continuations.is_promised(stream)
         entry, evicted = self.admission.enter(
             Wanted(
                 tenant=request.tenant,
                 priority=request.priority,
-                # It was counted when it began.
-                num_tokens=0 if promised else len(request.prompt_token_ids),
+                num_tokens=len(request.prompt_token_ids),
                 max_output_tokens=request.sampling.max_tokens * request.num_choices,
                 deadline_s=request.deadline_s,
                 promised=promised,
+                # Its former reader is about to be told that the stream is another's now.
+                leaving=int(stream in self._visits),
             )
         )
+        if promised:
+            self._continuations.begun(stream)
+        visit = self._visits[stream] = _Visit(request, entry, promised=promised)
         self._tell(evicted)
-        return entry
+        return visit
+
+    def _end(self, visit: "_Visit") -> None:
+        if self._visits.get(visit.request.request_id) is visit:
+            del self._visits[visit.request.request_id]
+        if visit.promised:
+            self._continuations.ended()
+        if visit.request.resume and visit.taken:
+            self._charge_again(visit)
+        self.admission.end(visit.entry, taken=visit.taken)
+
+    def _charge_again(self, visit: "_Visit") -> None:
+        """What is computed for a second time counts for a second time."""
+        points = visit.request.resume
+        if len(visit.adopted) == len(points):
+            self.admission.adopted(visit.entry)
+            return
+        shown = sum(point.num_tokens for index, point in enumerate(points) if index not in visit.adopted)
+        self.admission.generated(visit.entry, min(visit.passed, shown))
 
     async def _turn(self, entry: Entry) -> None:
         loop = asyncio.get_running_loop()
@@ -136,6 +166,7 @@ class Gate:
         if count := sum(len(delta.tokens) for delta in deltas):
             passed = min(visit.shown, count)
             visit.shown -= passed
+            visit.passed += passed
             was_silent = not entry.output_tokens
             self.admission.generated(entry, count - passed)
             if was_silent:
@@ -172,20 +203,24 @@ class Gate:
 class _Visit:
     """One request from its turn to its end."""
 
-    __slots__ = ("entry", "request", "shown", "taken")
+    __slots__ = ("adopted", "entry", "passed", "promised", "request", "shown", "taken")
 
-    def __init__(self, request: RoutedRequest, entry: Entry) -> None:
+    def __init__(self, request: RoutedRequest, entry: Entry, *, promised: bool) -> None:
         self.entry = entry
+        self.promised = promised
         priority = entry.ticket.priority
         # What its tenant may have binds the workers' schedulers as well as the line here.
         self.request = request if priority == request.priority else replace(request, priority=priority)
         self.shown = sum(point.num_tokens for point in request.resume)
         """Tokens still to come that the client has."""
+        self.passed = 0
+        """Those that came."""
         self.taken = False
+        self.adopted: frozenset[int] = frozenset()
 
-    def take(self) -> None:
-        """A worker took it, or may have."""
-        self.taken = True
+    def take(self, adopted: frozenset[int]) -> None:
+        """A worker took it, or may have; these choices of it one still had."""
+        self.taken, self.adopted = True, adopted
 
 
 class _Counting:

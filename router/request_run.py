@@ -78,6 +78,11 @@ class RequestRun:
         """Once it is closed: whether a worker took anything of it, or may have."""
         return any(standing.was_taken for standing in self._standings)
 
+    @property
+    def adopted(self) -> frozenset[int]:
+        """Choices that go on where a worker still had them; the others are generated from their beginning."""
+        return frozenset(standing.index for standing in self._standings if standing.was_adopted)
+
     def start(self) -> None:
         """Send every choice to a worker. Raises the errors of Generator."""
         if self._request.deadline_s is not None:

@@ -59,6 +59,8 @@ class _Account:
     requests: TokenBucket | None
     tokens: TokenBucket | None
     num_inflight: int = 0
+    num_promised: int = 0
+    """Of those."""
     mean_s: float = _PER_REQUEST_S
     """How long a request takes."""
     epoch: int = 0
@@ -84,6 +86,11 @@ class _Account:
         self.touched_s = now_s
         self.use(requests, tokens, now_s)
 
+    def left(self, grant: "Grant") -> None:
+        """One is over."""
+        self.num_inflight -= 1
+        self.num_promised -= grant.promised
+
     def use(self, requests: int, tokens: float, now_s: float) -> None:
         """Use, here or elsewhere."""
         if self.requests is not None and requests:
@@ -97,8 +104,7 @@ class Grant:
     """One request's part of its tenant's limits, until it is given back."""
 
     tenant: str
-    num_requests: int
-    """0 for one that was counted when it began."""
+    promised: bool
     estimated_tokens: float
     since_s: float
     given_back: bool = field(default=False)
@@ -131,18 +137,22 @@ class Limiter:
         """Accepted and not yet ended."""
         return self._account(tenant).num_inflight
 
-    def admit(self, tenant: str, estimated_tokens: float, *, promised: bool = False) -> Grant:
-        """Count a request in. `promised`: one that goes on is counted and never refused.
+    def admit(self, tenant: str, estimated_tokens: float, *, promised: bool = False, leaving: int = 0) -> Grant:
+        """Count a request in. `promised`: a stream that goes on, whose former run may still be counted somewhere.
 
-        Raises Overloaded that names the limit and says when to come back.
+        It puts the accounts into debt if need be, which whatever comes next has to wait for, and as many may go on at a
+        time as may run. `leaving`: requests that end when this one begins. Raises Overloaded that names the limit and
+        says when to come back.
         """
         account, now_s = self._account(tenant), self._clock()
         if not promised:
-            self._check(tenant, account, estimated_tokens, now_s)
-        num_requests = 0 if promised else 1
-        account.take(num_requests, estimated_tokens, now_s)
+            self._check(tenant, account, estimated_tokens, now_s, leaving)
+        elif (most := account.limits.concurrent_requests) is not None and account.num_promised >= most:
+            raise _over("concurrent_requests", most, account.mean_s / most)
+        account.take(1, estimated_tokens, now_s)
         account.num_inflight += 1
-        return Grant(tenant=tenant, num_requests=num_requests, estimated_tokens=estimated_tokens, since_s=now_s)
+        account.num_promised += promised
+        return Grant(tenant=tenant, promised=promised, estimated_tokens=estimated_tokens, since_s=now_s)
 
     def settle(self, grant: Grant, used_tokens: float) -> None:
         """The request has ended and took so many tokens."""
@@ -152,7 +162,7 @@ class Limiter:
         account, now_s = self._account(grant.tenant), self._clock()
         account.mean_s += _SMOOTHING * (now_s - grant.since_s - account.mean_s)
         account.take(0, used_tokens - grant.estimated_tokens, now_s)
-        account.num_inflight -= 1
+        account.left(grant)
 
     def cancel(self, grant: Grant) -> None:
         """The request was refused after all, for no fault of its tenant: it costs nothing."""
@@ -160,8 +170,8 @@ class Limiter:
             return
         grant.given_back = True
         account, now_s = self._account(grant.tenant), self._clock()
-        account.take(-grant.num_requests, -grant.estimated_tokens, now_s)
-        account.num_inflight -= 1
+        account.take(-1, -grant.estimated_tokens, now_s)
+        account.left(grant)
 
     def usages(self) -> list[Usage]:
         """Of tenants with limits that have requests here, or had some lately; the latest first."""
@@ -177,10 +187,10 @@ class Limiter:
         """Another router has given a tenant so much more."""
         self._account(tenant).use(requests, float(tokens), self._clock())
 
-    def _check(self, tenant: str, account: _Account, estimated_tokens: float, now_s: float) -> None:
+    def _check(self, tenant: str, account: _Account, estimated_tokens: float, now_s: float, leaving: int) -> None:
         limits = account.limits
         most = limits.concurrent_requests
-        if most is not None and account.num_inflight + self.num_elsewhere(tenant) >= most:
+        if most is not None and account.num_inflight - leaving + self.num_elsewhere(tenant) >= most:
             raise _over("concurrent_requests", most, account.mean_s / most)
         if account.requests is not None and (wait_s := account.requests.wait_s(1.0, now_s)) > 0.0:
             raise _over("requests_per_minute", limits.requests_per_minute, wait_s)

@@ -42,6 +42,7 @@ PURE = (
     "router.admission",
     "router.attempts",
     "router.board_view",
+    "router.continuations",
     "router.peer_load",
     "router.placement",
     "router.prefix_map",

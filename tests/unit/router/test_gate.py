@@ -1,9 +1,6 @@
 """Requests at the gate: real sessions and dispatch behind it, fake workers behind those."""
 
 import asyncio
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -12,35 +9,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.admission_counts import Rejection
 from router.admission_metrics import MAX_TENANTS, AdmissionMetrics
-from router.cluster_room import RoomPolicy
-from router.fair_admission import AdmissionPolicy, Entry, FairAdmission
-from router.gate import Gate
-from router.requests import ResumePoint, RoutedRequest
-from router.tenant_limits import Limiter
+from router.fair_admission import Entry
 from tandem.admission_config import LimitsConfig, TenantLimits
 from tandem.errors import Overloaded, RequestTooLarge, Unavailable
-from tandem.ids import Incarnation
 from tests.fake_worker import FakeWorker, Submission, expected_tokens, hold
-from tests.unit.router.cluster import PROMPT, Cluster, cluster, collect, routed
-
-
-@asynccontextmanager
-async def gated(
-    *workers: FakeWorker, running: int = 1, limits: LimitsConfig | None = None, **bounds: float
-) -> AsyncIterator[tuple[Gate, Cluster]]:
-    async with cluster(*workers) as core:
-        admission = FairAdmission(
-            view=core.registry.view,
-            places=lambda _: 100,
-            limiter=Limiter(limits or LimitsConfig(), clock=time.monotonic),
-            policy=AdmissionPolicy(room=RoomPolicy(max_running_per_worker=running), **bounds),
-            clock=time.monotonic,
-        )
-        yield Gate(core.dispatcher, admission, core.registry), core
-
-
-def of(tenant: str, number: int) -> RoutedRequest:
-    return replace(routed(request_id=f"{tenant}{number}"), tenant=tenant)
+from tests.unit.router.cluster import PROMPT, collect, routed
+from tests.unit.router.gates import gated, of
 
 
 async def test_requests_run_in_turn_and_every_answer_is_whole() -> None:
@@ -122,24 +96,6 @@ async def test_a_request_larger_than_every_pool_is_refused_at_once_by_a_busy_clu
         (await worker.submissions.get()).give_all()
         await asyncio.gather(*running)
         core.assert_idle()
-
-
-async def test_a_continued_stream_passes_every_bound() -> None:
-    worker = FakeWorker("d0", script=hold)
-    limits = LimitsConfig(default=TenantLimits(concurrent_requests=1))
-    async with gated(worker, limits=limits) as (gate, _):
-        running = asyncio.create_task(collect(gate.generate(of("a", 0))))
-        held = await worker.submissions.get()
-        with pytest.raises(Overloaded):
-            await collect(gate.generate(of("a", 1)))
-        worker.script = _answer
-        point = ResumePoint(worker=Incarnation(99), num_tokens=3)
-        tokens = await collect(gate.generate(replace(of("a", 2), resume=(point,), resumptions=1)))
-        assert tokens[0] == expected_tokens(PROMPT, count=8, seed=3)
-        # Only what the client did not have is counted.
-        assert gate.admission.counts.tenants["a"].output_tokens == 5
-        held.give_all()
-        await running
 
 
 async def _answer(submission: Submission) -> None:

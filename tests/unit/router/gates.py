@@ -1,0 +1,36 @@
+"""A gate for the tests: real sessions and dispatch behind it, fake workers behind those."""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from router.cluster_room import RoomPolicy
+from router.continuations import Continuations
+from router.fair_admission import AdmissionPolicy, FairAdmission
+from router.gate import Gate
+from router.requests import RoutedRequest
+from router.tenant_limits import Limiter
+from tandem.admission_config import LimitsConfig
+from tests.fake_worker import FakeWorker
+from tests.unit.router.cluster import Cluster, cluster, routed
+
+
+@asynccontextmanager
+async def gated(
+    *workers: FakeWorker, running: int = 1, passing: int = 100, limits: LimitsConfig | None = None, **bounds: float
+) -> AsyncIterator[tuple[Gate, Cluster]]:
+    async with cluster(*workers) as core:
+        admission = FairAdmission(
+            view=core.registry.view,
+            places=lambda _: 100,
+            limiter=Limiter(limits or LimitsConfig(), clock=time.monotonic),
+            policy=AdmissionPolicy(room=RoomPolicy(max_running_per_worker=running), **bounds),
+            clock=time.monotonic,
+        )
+        continuations = Continuations(most=passing, remembered_s=600.0, clock=time.monotonic)
+        yield Gate(core.dispatcher, admission, core.registry, continuations), core
+
+
+def of(tenant: str, number: int) -> RoutedRequest:
+    return replace(routed(request_id=f"{tenant}{number}"), tenant=tenant)
