@@ -54,6 +54,8 @@ from tandem.worker_identity import draw_incarnation
 _COLLECT_AFTER = (20_000, 20, 20)
 """Objects made and not freed before a collection looks at the young ones: hardly anything here is in a cycle, and with
 Python's 700 a busy router looks for them during one request in two."""
+_HAND_OVER_S = 1.0
+"""For requests that are on their way over connections to a process that leaves its doors to others."""
 _log = logging.getLogger(__name__)
 
 
@@ -99,7 +101,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         await lifetime.wait()
         readiness.drain()
         await canary.stop()
-        await drain(gate, http, rpc, drain_s=drain_s)
+        await drain(gate, http, rpc, drain_s=drain_s, is_alone=place.siblings is None)
 
 
 async def _join_workers(
@@ -209,18 +211,25 @@ def _model_info(registry: WorkerRegistry) -> ModelInfo:
     )
 
 
-async def drain(dispatcher: Dispatcher | Gate, http: HttpDoor, rpc: GrpcDoor, *, drain_s: float) -> None:
+async def drain(
+    dispatcher: Dispatcher | Gate, http: HttpDoor, rpc: GrpcDoor, *, drain_s: float, is_alone: bool = True
+) -> None:
     """Refuse what is new at both doors, let what was accepted end, close both: all within one bound.
 
-    The doors listen until then, so that a client is told to go elsewhere rather than find nobody.
+    The doors of a router that is alone listen until then, so that a client is told to go elsewhere rather than find
+    nobody. Where others share them they have what is new at once, and who is connected has a moment to be served.
     """
     ends_s = time.monotonic() + drain_s
     await rpc.set_serving(False)
-    await dispatcher.drain(most_s=drain_s)
-    left_s = max(0.0, ends_s - time.monotonic())
     async with asyncio.TaskGroup() as closing:
+        if not is_alone:
+            closing.create_task(rpc.stop(drain_s))
+            await http.hand_over(min(_HAND_OVER_S, drain_s))
+        await dispatcher.drain(most_s=max(0.0, ends_s - time.monotonic()))
+        left_s = max(0.0, ends_s - time.monotonic())
         closing.create_task(http.stop(left_s))
-        closing.create_task(rpc.stop(left_s))
+        if is_alone:
+            closing.create_task(rpc.stop(left_s))
 
 
 if __name__ == "__main__":

@@ -11,11 +11,13 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from router.http.handover import leave_port
 from router.http.link import EXTENSION
 from router.http.middleware import MAX_HEADER_BYTES
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 65
+_LOOK_S = 0.05
 _MAX_URL_BYTES = 8 << 10
 _MAX_HEAD_BYTES = 4 * MAX_HEADER_BYTES
 """Beyond what the application answers with 400, the connection is closed: a head may otherwise be endless."""
@@ -156,6 +158,16 @@ class HttpDoor:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.stop(self._grace_s)
+
+    async def hand_over(self, most_s: float) -> None:
+        """Leave what is new to the other processes, and serve who is connected, at most for so long."""
+        if self._socket is None:
+            return
+        await leave_port(self._server, self._socket)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                while self._server.server_state.connections:  # noqa: ASYNC110 - uvicorn tells nobody
+                    await asyncio.sleep(_LOOK_S)
 
     async def stop(self, grace_s: float) -> None:
         """Take no more connections; running requests may end within `grace_s`. Once is enough."""

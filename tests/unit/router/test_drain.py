@@ -1,6 +1,8 @@
 """The end of a router: new requests are refused at both doors while accepted ones end, within one bound."""
 
 import asyncio
+import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -9,17 +11,22 @@ import grpc.aio
 import httpx
 import pytest
 
+from router import __main__ as router_main
 from router.__main__ import drain
 from router.grpc.server import GrpcDoor, build_server
 from router.http.app import create_app
 from router.http.server import HttpDoor
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceStub
-from tests.fake_worker import FakeWorker, hold
+from tests.fake_worker import FakeWorker, Submission, hold
 from tests.unit.router import doors
 from tests.unit.router.cluster import Cluster, cluster
 
 BODY = {"prompt": "a", "max_tokens": 4}
+_JSON = json.dumps(BODY).encode()
+REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Type: application/json\r\n"
+REQUEST += b"Content-Length: %d\r\n\r\n%b" % (len(_JSON), _JSON)
+WAIT_S = 20.0
 
 
 @dataclass
@@ -35,8 +42,8 @@ class _Router:
     async def ask(self) -> httpx.Response:
         return await self.client.post(f"http://127.0.0.1:{self.http.port}/v1/completions", json=BODY)
 
-    async def drain(self, drain_s: float) -> None:
-        await drain(self.core.dispatcher, self.http, self.rpc, drain_s=drain_s)
+    async def drain(self, drain_s: float, *, is_alone: bool = True) -> None:
+        await drain(self.core.dispatcher, self.http, self.rpc, drain_s=drain_s, is_alone=is_alone)
 
 
 @asynccontextmanager
@@ -91,3 +98,71 @@ async def test_both_doors_share_one_bound() -> None:
         with pytest.raises(grpc.aio.AioRpcError):
             await reading
         await asyncio.gather(asking, return_exceptions=True)
+
+
+async def test_a_router_that_is_not_alone_leaves_what_is_new_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And serves who is connected, whether it has asked before or not."""
+    monkeypatch.setattr(router_main, "_HAND_OVER_S", 60.0)
+    worker = FakeWorker("d0")
+    async with _router(worker) as router:
+        assert (await router.ask()).status_code == 200
+        worker.script = hold
+        call = router.stub.Generate(pb.GenerateRequest(prompt="a"))
+        reading = asyncio.create_task(call.read())
+        for _ in range(2):
+            running = await worker.submissions.get()
+        worker.script = _answer
+        silent = await asyncio.open_connection("127.0.0.1", router.http.port)
+        draining = asyncio.create_task(router.drain(60.0, is_alone=False))
+        await _until_refused(router.http.port)
+        await _until_refused(router.rpc.port)
+        assert b"connection: close\r\n" in await _answered(*silent)
+        kept = await router.ask()
+        assert (kept.status_code, kept.headers["connection"]) == (200, "close")
+        with pytest.raises(httpx.ConnectError):
+            await router.ask()
+        assert not draining.done()
+        running.give_all()
+        assert (await reading).token_ids
+        await draining
+
+
+async def _answer(submission: Submission) -> None:
+    submission.give_all()
+
+
+async def test_who_was_in_the_queue_of_a_port_that_is_left_is_served() -> None:
+    worker = FakeWorker("d0")
+    async with _router(worker) as router:
+        unseen = [socket.create_connection(("127.0.0.1", router.http.port)) for _ in range(20)]
+        # The event loop has not run since, and does not before the queue is emptied.
+        await router.http.hand_over(0.0)
+        await _until_refused(router.http.port)
+        for connection in unseen:
+            connection.setblocking(False)
+            assert b"connection: close\r\n" in await _answered(*await asyncio.open_connection(sock=connection))
+
+
+async def _answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    """All that the door says to a request until it closes."""
+    writer.write(REQUEST)
+    answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    return answer
+
+
+async def _until_refused(port: int) -> None:
+    """Nobody listens there any more."""
+    async with asyncio.timeout(WAIT_S):
+        while await _is_open(port):
+            pass
+
+
+async def _is_open(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except ConnectionRefusedError:
+        return False
+    writer.close()
+    return True

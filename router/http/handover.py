@@ -1,0 +1,51 @@
+"""One of several processes that share a port leaves it to the others, so that no client is refused for it.
+
+Until a process closes its socket the kernel gives it its share of what is new; what is in the socket's queue by then is
+reset. So the queue is emptied in the same breath. Who is connected already is served, and told to come back over
+another connection, which one of the others will have. A client whose handshake falls between the last look into the
+queue and the close, some microseconds, is reset all the same.
+"""
+
+import asyncio
+import contextlib
+import socket
+from functools import partial
+from typing import Any, cast
+
+import uvicorn
+
+_CLOSE = (b"connection", b"close")
+
+
+async def leave_port(server: uvicorn.Server, listening: socket.socket) -> None:
+    """Stop listening at once; connections that are there stay, each for one answer more."""
+    arrived = _arrived(listening)
+    for one in server.servers:
+        one.close()
+    listening.close()
+    # The second is made of the first, once a second.
+    server.config.encoded_headers = [*server.config.encoded_headers, _CLOSE]
+    server.server_state.default_headers = [*server.server_state.default_headers, _CLOSE]
+    loop = asyncio.get_running_loop()
+    protocol = partial(
+        cast("Any", server.config.http_protocol_class),
+        config=server.config,
+        server_state=server.server_state,
+        app_state=server.lifespan.state,
+    )
+    for connection in arrived:
+        # Its client may have left already.
+        with contextlib.suppress(OSError):
+            await loop.connect_accepted_socket(protocol, connection)
+
+
+def _arrived(listening: socket.socket) -> list[socket.socket]:
+    """Connections that the kernel has accepted and the event loop has not seen yet."""
+    arrived = []
+    listening.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            connection, _ = listening.accept()
+            connection.setblocking(False)
+            arrived.append(connection)
+    return arrived
