@@ -1,6 +1,7 @@
 """One OS process of ours: started, listened to, signalled and reaped, all through callbacks on the running loop.
 
-A child says that it serves by one JSON line on a pipe (`--ready-fd`); stdout and stderr come back as log lines. It
+A child says that it serves by one JSON line on a pipe (`--ready-fd`), and may say there, from then on, that it is alive
+(`tandem.heartbeat`); stdout and stderr come back as log lines. It
 leads its own session, so that a terminal's Ctrl-C reaches only the supervisor, and it asks the kernel for SIGKILL
 should the supervisor vanish. Signals go through `subprocess.Popen`, which never signals a pid that was reaped.
 """
@@ -36,6 +37,7 @@ class Callbacks:
     """Whom a child tells what; each is called on the event loop."""
 
     on_ready: Callable[[Mapping[str, Any]], None]
+    on_beat: Callable[[], None]
     on_log: Callable[[str], None]
     on_exit: Callable[[int], None]
     """Last of all, after every log line that was written before the end."""
@@ -51,6 +53,7 @@ class Child:
         self._callbacks = callbacks
         self._loop = asyncio.get_running_loop()
         self._ready = bytearray()
+        self._is_announced = False
         self._log = bytearray()
         self._ready_fd, ready_child = os.pipe()
         self._log_fd, log_child = os.pipe()
@@ -100,13 +103,19 @@ class Child:
         data = _read(self._ready_fd)
         if data is None:
             return
-        self._ready += data
-        if data and b"\n" not in self._ready and len(self._ready) <= MAX_READY_BYTES:
+        if not data:
+            self._close(self._ready_fd)
+        if self._is_announced:
+            if data:
+                self._callbacks.on_beat()
             return
-        self._close(self._ready_fd)
+        self._ready += data
         line, newline, _ = self._ready.partition(b"\n")
         if newline:
+            self._is_announced = True
             self._announce(bytes(line))
+        elif data and len(line) > MAX_READY_BYTES:
+            self._close(self._ready_fd)
 
     def _announce(self, line: bytes) -> None:
         try:
@@ -138,7 +147,7 @@ class Child:
 
     def _exited(self) -> None:
         status = self._process.wait()
-        if self._ready_fd in self._open_fds:
+        if self._ready_fd in self._open_fds and not self._is_announced:
             self._read_ready()
         while self._log_fd in self._open_fds and self._read_log():
             pass

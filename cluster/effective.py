@@ -148,7 +148,7 @@ def plan_routers(config: ClusterConfig) -> list[ProcessPlan]:
     if count == 1:
         return [ProcessPlan(name=ROUTER_NAME, role=Role.ROUTER, drain_s=drain_s)]
     return [
-        ProcessPlan(name=f"{ROUTER_NAME}-{i}", role=Role.ROUTER, index=i, count=count, drain_s=drain_s)
+        ProcessPlan(name=f"{ROUTER_NAME}-{i}", role=Role.ROUTER, index=i, count=count, drain_s=drain_s, beats=True)
         for i in range(count)
     ]
 

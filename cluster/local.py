@@ -245,6 +245,7 @@ class LocalCluster:
         plan = self._plans[name]
         callbacks = Callbacks(
             on_ready=lambda info: self._on_ready(name, info),
+            on_beat=lambda: self._supervisor.on_beat(name, self._now()),
             on_log=lambda line: self._on_log(name, line),
             on_exit=lambda status: self._on_exit(name, status),
         )

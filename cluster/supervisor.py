@@ -1,8 +1,8 @@
 """Decides what the local supervisor does: which process starts, restarts, is signalled or given up.
 
-Pure: facts come in (ready, exited, a user's Ctrl-C, time passed), actions go out; the clock is an argument. The life
-of one process: PENDING → STARTING → READY → (dies) BACKOFF → STARTING …, and in the end EXITED, or ABANDONED when it
-keeps dying. Workers start first and together, then the router; a stop goes the other way, so that the router can
+Pure: facts come in (ready, alive, exited, a user's Ctrl-C, time passed), actions go out; the clock is an argument. The
+life of one process: PENDING → STARTING → READY → (dies) BACKOFF → STARTING …, and in the end EXITED, or ABANDONED when
+it keeps dying. Workers start first and together, then the router; a stop goes the other way, so that the router can
 finish what its workers still owe it.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
+from router.silence import SilenceWatch
 from tandem.errors import InvariantError
 
 
@@ -22,6 +23,8 @@ class Role(Enum):
     ROUTER = "router"
 
 
+_LOOK_S = 1.0
+"""Between two looks at who is silent."""
 REQUIRED_ROLES = (Role.DECODE, Role.ROUTER)
 """Without one of each nothing is answered; without prefill workers the decode workers compute prompts themselves."""
 
@@ -64,6 +67,8 @@ class ProcessPlan:
     """Processes that share what this one does, such as a router's ports."""
     drain_s: float = 30.0
     """Most seconds from SIGTERM to SIGKILL."""
+    beats: bool = False
+    """Once it is ready it says all the time that it is alive."""
 
     @property
     def stage(self) -> Stage:
@@ -79,6 +84,8 @@ class Policy:
     """A large model on a slow disk takes minutes to load."""
     stop_early_s: float = 5.0
     """Most time to end after SIGTERM for a process that owes nobody anything."""
+    silence_s: float = 4.0
+    """A process that beats and has said nothing for so long hangs."""
     stable_s: float = 30.0
     """A process that was ready this long has forgotten its earlier deaths."""
     backoff_s: float = 0.25
@@ -126,6 +133,9 @@ class _Process:
     ready_at: float | None = None
     deadline: float | None = None
     """Of the start, of the backoff or of the drain, by the state."""
+    watch: SilenceWatch | None = None
+    look_at: float | None = None
+    """When `watch` is asked next."""
     terminated: bool = False
     rapid_deaths: int = 0
 
@@ -168,15 +178,24 @@ class Supervisor:
         process.state, process.ready_at, process.deadline = ProcessState.READY, now, None
         notes: list[Action] = [Note(name=name, text="is back")] if process.was_ready else []
         process.was_ready = True
+        if process.plan.beats:
+            process.watch = SilenceWatch(silence_s=self.policy.silence_s, period_s=_LOOK_S, now_s=now)
+            process.look_at = now + _LOOK_S
         if self.phase is Phase.STARTING:
             if all(p.state is ProcessState.READY for p in self._processes.values()):
                 self.phase = Phase.RUNNING
             return notes + self._launch_pending(now)
         return notes
 
+    def on_beat(self, name: str, now: float) -> None:
+        """A process says that it is alive."""
+        if (watch := self._processes[name].watch) is not None:
+            watch.heard(now)
+
     def on_exited(self, name: str, status: int, now: float) -> list[Action]:
         """A process ended; `status` is negative when a signal ended it, as in `subprocess`."""
         process = self._processes[name]
+        process.watch = process.look_at = None
         if self.phase in (Phase.STOPPING, Phase.STOPPED):
             process.state, process.deadline = ProcessState.EXITED, None
             return self._advance_stop(now)
@@ -197,9 +216,13 @@ class Supervisor:
         """Whatever time has made due; call at `next_wake`, calling more often does no harm."""
         actions: list[Action] = []
         for process in self._processes.values():
+            name = process.plan.name
+            if self._is_silent(process, now):
+                text = f"says nothing for {self.policy.silence_s:g} s: killed"
+                actions += [Note(name=name, text=text, is_error=True), Send(name=name, signum=signal.SIGKILL)]
             if process.deadline is None or now < process.deadline:
                 continue
-            name, process.deadline = process.plan.name, None
+            process.deadline = None
             if process.state is ProcessState.BACKOFF:
                 actions += self._launch(process, now)
             elif process.is_alive:
@@ -212,7 +235,8 @@ class Supervisor:
 
     def next_wake(self) -> float | None:
         """When `tick` next has something to do, if nothing else happens."""
-        return min((p.deadline for p in self._processes.values() if p.deadline is not None), default=None)
+        due = (at for p in self._processes.values() for at in (p.deadline, p.look_at) if at is not None)
+        return min(due, default=None)
 
     def stop(self, now: float) -> list[Action]:
         """End everything in order, each process finishing its work within its bound."""
@@ -221,7 +245,7 @@ class Supervisor:
         was_running, self.phase = self.phase is Phase.RUNNING, Phase.STOPPING
         actions: list[Action] = []
         for process in self._processes.values():
-            process.deadline = None
+            process.deadline = process.watch = process.look_at = None
             if not process.is_alive:
                 process.state = ProcessState.EXITED
             elif not was_running:  # no request was ever accepted, so nothing needs an order
@@ -236,6 +260,17 @@ class Supervisor:
             process.terminated, process.deadline = True, None
         kills: list[Action] = [Send(name=p.plan.name, signum=signal.SIGKILL) for p in alive]
         return [a for a in actions if not isinstance(a, Send)] + kills
+
+    @staticmethod
+    def _is_silent(process: _Process, now: float) -> bool:
+        """Whether that has turned out now; one that is to be killed is not looked at any more."""
+        if process.watch is None or process.look_at is None or now < process.look_at:
+            return False
+        process.look_at = now + _LOOK_S
+        if not process.watch.is_silent(now):
+            return False
+        process.watch = process.look_at = None
+        return True
 
     def _launch_pending(self, now: float) -> list[Action]:
         """The next stage, once every process before it is ready."""

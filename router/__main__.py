@@ -41,10 +41,11 @@ from tandem.block_hash import BlockHasher
 from tandem.board.settings import board_settings
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
+from tandem.heartbeat import Heartbeat
 from tandem.hosts import join, reachable
 from tandem.ids import Incarnation
 from tandem.model_path import model_directory
-from tandem.process import Lifetime, RouterPlace, announce, router_main
+from tandem.process import Lifetime, RouterPlace, router_main
 from tandem.registry import StaticDirectory, WorkerDirectory
 from tandem.rpc import ClusterAuth, open_channel
 from tandem.telemetry import open_tracer
@@ -65,6 +66,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
     tokenizer = await asyncio.to_thread(Tokenizer.load, model_directory(config.model.path))
     registry = WorkerRegistry(prefix_map=PrefixMap(), clock=time.monotonic)
     async with AsyncExitStack() as stack:
+        heart = stack.enter_context(Heartbeat(place.ready_fd, beats=place.siblings is not None))
         tracer = open_tracer(
             stack, config.telemetry, service="tandem-router", instance=f"router.{socket.gethostname()}"
         )
@@ -96,7 +98,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         # What was made until now lives as long as the process: collections need not look at it.
         gc.freeze()
         gc.set_threshold(*_COLLECT_AFTER)
-        announce(place.ready_fd, {"http": f"http://{join(shown, http.port)}", "grpc": join(shown, rpc.port)})
+        heart.begin({"http": f"http://{join(shown, http.port)}", "grpc": join(shown, rpc.port)})
         _log.info("router serves HTTP on %s:%d and gRPC on %s:%d", where, http.port, where, rpc.port)
         await lifetime.wait()
         readiness.drain()

@@ -70,6 +70,14 @@ async def test_one_of_them_dies_and_comes_back(cluster, oracle):
     assert await asyncio.gather(*(ask(cluster, prompt) for _ in range(ASKED))) == [expected] * ASKED
 
 
+async def test_one_of_them_that_hangs_is_noticed_and_replaced(cluster, oracle):
+    prompt, pid = oracle.story(9502, 60), cluster.pid("router-2")
+    cluster.local.kill("router-2", signal.SIGSTOP)
+    await cluster.local.wait_ready("router-2", after_pid=pid)
+    assert any(line.startswith("router-2: says nothing") for line in cluster.logs.lines)
+    assert await asyncio.gather(*(ask(cluster, prompt) for _ in range(ASKED))) == [oracle.tokens(prompt, 8)] * ASKED
+
+
 async def test_a_limit_is_one_limit_whichever_of_them_is_asked(cluster):
     served, refused_in_a_row = 0, 0
     while refused_in_a_row < 4 * NUM_PROCESSES and served < PER_MINUTE * NUM_PROCESSES:

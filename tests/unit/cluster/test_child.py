@@ -15,10 +15,10 @@ class Heard:
 
     def __init__(self):
         self.ready, self.lines, self.status = [], [], None
-        self.ended, self.serves = asyncio.Event(), asyncio.Event()
+        self.ended, self.serves, self.beats = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     def callbacks(self):
-        return Callbacks(on_ready=self.on_ready, on_log=self.lines.append, on_exit=self.on_exit)
+        return Callbacks(on_ready=self.on_ready, on_beat=self.beats.set, on_log=self.lines.append, on_exit=self.on_exit)
 
     def on_ready(self, info):
         self.ready.append(info)
@@ -65,6 +65,22 @@ async def test_a_bad_ready_line_is_fatal(ready):
 async def test_a_ready_line_in_pieces():
     heard = await run("os.write(fd, b'{\"a\":')\ntime.sleep(0.05)\nos.write(fd, b' 2}\\n')\nos.close(fd)")
     assert heard.ready == [{"a": 2}]
+
+
+async def test_beats_after_the_ready_line_are_heard():
+    heard = Heard()
+    child = spawn("os.write(fd, b'{\"a\": 1}\\n')\nos.read(0, 1)\nwhile os.write(fd, b'.'): time.sleep(0.01)", heard)
+    for _ in range(3):
+        await heard.beats.wait()
+        heard.beats.clear()
+    assert heard.ready == [{"a": 1}]
+    child.send(signal.SIGKILL)
+    await heard.ended.wait()
+
+
+async def test_who_beats_no_more_is_heard_of_no_more():
+    heard = await run("os.write(fd, b'{}\\n.')\nos.close(fd)\nsys.exit(3)")
+    assert (heard.ready, heard.status) == ([{}], 3)
 
 
 async def test_a_grandchild_that_keeps_the_pipe_open_delays_nothing():

@@ -242,3 +242,56 @@ def test_whatever_happens_processes_are_launched_and_signalled_only_when_they_sh
             alive.discard(name)
             carry_out(supervisor.on_exited(name, 0, now))
     assert supervisor.phase is Phase.STOPPED
+
+
+def pair(silence_s=4.0):
+    supervisor = Supervisor(
+        [
+            ProcessPlan(name="decode-0", role=Role.DECODE),
+            *(ProcessPlan(name=f"router-{i}", role=Role.ROUTER, index=i, count=2, beats=True) for i in range(2)),
+        ],
+        Policy(silence_s=silence_s),
+    )
+    supervisor.start(0)
+    for name in ("decode-0", "router-0", "router-1"):
+        supervisor.on_ready(name, 0)
+    return supervisor
+
+
+def pass_time(supervisor, since, until, *, beating=()):
+    """Every half second these beat, and the alarm rings when it was set; what that comes to."""
+    actions = []
+    for half in range(int(2 * since) + 1, int(2 * until) + 1):
+        now = half / 2
+        for name in beating:
+            supervisor.on_beat(name, now)
+        if (wake := supervisor.next_wake()) is not None and wake <= now:
+            actions += supervisor.tick(now)
+    return actions
+
+
+def test_a_process_that_should_beat_and_does_not_is_killed_and_started_again():
+    supervisor = pair()
+    assert pass_time(supervisor, 0, 60, beating=("router-0", "router-1")) == []
+    actions = pass_time(supervisor, 60, 70, beating=("router-0",))
+    assert sent(actions) == [("router-1", signal.SIGKILL)]
+    assert [a.text for a in actions if isinstance(a, Note)] == ["says nothing for 4 s: killed"]
+    assert any("restart" in note.text for note in supervisor.on_exited("router-1", -signal.SIGKILL, 70))
+    assert launched(pass_time(supervisor, 70, 80, beating=("router-0",))) == ["router-1"]
+    # Who has not said yet that it serves is waited for as ever.
+    assert pass_time(supervisor, 80, 100, beating=("router-0",)) == []
+
+
+def test_time_in_which_the_supervisor_did_not_run_is_nobodys_silence():
+    supervisor = pair()
+    pass_time(supervisor, 0, 10, beating=("router-0", "router-1"))
+    assert supervisor.tick(500.0) == []
+    assert pass_time(supervisor, 500, 520, beating=("router-0", "router-1")) == []
+
+
+def test_whoever_drains_is_given_its_time_and_no_more():
+    supervisor = pair()
+    pass_time(supervisor, 0, 10, beating=("router-0", "router-1"))
+    supervisor.stop(10)
+    assert pass_time(supervisor, 10, 39) == []
+    assert sent(pass_time(supervisor, 39, 45)) == [("router-0", signal.SIGKILL), ("router-1", signal.SIGKILL)]
