@@ -15,6 +15,8 @@ _MINUTE_S = 60.0
 _PER_REQUEST_S = 1.0
 """What a tenant at its bound of concurrent requests is told when none of its requests has ended yet."""
 _SMOOTHING = 0.2
+_USUAL_PRIORITY = 0
+"""The best that a key has of which nothing else is said."""
 RECENT_S = 2 * _MINUTE_S
 """After so long without use every account is full again, and what was used before concerns nobody."""
 
@@ -131,7 +133,10 @@ class Limiter:
     def priority(self, tenant: str, asked: int) -> int:
         """The best that it may have of what it asked for."""
         best = self.of(tenant).best_priority
-        return asked if best is None else max(asked, best)
+        if best is None:
+            # The nameless tenant is everybody, where no keys are configured.
+            best = _USUAL_PRIORITY if tenant else asked
+        return max(asked, best)
 
     def num_inflight(self, tenant: str) -> int:
         """Accepted and not yet ended."""

@@ -36,7 +36,7 @@ BearerKey = Annotated[ApiKey, BeforeValidator(_bare_key)]
 
 
 class TenantLimits(Section):
-    """What one tenant may have; null: without a limit."""
+    """What one tenant may have; null: without a limit, but for `best_priority`."""
 
     requests_per_minute: PositiveInt | None = None
     tokens_per_minute: PositiveInt | None = None
@@ -46,7 +46,8 @@ class TenantLimits(Section):
     weight: float = Field(default=1.0, gt=0.0, le=1000.0)
     """Share of a cluster that cannot serve all, relative to other tenants'."""
     best_priority: int | None = None
-    """Requests of a better (lower) priority are treated as of this one."""
+    """Requests of a better (lower) priority are treated as of this one. null: as of 0 where there are keys, for who
+    goes before others is not their own to say; without keys there are no others. -2147483647: as they ask."""
 
 
 class LimitsConfig(Section):

@@ -120,7 +120,7 @@ def test_who_fits_no_pool_neither_waits_nor_holds_anybody_up() -> None:
 
 
 def test_priorities_go_first_and_may_be_bounded() -> None:
-    desk = Desk(limits=LimitsConfig(tenants={"b": TenantLimits(best_priority=1)}))
+    desk = Desk(limits=LimitsConfig(tenants={"a": TenantLimits(best_priority=-1), "b": TenantLimits(best_priority=1)}))
     desk.fill()
     normal, later, bounded, sooner = desk.ask(), desk.ask(priority=5), desk.ask("b", priority=-9), desk.ask(priority=-1)
     assert order(desk, 4) == [sooner, normal, bounded, later]
@@ -261,7 +261,7 @@ def test_who_was_let_in_is_waited_with_for_longer_than_newcomers_are() -> None:
 
 
 def test_a_full_queue_gives_up_the_end_of_the_longest_line() -> None:
-    desk = Desk(max_requests=4)
+    desk = Desk(max_requests=4, limits=LimitsConfig(default=TenantLimits(best_priority=-1)))
     desk.fill()
     many = [desk.ask("greedy") for _ in range(4)]
     modest = desk.ask("modest")

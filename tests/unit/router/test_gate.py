@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.admission_counts import Rejection
 from router.admission_metrics import MAX_TENANTS, AdmissionMetrics
 from router.fair_admission import Entry
+from router.frontend import MAX_PRIORITY
 from tandem.admission_config import LimitsConfig, TenantLimits
 from tandem.errors import Overloaded, RequestTooLarge, Unavailable
 from tests.fake_worker import FakeWorker, Submission, expected_tokens, hold
@@ -102,10 +103,23 @@ async def _answer(submission: Submission) -> None:
     submission.give_all()
 
 
-@pytest.mark.parametrize(("tenant", "asked", "given"), [("b", -1000, 5), ("b", 7, 7), ("a", -1000, -1000)])
+@pytest.mark.parametrize(
+    ("tenant", "asked", "given"),
+    [
+        ("b", -1000, 5),
+        ("b", 7, 7),
+        # Of a key nobody has said that it goes before others; without keys there is one tenant.
+        ("a", -1000, 0),
+        ("a", 7, 7),
+        ("", -1000, -1000),
+        ("c", -1000, -1000),
+    ],
+)
 async def test_the_best_priority_of_a_tenant_binds_the_workers_as_well(tenant: str, asked: int, given: int) -> None:
     worker = FakeWorker("d0")
-    async with gated(worker, limits=LimitsConfig(tenants={"b": TenantLimits(best_priority=5)})) as (gate, _):
+    best = {"b": TenantLimits(best_priority=5), "c": TenantLimits(best_priority=-MAX_PRIORITY)}
+    limits = LimitsConfig(tenants=best)
+    async with gated(worker, limits=limits) as (gate, _):
         await collect(gate.generate(replace(routed(priority=asked), tenant=tenant)))
         assert worker.submissions.get_nowait().submit.priority == given
 
