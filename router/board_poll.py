@@ -27,14 +27,13 @@ from tandem.board.entries import (
     Share,
     TenantTally,
 )
-from tandem.board.keys import BoardKeys
-from tandem.board.link import Command, RedisLink, Refusal, Reply
+from tandem.board.keys import FORGET_MS, BoardKeys
+from tandem.board.link import Command, RedisLink, RedisSpoilt, Refusal, Reply
 from tandem.ids import Incarnation
 
 _log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-_FORGET_MS = 3_600_000
 _T = TypeVar("_T")
 _Content = tuple[tuple[Share, ...], tuple[TenantTally, ...], tuple[Incarnation, ...]]
 """What a router tells: what it has at each worker, what it has given each tenant, and which other routers it sees."""
@@ -82,6 +81,7 @@ class RegistryPoll:
         self._view = view
         self._directory = directory
         self._due_s = 0.0
+        self._spoilt = False
 
     async def turn(self, now_s: float) -> None:
         """If it is time. Raises RedisDown."""
@@ -90,7 +90,7 @@ class RegistryPoll:
         keys, codec = self._keys, self._reader.codec
         followed = list(self._view)
         heads = [("GETRANGE", keys.head(Process(*key)), 0, SMALL_BYTES) for key in followed]
-        marks, *found = await self._link.ask([("ZREVRANGE", keys.workers, 0, MAX_ADDRESSES - 1), *heads])
+        marks, *found = await self._told([("ZREVRANGE", keys.workers, 0, MAX_ADDRESSES - 1), *heads])
         for key, data in zip(followed, found, strict=True):
             process = Process(*key)
             head = self._reader.opened("head", data, partial(codec.open_head, process=process))
@@ -101,6 +101,17 @@ class RegistryPoll:
         replies = await self._link.ask(notices) if notices else []
         self._directory.told(self._notices(processes, replies), now_s)
         self._due_s = now_s + LOOK_S
+
+    async def _told(self, commands: list[Command]) -> list[Reply]:
+        if self._spoilt:
+            # Workers write themselves down again within a second.
+            await self._link.ask([("DEL", self._keys.workers)])
+            self._spoilt = False
+        try:
+            return await self._link.ask(commands)
+        except RedisSpoilt:
+            self._spoilt = True
+            raise
 
     def _notices(self, processes: list[Process], replies: list[Reply]) -> Iterator[Notice]:
         codec = self._reader.codec
@@ -135,6 +146,7 @@ class LoadExchange:
         self._renew_s = 0.0
         self._sequence = 0
         self._others: tuple[Incarnation, ...] = ()
+        self._spoilt = False
         self.is_told = False
         """Whether Redis takes what this router has to tell."""
 
@@ -145,9 +157,15 @@ class LoadExchange:
         """
         keys, codec, others = self._keys, self._reader.codec, self._others
         content = (in_flight, self._limits.tallies(), others)
-        writing = self._writing(content) if content != self._told or now_s >= self._renew_s else []
+        must_write = self._spoilt or content != self._told or now_s >= self._renew_s
+        writing = self._writing(content) if must_write else []
         reading: list[Command] = [("GETRANGE", keys.load(router), 0, LOAD_BYTES) for router in others]
-        replies = await self._link.ask([*writing, ("ZREVRANGE", keys.routers, 0, MAX_HEARD - 1), *reading])
+        try:
+            replies = await self._link.ask([*writing, ("ZREVRANGE", keys.routers, 0, MAX_HEARD - 1), *reading])
+        except RedisSpoilt:
+            self._spoilt = True
+            raise
+        self._spoilt = False
         if writing and not self._written(replies[: len(writing)], content, now_s):
             await self._link.close()  # after a failover the same address may lead to another server
         members, *values = replies[len(writing) :]
@@ -179,10 +197,14 @@ class LoadExchange:
         load = RouterLoad(router=self._router, sequence=self._sequence, shares=shares, tallies=tallies, hears=hears)
         wall_ms, routers = int(self._wall_clock() * 1e3), self._keys.routers
         sealed = self._reader.codec.seal_load(load)
+        # The others write themselves down again before their leases end.
+        fresh: list[Command] = [("DEL", routers)] if self._spoilt else []
         return [
+            *fresh,
             ("SET", self._keys.load(self._router), sealed, "PX", int(self._peers.lease_s * 1e3)),
             ("ZADD", routers, wall_ms, f"{self._router:x}"),
-            ("ZREMRANGEBYSCORE", routers, "-inf", wall_ms - _FORGET_MS),
+            ("ZREMRANGEBYSCORE", routers, "-inf", wall_ms - FORGET_MS),
+            ("ZREMRANGEBYSCORE", routers, wall_ms + FORGET_MS, "+inf"),
         ]
 
     def _written(self, replies: list[Reply], content: _Content, now_s: float) -> bool:

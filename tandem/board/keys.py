@@ -7,6 +7,9 @@ its own that ends with its lease. Whatever is of a worker is of one process of i
 from tandem.board.entries import Process
 from tandem.ids import Incarnation
 
+FORGET_MS = 3_600_000
+"""Whoever has not been there for so long, or claims to be there so much later, leaves the sorted sets."""
+
 
 class BoardKeys:
     """The keys of one cluster."""

@@ -1,16 +1,17 @@
-"""One connection to Redis whose every wait is bounded: the only importer of redis.
+"""One connection to Redis whose every wait is bounded, and every answer: the only importer of redis.
 
 What goes wrong becomes a RedisDown, after which the connection is thrown away: a late answer is never taken for
-another's. A command that Redis itself refuses is an answer like any other, a Refusal. A circuit breaker says when to
-try again; state changes, not failures, are logged.
+another's. So is an answer larger than anything that one of us has written. A command that Redis itself refuses is an
+answer like any other, a Refusal. A circuit breaker says when to try again; state changes, not failures, are logged.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from tandem.board.bounded_reader import BoundedReader, ReplyTooLarge, most_bytes
 from tandem.board.breaker import CircuitBreaker
 from tandem.board.settings import BoardSettings
 from tandem.errors import ConfigError
@@ -18,6 +19,8 @@ from tandem.errors import ConfigError
 if TYPE_CHECKING:
     from redis.asyncio import Connection
 
+_GREETING_BYTES = 1 << 16
+"""Of all that Redis says while a connection is made."""
 _log = logging.getLogger(__name__)
 
 Command = Sequence[str | bytes | int]
@@ -27,6 +30,10 @@ Reply = Any
 
 class RedisDown(Exception):
     """No answer in time, or no connection; says why."""
+
+
+class RedisSpoilt(RedisDown):
+    """Somebody else's hand: an answer is larger than what we write there can make it."""
 
 
 class Refusal(Exception):
@@ -108,6 +115,9 @@ class RedisLink:
         except TimeoutError:
             await self.close()
             raise self._failed(f"no answer within {self._settings.timeout_s:g} s") from None
+        except ReplyTooLarge as error:
+            await self.close()
+            raise self._failed(str(error), RedisSpoilt) from None
         except self._errors as error:
             await self.close()
             raise self._failed(str(error) or type(error).__name__) from None
@@ -124,6 +134,7 @@ class RedisLink:
         return connection
 
     async def _exchange(self, connection: "Connection", commands: Sequence[Command]) -> list[Reply]:
+        cast("BoundedReader", connection._reader).allow(most_bytes(commands))
         await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
         replies: list[Reply] = []
         for _ in commands:
@@ -144,13 +155,13 @@ class RedisLink:
             self.health.is_up = True
             _log.info("Redis at %s answers (%s)", self._settings.place, self.health.use)
 
-    def _failed(self, reason: str) -> RedisDown:
+    def _failed(self, reason: str, kind: type[RedisDown] = RedisDown) -> RedisDown:
         self._breaker.failed(self._clock())
         self.health.failures += 1
         if self.health.is_up or self.health.failures == 1:
             _log.warning("Redis at %s fails (%s): %s", self._settings.place, self.health.use, reason)
         self.health.is_up, self.health.reason = False, reason
-        return RedisDown(reason)
+        return kind(reason)
 
 
 def _error_classes() -> tuple[tuple[type[Exception], ...], type[Exception]]:
@@ -179,4 +190,16 @@ def _make_connection(settings: BoardSettings) -> "Connection":
         "retry": Retry(NoBackoff(), 0),
         "protocol": 2,
     }
-    return SSLConnection(ssl_ca_certs=settings.ca, **options) if settings.tls else Connection(**options)
+    kind: Any = SSLConnection if settings.tls else Connection
+    if settings.tls:
+        options["ssl_ca_certs"] = settings.ca
+
+    class Bounded(kind):  # type: ignore[misc]
+        """Gives its parser no more than was asked for."""
+
+        async def _connect(self) -> None:
+            await super()._connect()
+            self._reader: Any = BoundedReader(self._reader)
+            self._reader.allow(_GREETING_BYTES)
+
+    return cast("Connection", Bounded(**options))

@@ -15,7 +15,7 @@ from typing import Self
 from tandem.board.breaker import CircuitBreaker
 from tandem.board.entries import SMALL_BYTES, BadEntry, BoardCodec, Footprint, Notice
 from tandem.board.journal import CacheJournal, Write
-from tandem.board.keys import BoardKeys
+from tandem.board.keys import FORGET_MS, BoardKeys
 from tandem.board.link import Command, RedisDown, RedisLink, Refusal, Reply
 from tandem.board.settings import BoardSettings
 from tandem.ids import BlockHash
@@ -28,7 +28,6 @@ GATHER_S = 0.01
 CHECK_S = 1.0
 KEEP_LEASES = 20
 """How many leases a dead worker's cache stays readable: nobody believes in it, but it takes room."""
-_FORGET_MS = 3_600_000
 
 
 class BoardPublisher:
@@ -134,7 +133,8 @@ class BoardPublisher:
         commands: list[Command] = [
             ("SET", keys.notice(process), self._codec.seal_notice(self._notice), "PX", lease_ms),
             ("ZADD", keys.workers, wall_ms, process.mark),
-            ("ZREMRANGEBYSCORE", keys.workers, "-inf", wall_ms - _FORGET_MS),
+            ("ZREMRANGEBYSCORE", keys.workers, "-inf", wall_ms - FORGET_MS),
+            ("ZREMRANGEBYSCORE", keys.workers, wall_ms + FORGET_MS, "+inf"),
             *(("PEXPIRE", key, lease_ms * KEEP_LEASES) for key in cache_keys),
             ("GETRANGE", cache_keys[0], 0, SMALL_BYTES),
             ("STRLEN", cache_keys[1]),

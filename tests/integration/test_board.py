@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -154,16 +155,13 @@ def lie(server: RedisServer, workers: list[PublishingWorker]) -> None:
     """Everything that somebody without the secret can write."""
     forger = BoardCodec(b"not the secret at all", "tandem")
     nobody = Process(WorkerId("d9"), Incarnation(9))
-    for member in (nobody.mark, "\xff\x00", "@", "d9@zz", "x" * 5000):
-        server.do("ZADD", KEYS.workers, 9e15, member)
-        server.do("ZADD", KEYS.routers, 9e15, member)
+    soon_ms = 1e3 * time.time() + 60_000  # before everybody else, and not so late that nobody believes it
+    for member in (nobody.mark, "\xff\x00", "@", "d9@zz", "x" * 5000, "99"):
+        server.do("ZADD", KEYS.workers, soon_ms, member)
+        server.do("ZADD", KEYS.routers, soon_ms, member)
     server.do("SET", KEYS.notice(nobody), forger.seal_notice(notice(nobody)))
-    server.do("ZADD", KEYS.routers, 9e15, "99")
-    server.do(
-        "SET",
-        KEYS.load(Incarnation(0x99)),
-        forger.seal_load(RouterLoad(router=Incarnation(0x99), sequence=1, shares=())),
-    )
+    load = RouterLoad(router=Incarnation(0x99), sequence=1, shares=())
+    server.do("SET", KEYS.load(load.router), forger.seal_load(load))
     first, second = (worker.process for worker in workers)
     server.do("SET", KEYS.notice(first), b"garbage")
     server.do("SET", KEYS.state(first), forger.seal_state(first, 10**6, [block(1)]))

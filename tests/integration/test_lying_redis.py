@@ -21,6 +21,7 @@ from tests.integration.board_cluster import QUICK
 from tests.redis_server import until
 
 NOTHING = b"*-1\r\n"
+LARGE = 256 << 20
 
 
 class Liar:
@@ -97,3 +98,35 @@ async def test_the_follower_takes_nonsense_for_no_answer(said: bytes) -> None:
         await until(lambda: link.health.is_up, "Redis is back")
         so_far = liar.num_readings
         await until(lambda: liar.num_readings > so_far, "it reads on")
+
+
+class Flooding(Liar):
+    """Says an entry that never ends."""
+
+    def __init__(self) -> None:
+        super().__init__(b"*1\r\n*2\r\n$1\r\nk\r\n*1\r\n*2\r\n$3\r\n1-0\r\n*2\r\n$1\r\ne\r\n$%d\r\n" % LARGE)
+        self.num_bytes = 0
+        self.num_ended = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        so_far = self.num_readings
+        talking = asyncio.ensure_future(super().serve(reader, writer))
+        await until(lambda: self.num_readings > so_far, "it is asked for entries")
+        try:
+            for _ in range(LARGE >> 16):
+                writer.write(bytes(1 << 16))
+                await writer.drain()
+                self.num_bytes += 1 << 16
+        except ConnectionError:
+            self.num_ended += 1
+        finally:
+            await asyncio.gather(talking, return_exceptions=True)
+
+
+async def test_an_answer_that_is_too_large_is_not_read() -> None:
+    liar = Flooding()
+    async with following(liar) as link:
+        await until(lambda: liar.num_ended > 0, "the connection was thrown away")
+        # What the kernel holds between two processes was sent, and no more.
+        assert liar.num_bytes < LARGE // 4
+        assert "an answer" in link.health.reason
