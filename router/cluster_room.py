@@ -158,6 +158,10 @@ class DrainMeter:
             self._cost *= kept
         self._now_s = now_s
 
+    def since(self, now_s: float) -> float:
+        """Seconds that have gone by and are not told yet."""
+        return max(0.0, now_s - self._now_s)
+
     def served(self, cost: float) -> None:
         """Somebody who had waited got a turn."""
         self._cost += cost

@@ -34,8 +34,11 @@ class AdmissionPolicy:
     max_queue_s: float = 60.0
     input_weight: float = 1.0
     output_weight: float = 2.0
-    credit_s: float = 0.5
+    credit_s: float = 1.0
     """Of the whole cluster's work: how far a tenant that begins to wait may be behind the others."""
+    credit_lapses_s: float = 5.0
+    """Without a request: who comes back after that has no credit, like one who is new. Whether a few requests come
+    then or a flood is not known, and those that were there have shown that they stay below their share."""
     entry_share: float = 0.8
     """Of the time to its deadline that a request may be predicted to need when it comes: predictions are no better than
     that, and whoever is let in should not be refused later."""
@@ -106,6 +109,8 @@ class FairAdmission:
         # What was turned away and told to come back, and has not had the time to.
         self._owed_cost = 0.0
         self._owed_since_s = clock()
+        self._seen_s: dict[str, float] = {}
+        """When each tenant last had a request here."""
         self.closed = False
         self.counts = AdmissionCounts()
         self.num_inflight = 0
@@ -139,6 +144,8 @@ class FairAdmission:
         except ServingError:
             self._limiter.cancel(entry.grant)
             raise
+        finally:
+            self._seen_s[wanted.tenant] = entry.ticket.arrived_s
         self.num_inflight += 1
         if not entry.waiting:
             self._give_turn(entry)
@@ -147,6 +154,8 @@ class FairAdmission:
     def pump(self) -> list[Entry]:
         """Those whose turn it is now."""
         turns: list[Entry] = []
+        if not len(self._queue):
+            return turns
         self._pass_time()
         while (ticket := self._queue.first()) is not None and self._has_room(self._room(), ticket):
             self._queue.remove(ticket)
@@ -200,10 +209,12 @@ class FairAdmission:
         if entry.ended:
             return
         entry.ended = True
+        self._seen_s[entry.ticket.tenant] = self._clock()
         self.num_inflight -= 1
         self.placed(entry)
         ticket = entry.ticket
         if entry.waiting:
+            self._pass_time()
             self._queue.remove(ticket)
             del self._entries[ticket]
             self._limiter.cancel(entry.grant)
@@ -260,18 +271,21 @@ class FairAdmission:
     def _line_up(self, entry: Entry) -> list[tuple[Entry, ServingError]]:
         """Make it wait, unless it need not. Raises what `enter` raises."""
         ticket, room = entry.ticket, self._room()
-        self._pass_time()
         # Who fits no pool would wait in vain, and whoever is behind it as well.
         too_large = not room.ever_holds(ticket.num_tokens)
         at_once = too_large or (not len(self._queue) and self._has_room(room, ticket))
+        if at_once and not len(self._queue):
+            spare = self._rate(room) * self._meter.since(ticket.arrived_s)
+            self._counters.unclaimed(ticket.tenant, spare, credit=self._policy.credit_s * self._rate(room))
+        self._pass_time()
         late = self._lateness(ticket, room, share=1.0 if at_once else self._policy.entry_share)
         if late is not None and not too_large:
             raise self._refuse(ticket, *late)
         if at_once:
-            self._counters.activate(ticket.tenant, (), credit=self._credit(room))
+            self._counters.activate(ticket.tenant, (), credit=self._credit(ticket, room))
             return []
         evicted = self._make_place(ticket, room)
-        self._queue.push(ticket, credit=self._credit(room))
+        self._queue.push(ticket, credit=self._credit(ticket, room))
         self._entries[ticket] = entry
         entry.waiting = True
         return evicted
@@ -339,9 +353,8 @@ class FairAdmission:
     def _wait_s(self, ticket: Ticket, room: ClusterRoom) -> float:
         if not len(self._queue) and self._has_room(room, ticket):
             return room.least_wait_s
-        return (self._queue.ahead_of(ticket, credit=self._credit(room)).cost + ticket.cost) / self._rate(
-            room
-        ) + room.least_wait_s
+        ahead = self._queue.ahead_of(ticket, credit=self._credit(ticket, room))
+        return (ahead.cost + ticket.cost) / self._rate(room) + room.least_wait_s
 
     def _left_s(self, ticket: Ticket, room: ClusterRoom, now_s: float) -> float:
         left_s = ticket.arrived_s + self._policy.patience * self._policy.max_queue_s - now_s
@@ -349,8 +362,9 @@ class FairAdmission:
             return left_s
         return min(left_s, ticket.deadline_s - now_s - _compute_s(ticket, room))
 
-    def _credit(self, room: ClusterRoom) -> float:
-        return self._policy.credit_s * self._rate(room)
+    def _credit(self, ticket: Ticket, room: ClusterRoom) -> float:
+        away_s = ticket.arrived_s - self._seen_s.get(ticket.tenant, ticket.arrived_s)
+        return self._policy.credit_s * self._rate(room) if away_s < self._policy.credit_lapses_s else 0.0
 
     def _rate(self, room: ClusterRoom) -> float:
         return self._meter.rate(room.prefill_tokens_per_s * self._policy.input_weight)

@@ -150,8 +150,9 @@ class FairQueue:
                 work += sum(line.work_tokens for line in lines.values())
         lines = self._classes.get(ticket.priority, {})
         own = lines[tenant].before(ticket.rank) if tenant in lines else Ahead(0.0, 0.0)
-        floor = min((counters.counter(one) for one in lines), default=0.0) - credit / counters.weight(tenant)
-        turn = max(counters.counter(tenant), floor) + own.cost / counters.weight(tenant)
+        waiting = self.tenants
+        begins = counters.counter(tenant) if tenant in waiting else counters.lifted(tenant, waiting, credit=credit)
+        turn = begins + own.cost / counters.weight(tenant)
         for other, line in lines.items():
             if other != tenant and line.cost > 0.0:
                 share = min(1.0, max(0.0, turn - counters.counter(other)) * counters.weight(other) / line.cost)

@@ -24,14 +24,13 @@ _ATTEMPTS_APART = 1 << 12
 class HedgeRun:
     """The twins of one request."""
 
-    def __init__(self, hedging: Hedging | None, around: Surroundings, choices: list[ChoiceRun], new: NewRun) -> None:
+    def __init__(self, hedging: Hedging | None, around: Surroundings, choices: list[ChoiceRun]) -> None:
         """`choices`: of the request; a twin that wins takes its place there. Without `hedging` there are no twins."""
         self._hedging = hedging
         self.are_off = hedging is None
         """There are no twins, now or later."""
         self._around = around
         self._choices = choices
-        self._new = new
         self._twins: dict[int, ChoiceRun] = {}
         self._timers: list[asyncio.TimerHandle] = []
         self._started_s: dict[int, float] = {}
@@ -48,12 +47,12 @@ class HedgeRun:
                 due = HedgeDue(choice_index=index)
                 self._timers.append(loop.call_later(delay_s, mailbox.put, due))
 
-    def due(self, index: int) -> None:
+    def due(self, index: int, new: NewRun) -> None:
         """A first token is late: begin a second attempt if the budget allows and another worker is there."""
         first, hedging = self._choices[index], self._hedging
         if first.done or first.has_tokens or first.worker is None or hedging is None or not hedging.may_begin:
             return
-        twin = self._new(index)
+        twin = new(index)
         try:
             twin.submit_beside(first, apart=_ATTEMPTS_APART)
         except ServingError:

@@ -53,20 +53,15 @@ class RequestRun:
         self._reader_error: Exception | None = None
         self._queued: dict[int, Place] = {}
         self._patience: dict[int, asyncio.TimerHandle] = {}
-        names: list[BlockHash] = []
-        around.hasher.extend(request.hash_root, names, request.prompt_token_ids)
-
-        self._standings = standings = [
+        self._names: list[BlockHash] = []
+        around.hasher.extend(request.hash_root, self._names, request.prompt_token_ids)
+        self._standings = [
             ChoiceStanding(index, request, around.health, around.placer.registry)
             for index in range(request.num_choices)
         ]
-
-        def twin(index: int) -> ChoiceRun:
-            return ChoiceRun(standings[index], names, around, partial(self._post, is_twin=True))
-
-        self._choices = [ChoiceRun(standing, names, around, self._post) for standing in standings]
+        self._choices = [ChoiceRun(standing, self._names, around, self._post) for standing in self._standings]
         once = request.only_worker is not None or bool(request.resume)
-        self._hedges = HedgeRun(None if once else around.health.hedging, around, self._choices, twin)
+        self._hedges = HedgeRun(None if once else around.health.hedging, around, self._choices)
 
     @property
     def done(self) -> bool:
@@ -154,13 +149,16 @@ class RequestRun:
                 timer.cancel()
         self._around.placer.registry.unwatch(self._workers_changed)
         self._abandon_all()
+        # They refer back to this. A collection would find the two, and it holds everybody up.
+        self._reader = None
+        self._choices.clear()
 
     def _handle(self, mail: Mail) -> Sequence[ChoiceDelta]:
         match mail:
             case FromWorker():
                 return self._hedges.take(mail)
             case HedgeDue():
-                self._hedges.due(mail.choice_index)
+                self._hedges.due(mail.choice_index, self._twin)
             case StopChoice():
                 return self._stopped(self._choices[mail.choice_index])
             case WorkersChanged():
@@ -184,6 +182,9 @@ class RequestRun:
     @staticmethod
     def _stopped(choice: ChoiceRun) -> list[ChoiceDelta]:
         return [] if choice.done else [choice.finish_early(FinishReason.STOP)]
+
+    def _twin(self, index: int) -> ChoiceRun:
+        return ChoiceRun(self._standings[index], self._names, self._around, partial(self._post, is_twin=True))
 
     def _waiting(self, what: Waiting | None = None) -> list[ChoiceRun]:
         return [choice for choice in self._choices if choice.waiting is not None and what in (None, choice.waiting)]

@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.http.handover import leave_port
 from router.http.link import EXTENSION
@@ -46,13 +46,18 @@ class _Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         # The application has not begun: its task runs later.
         link = _DirectLink(self)
-        self._links = (*(former for former in self._links if not former.is_complete), link)
+        self._links = (*self._links, link)
         cast("dict[str, Any]", self.scope)["extensions"] = {EXTENSION: link}
+
+    def on_response_complete(self) -> None:
+        self._links = tuple(link for link in self._links if not link.answered())
+        super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         for link in self._links:
             link.client_left()
+        self._links = ()
 
     def _count(self, size: int, most: int) -> None:
         self._head_bytes += size
@@ -67,7 +72,8 @@ class _DirectLink:
     def __init__(self, protocol: _Protocol) -> None:
         self._write = protocol.transport.write
         self._flow = protocol.flow
-        self._cycle = protocol.cycle
+        self._cycle: RequestResponseCycle | None = protocol.cycle
+        """Until nothing more can be said: its scope holds this link, and only a collection would find the two."""
         self._on_leave: Callable[[], None] | None = None
 
     @property
@@ -78,13 +84,13 @@ class _DirectLink:
         await self._flow.drain()
 
     def write(self, body: bytes) -> bool:
-        if self._cycle.disconnected:
+        if self._cycle is None or self._cycle.disconnected:
             return False
         self._write(b"%x\r\n%b\r\n" % (len(body), body))
         return self._flow.write_paused
 
     def whole_body(self) -> bytes | None:
-        return None if self._cycle.more_body else bytes(self._cycle.body)
+        return None if self._cycle is None or self._cycle.more_body else bytes(self._cycle.body)
 
     def on_leave(self, callback: Callable[[], None] | None) -> None:
         self._on_leave = callback
@@ -92,20 +98,22 @@ class _DirectLink:
             return
         # Nobody hears of an end behind a body that is too large to be read on.
         self._flow.resume_reading()
-        if self._cycle.disconnected:
+        if self._cycle is None or self._cycle.disconnected:
             callback()
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the whole answer has been written."""
-        return self._cycle.response_complete
+    def answered(self) -> bool:
+        """Whether the whole answer has been written; if so the link has ended."""
+        if self._cycle is not None and self._cycle.response_complete:
+            self._cycle = None
+        return self._cycle is None
 
     def client_left(self) -> None:
         """uvicorn tells the newest request alone."""
-        if self.is_complete:
+        cycle, self._cycle = self._cycle, None
+        if cycle is None or cycle.response_complete:
             return
-        self._cycle.disconnected = True
-        self._cycle.message_event.set()
+        cycle.disconnected = True
+        cycle.message_event.set()
         if self._on_leave is not None:
             self._on_leave()
 

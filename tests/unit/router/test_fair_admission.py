@@ -6,52 +6,13 @@ import pytest
 
 from router.admission_counts import Rejection
 from router.cluster_room import DrainMeter, InTransit, RoomPolicy, look
-from router.fair_admission import AdmissionPolicy, FairAdmission, Wanted
-from router.tenant_limits import Limiter, TokenBucket
+from router.tenant_limits import TokenBucket
 from tandem.admission_config import LimitsConfig, TenantLimits
 from tandem.errors import DeadlineExceeded, Overloaded, Unavailable
 from tandem.roles import WorkerRole
+from tests.unit.router.desk import Desk, order
 from tests.unit.router.overload_world import info, snapshot
 from tests.unit.router.views import view_of
-
-
-class Desk:
-    """Admission over a cluster that a test sets."""
-
-    def __init__(self, *, limits: LimitsConfig | None = None, **policy: float) -> None:
-        self.now_s = 100.0
-        self.workers = [snapshot()]
-        self.places = 10**6
-        room = RoomPolicy(worker_backlog_s=0.1, max_running_per_worker=8)
-        self.admission = FairAdmission(
-            view=lambda: view_of(self.workers),
-            places=lambda _: self.places,
-            limiter=Limiter(limits or LimitsConfig(), clock=lambda: self.now_s),
-            policy=AdmissionPolicy(**{"room": room, "max_queue_s": 10.0, **policy}),
-            clock=lambda: self.now_s,
-        )
-
-    def fill(self) -> None:
-        """The one worker has a second of work ahead."""
-        self.workers = [snapshot(backlog=1000, active=1)]
-
-    def ask(self, tenant: str = "a", *, tokens: int = 100, priority: int = 0, within_s: float | None = None, **more):
-        wanted = Wanted(
-            tenant=tenant,
-            priority=priority,
-            num_tokens=tokens,
-            max_output_tokens=more.pop("output", 1),
-            deadline_s=None if within_s is None else self.now_s + within_s,
-            **more,
-        )
-        entry, evicted = self.admission.enter(wanted)
-        if not entry.waiting:
-            self.admission.placed(entry)
-        self.evicted = evicted
-        return entry
-
-    def turns(self) -> list:
-        return self.admission.pump()
 
 
 def test_with_room_nobody_waits_and_without_everybody_does() -> None:
@@ -133,17 +94,6 @@ def test_within_one_tenant_the_earlier_deadline_goes_first() -> None:
     assert order(desk, 3) == [early, late, never]
 
 
-def order(desk: Desk, count: int) -> list:
-    """Give turns one by one."""
-    desk.workers = [snapshot(backlog=99, active=1)]
-    served = []
-    for _ in range(count):
-        (entry,) = desk.turns()
-        desk.admission.placed(entry)
-        served.append(entry)
-    return served
-
-
 def test_turns_alternate_between_tenants_however_many_wait() -> None:
     desk = Desk()
     desk.fill()
@@ -183,6 +133,22 @@ def test_who_had_less_has_a_bounded_credit() -> None:
     quiet = [desk.ask("quiet") for _ in range(5)]
     # A quarter of a second of the cluster is two of its requests and a half. Who is new has none.
     assert order(desk, 6) == [*quiet[:3], talker[0], quiet[3], talker[1]]
+
+
+@pytest.mark.parametrize(("away_s", "who_first"), [(4.0, "quiet"), (6.0, "talker")])
+def test_who_comes_back_after_a_while_comes_without_a_credit(away_s: float, who_first: str) -> None:
+    desk = Desk(credit_s=0.25)
+    desk.admission.end(desk.ask("quiet"))
+    for _ in range(int(2 * away_s)):
+        desk.now_s += 0.5
+        desk.admission.end(desk.ask("talker"))
+    desk.fill()
+    for _ in range(2):
+        desk.ask("quiet")
+        desk.ask("talker")
+    # What the talker had while nobody waited is no debt: both have a whole credit, or it alone.
+    tenants = [entry.ticket.tenant for entry in order(desk, 4)]
+    assert tenants == (["quiet", "talker"] * 2 if who_first == "quiet" else ["talker", "talker", "quiet", "quiet"])
 
 
 def test_what_was_found_cached_is_taken_back() -> None:

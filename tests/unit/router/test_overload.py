@@ -23,9 +23,11 @@ def world(*, limits: LimitsConfig | None = None, max_running: int = 64) -> World
     return World(policy=AdmissionPolicy(max_queue_s=1.0, room=room), limits=limits, workers=WORKERS, rate=RATE)
 
 
-def arrivals(tenant: str, per_s: float, seed: int, *, spread: bool = True) -> list[Served]:
-    rng, now_s, found = Random(seed), 0.0, []
-    while (now_s := now_s + rng.expovariate(per_s)) < SECONDS:
+def arrivals(
+    tenant: str, per_s: float, seed: int, *, spread: bool = True, begin_s: float = 0.0, seconds: float = SECONDS
+) -> list[Served]:
+    rng, now_s, found = Random(seed), begin_s, []
+    while (now_s := now_s + rng.expovariate(per_s)) < begin_s + seconds:
         size = rng.uniform(0.5, 1.5) if spread else 1.0
         found.append(Served(tenant=tenant, prompt=int(PROMPT * size), answer=ANSWER, arrived_s=now_s))
     return found
@@ -38,7 +40,7 @@ def again(served: Sequence[Served]) -> list[Served]:
 def run(one: World, served: Sequence[Served]) -> World:
     for request in served:
         one.ask(request)
-    one.run(SECONDS + 60.0)
+    one.run(max(request.arrived_s for request in served) + 60.0)
     return one
 
 
@@ -75,6 +77,26 @@ def test_one_tenant_at_ten_times_costs_the_others_little() -> None:
     greedy = [r for r in pressed.done if r.tenant == "greedy"]
     # It gets what the others leave, not nothing.
     assert 0.2 * MOST <= sum(r.first_s is not None for r in greedy) / SECONDS <= 0.4 * MOST
+
+
+def test_a_tenant_that_begins_to_ask_for_ten_times_as_much_costs_the_others_little() -> None:
+    """Again and again, after times in which it asks for nothing: it saves up no claim to go before them."""
+    share, period_s, busy_s, periods = 0.5 * MOST / 4, 20.0, 8.0, 12
+    modest = [r for i in range(4) for r in arrivals(f"t{i}", share, i, seconds=periods * period_s)]
+    greedy = [
+        r
+        for begin_s in range(10, 10 + periods * int(period_s), int(period_s))
+        for r in arrivals("greedy", 10 * share, begin_s, begin_s=begin_s, seconds=busy_s)
+    ]
+    alone = run(world(), again(modest)).done
+    others = [r for r in run(world(), [*modest, *greedy]).done if r.tenant != "greedy"]
+    # All the while that it asks, and in the seconds in which it begins, of which there are few.
+    for seconds, most in ((busy_s, 1.5), (1.0, 2.0)):
+        before, beside = (
+            p99([r.ttft_s for r in done if 0.0 <= (r.arrived_s - 10.0) % period_s < seconds])
+            for done in (alone, others)
+        )
+        assert beside <= most * before
 
 
 def test_no_capacity_is_wasted_while_somebody_waits() -> None:
