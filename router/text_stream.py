@@ -1,13 +1,11 @@
 """From dispatch's tokens to a client's text: detokenize, look for stop strings, count, measure.
 
 `ChoiceText` is one choice, `RequestText` all of one request, both without I/O. `read_text` gives the answers of one
-client call to a `TextReader`, in whatever turn brings their tokens; `stream_text` is a generator of one answer, for who
-has to be one himself. Cancelling the first or closing the second cancels the requests.
+client call to a `TextReader`, in whatever turn brings their tokens. Cancelling it cancels the requests.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -173,19 +171,6 @@ class RequestText:
         if not all(choice.finished for choice in self._choices):
             raise InternalError("the answer ended before its last choice did")
         self._meter.succeeded()
-
-
-async def stream_text(
-    generator: Generator, prepared: Prepared, tokenizer: Tokenizer, meter: RequestMeter
-) -> AsyncGenerator[TextDelta, None]:
-    """All choices of one request, interleaved, until each has finished. Raises what dispatch raises."""
-    text = RequestText(generator, prepared, tokenizer, meter)
-    with meter:
-        async with aclosing(generator.generate(prepared.request)) as deltas:
-            async for delta in deltas:
-                if (shown := text.feed(delta)) is not None:
-                    yield shown
-        text.end()
 
 
 class TextReader(Protocol):

@@ -13,6 +13,7 @@ from router.grpc.errors import MAX_METADATA_BYTES, StatusInterceptor
 from router.grpc.service import InferenceService
 from router.metrics import RouterMetrics
 from router.requests import Generator
+from router.slow_reader import WRITE_TIMEOUT_S
 from tandem import rpc
 from tandem.config import RouterConfig
 from tandem.v1 import inference_pb2
@@ -28,6 +29,7 @@ def build_server(
     metrics: RouterMetrics,
     *,
     shares_port: bool = False,
+    write_timeout_s: float = WRITE_TIMEOUT_S,
 ) -> grpc.aio.Server:
     """A server of `tandem.v1.Inference` alone, bound to nothing yet."""
     options = dict(rpc.SERVER_OPTIONS)
@@ -35,7 +37,7 @@ def build_server(
     options["grpc.max_metadata_size"] = MAX_METADATA_BYTES
     options["grpc.so_reuseport"] = int(shares_port)
     server = grpc.aio.server(interceptors=(StatusInterceptor(metrics),), options=tuple(options.items()))
-    service = InferenceService(frontend, generator, ApiKeys(config.api_keys), metrics)
+    service = InferenceService(frontend, generator, ApiKeys(config.api_keys), metrics, write_timeout_s=write_timeout_s)
     add_InferenceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated
     return server
 
