@@ -17,6 +17,7 @@ from tandem.admission_config import BearerKey, HedgingConfig, LimitsConfig, Queu
 from tandem.board.settings import board_settings
 from tandem.config_section import Seconds, Section
 from tandem.disk_cache import contradiction
+from tandem.door_config import ConnectionsConfig
 from tandem.errors import ConfigError
 from tandem.kv_agreement import cannot_travel_as
 from tandem.kv_layout import AUTO_DTYPE
@@ -153,6 +154,7 @@ class RouterConfig(Section):
     such as `max_inflight_requests` are of each."""
     api_keys: tuple[BearerKey, ...] = ()
     """Bearer keys, each a text or `{key, tenant}`; empty means that no key is asked for."""
+    connections: ConnectionsConfig = ConnectionsConfig()
     max_body_bytes: PositiveInt = 8 << 20
     max_choices: PositiveInt = 16
     """Bound of `n`."""

@@ -1,6 +1,7 @@
 """gRPC clients that ask and do not read, over real sockets: they end by the bounds that hold for HTTP."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -11,6 +12,7 @@ import pytest
 from router.grpc.server import GrpcDoor, build_server
 from router.requests import Generator
 from tandem.config import RouterConfig
+from tandem.door_config import ConnectionsConfig
 from tandem.v1 import common_pb2
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceStub
@@ -89,3 +91,28 @@ async def test_a_client_that_reads_slowly_gets_all_of_it() -> None:
             got += answer.token_ids
             await asyncio.sleep(0)
         assert got == ids
+
+
+async def test_connections_are_bounded_and_silent_ones_are_closed() -> None:
+    config = RouterConfig(connections=ConnectionsConfig(head_timeout_s=0.5))
+    parts = doors.make_doors(doors.make_tokenizer(), config)
+    parts.say("hello")
+    server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics, max_connections=4)
+    async with GrpcDoor(server, host="127.0.0.1", port=0, grace_s=0.0) as rpc, asyncio.timeout(WAIT_S):
+        silent = [await asyncio.open_connection("127.0.0.1", rpc.port) for _ in range(12)]
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{rpc.port}") as channel:
+                # A channel connects again and again until there is room.
+                call = InferenceStub(channel).Generate(pb.GenerateRequest(prompt="a"), wait_for_ready=True)
+                assert "".join([answer.text async for answer in call]) == "hello"
+            for reader, _ in silent:
+                await _closed(reader)
+        finally:
+            for _, writer in silent:
+                writer.close()
+
+
+async def _closed(reader: asyncio.StreamReader) -> None:
+    """Return when the door has closed it, whatever it says before."""
+    with contextlib.suppress(ConnectionError):
+        await reader.read()
