@@ -10,9 +10,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.http.errors import error_object
-from router.http.link import Link, WhileConnected, link_of
+from router.http.link import ClientLeft, Link, WhileConnected, link_of
 from router.slow_reader import WRITE_TIMEOUT_S, SlowReader, taken_in_time
-from tandem.errors import Cancelled, InternalError, ServingError
+from tandem.errors import InternalError, ServingError
 
 DONE = b"data: [DONE]\n\n"
 _log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class SseResponse(Response):
                 await stream.end()
         except SlowReader:
             _log.warning("a client did not read its stream for %s s and was given up", self._write_timeout_s)
-        except Cancelled:
+        except ClientLeft:
             _log.debug("a client left its stream")
 
     async def _fill(self, stream: EventStream) -> None:
