@@ -9,8 +9,9 @@ then the backlog of the worker that is done first, then its own prompt. Whoever 
 Nobody waits while the cluster has room.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from router.admission_counts import AdmissionCounts, Rejection
 from router.cluster_room import ClusterRoom, DrainMeter, InTransit, RoomPolicy, look
@@ -74,6 +75,16 @@ class Entry:
     """Known when a choice has ended."""
 
 
+class Entered(NamedTuple):
+    """What became of one client call."""
+
+    entries: list[Entry]
+    evicted: list[tuple[Entry, ServingError]]
+    """Others that had to make room, whether or not that sufficed."""
+    refusal: ServingError | None = None
+    """None of its entries lives then."""
+
+
 class FairAdmission:
     """The decisions of one router."""
 
@@ -124,23 +135,31 @@ class FairAdmission:
         return now_s - min((ticket.arrived_s for ticket in self._queue), default=now_s)
 
     def enter(self, wanted: Wanted) -> tuple[Entry, list[tuple[Entry, ServingError]]]:
-        """Count a request in; it waits unless it has its turn at once. Also those that had to make room for it.
+        """As `enter_call`, for one. Raises Overloaded or Unavailable with the time to come back."""
+        entered = self.enter_call([wanted])
+        if entered.refusal is not None:
+            raise entered.refusal
+        return entered.entries[0], entered.evicted
 
-        Raises Overloaded or Unavailable with the time to come back.
+    def enter_call(self, call: Sequence[Wanted]) -> "Entered":
+        """Count all requests of one client call in, or none: what is refused costs nothing. Each waits unless it has
+        its turn at once. Raises Overloaded, Unavailable, or InvalidRequest for more than the tenant may ever have.
         """
-        if self.closed and not wanted.promised:
-            self.counts.rejected(Rejection.DRAINING, wanted.tenant)
-            raise Unavailable("the router is draining", retry_after_s=1.0)
-        entry = self._admit(wanted)
-        try:
-            evicted = [] if wanted.promised else self._line_up(entry)
-        except ServingError:
-            self._limiter.cancel(entry.grant)
-            raise
-        self.num_inflight += 1
-        if not entry.waiting:
-            self._give_turn(entry)
-        return entry, evicted
+        entries = self._admit(call)
+        entered = Entered(entries, [])
+        for number, (entry, wanted) in enumerate(zip(entries, call, strict=True)):
+            try:
+                entered.evicted.extend([] if wanted.promised else self._line_up(entry))
+            except ServingError as error:
+                for former in entries[:number]:
+                    self.end(former, taken=False)
+                for rest in entries[number:]:
+                    self._limiter.cancel(rest.grant)
+                return entered._replace(refusal=error)
+            self.num_inflight += 1
+            if not entry.waiting:
+                self._give_turn(entry)
+        return entered
 
     def pump(self) -> list[Entry]:
         """Those whose turn it is now."""
@@ -223,15 +242,19 @@ class FairAdmission:
             share = computed / ticket.num_tokens
             self._habits.learn(ticket.tenant, output_tokens=entry.output_tokens, computed_share=share)
 
-    def _admit(self, wanted: Wanted) -> Entry:
-        ticket = self._ticket(wanted)
+    def _admit(self, call: Sequence[Wanted]) -> list[Entry]:
+        tenant, promised = call[0].tenant, call[0].promised
+        if self.closed and not promised:
+            self.counts.rejected(Rejection.DRAINING, tenant)
+            raise Unavailable("the router is draining", retry_after_s=1.0)
+        tickets = [self._ticket(wanted) for wanted in call]
         try:
-            estimate = ticket.num_tokens + ticket.output_tokens
-            grant = self._limiter.admit(wanted.tenant, estimate, promised=wanted.promised)
+            estimates = [ticket.num_tokens + ticket.output_tokens for ticket in tickets]
+            grants = self._limiter.admit_call(tenant, estimates, promised=promised)
         except Overloaded as error:
-            self.counts.rejected(Rejection(error.param), wanted.tenant)
+            self.counts.rejected(Rejection(error.param), tenant)
             raise
-        return Entry(ticket=ticket, grant=grant)
+        return [Entry(ticket=ticket, grant=grant) for ticket, grant in zip(tickets, grants, strict=True)]
 
     def _ticket(self, wanted: Wanted) -> Ticket:
         self._num_tickets += 1

@@ -5,7 +5,7 @@ Canaries do not come this way, and a stream that is continued does not wait: it 
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -51,6 +51,8 @@ class Gate:
         self._inner = inner
         self.admission = admission
         self._turns: dict[Entry, asyncio.Future[None]] = {}
+        self._entered: dict[RequestId, Entry] = {}
+        """Of calls with several requests: those that have still to be run."""
         self._look: asyncio.TimerHandle | None = None
         self._ended = asyncio.Event()
         registry.on_load = _after(registry.on_load, self._pump)
@@ -87,48 +89,59 @@ class Gate:
     @contextlib.asynccontextmanager
     async def _inside(self, request: RoutedRequest) -> AsyncIterator["_Visit"]:
         """From its turn to its end."""
-        entry = self._enter(request)
+        entry = self._entered.pop(request.request_id, None) or self._enter([request])[0]
         visit = _Visit(request, entry)
         try:
-            if entry.waiting:
-                await self._turn(entry)
+            await self._turn(entry)
             # What runs it writes it into the workers' books before it waits for the first time.
             asyncio.get_running_loop().call_soon(self._placed, entry)
             yield visit
         finally:
-            self.admission.end(entry, taken=visit.taken)
-            self._ended.set()
-            self._pump()
+            self._end(entry, taken=visit.taken)
+
+    @contextlib.contextmanager
+    def admitted(self, requests: Sequence[RoutedRequest]) -> Iterator[None]:
+        """See `router.requests.Generator`."""
+        entries = self._enter(requests)
+        names = [request.request_id for request in requests]
+        self._entered.update(zip(names, entries, strict=True))
+        try:
+            yield
+        finally:
+            for name in names:
+                if (entry := self._entered.pop(name, None)) is not None:
+                    self._turns.pop(entry, None)
+                    self._end(entry, taken=False)
 
     def finish_choice(self, request_id: RequestId, choice_index: int) -> None:
         """See `router.requests.Generator`."""
         self._inner.finish_choice(request_id, choice_index)
 
-    def _enter(self, request: RoutedRequest) -> Entry:
-        promised = bool(request.resume)
-        entry, evicted = self.admission.enter(
-            Wanted(
-                tenant=request.tenant,
-                priority=request.priority,
-                # It was counted when it began.
-                num_tokens=0 if promised else len(request.prompt_token_ids),
-                max_output_tokens=request.sampling.max_tokens * request.num_choices,
-                deadline_s=request.deadline_s,
-                promised=promised,
-            )
-        )
-        self._tell(evicted)
-        return entry
+    def _enter(self, requests: Sequence[RoutedRequest]) -> list[Entry]:
+        entered = self.admission.enter_call([_wanted(request) for request in requests])
+        self._tell(entered.evicted)
+        if entered.refusal is not None:
+            raise entered.refusal
+        loop = asyncio.get_running_loop()
+        for entry in entered.entries:
+            if entry.waiting:
+                self._turns[entry] = loop.create_future()
+        if self._turns and self._look is None:
+            self._look = loop.call_later(_LOOK_S, self._look_again)
+        return entered.entries
 
     async def _turn(self, entry: Entry) -> None:
-        loop = asyncio.get_running_loop()
-        turn = self._turns[entry] = loop.create_future()
-        if self._look is None:
-            self._look = loop.call_later(_LOOK_S, self._look_again)
-        try:
-            await turn
-        finally:
-            self._turns.pop(entry, None)
+        """Return when it has had its turn. Raises what it was refused with."""
+        if (turn := self._turns.get(entry)) is not None:
+            try:
+                await turn
+            finally:
+                del self._turns[entry]
+
+    def _end(self, entry: Entry, *, taken: bool) -> None:
+        self.admission.end(entry, taken=taken)
+        self._ended.set()
+        self._pump()
 
     def _note(self, visit: "_Visit", deltas: Sequence[ChoiceDelta]) -> None:
         """Count what came."""
@@ -167,6 +180,19 @@ class Gate:
         for entry, error in refused:
             if (turn := self._turns.get(entry)) is not None and not turn.done():
                 turn.set_exception(error)
+
+
+def _wanted(request: RoutedRequest) -> Wanted:
+    promised = bool(request.resume)
+    return Wanted(
+        tenant=request.tenant,
+        priority=request.priority,
+        # It was counted when it began.
+        num_tokens=0 if promised else len(request.prompt_token_ids),
+        max_output_tokens=request.sampling.max_tokens * request.num_choices,
+        deadline_s=request.deadline_s,
+        promised=promised,
+    )
 
 
 class _Visit:

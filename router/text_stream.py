@@ -6,6 +6,7 @@ client call to a `TextReader`, in whatever turn brings their tokens. Cancelling 
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -15,7 +16,7 @@ from router.requests import ChoiceDelta, ChoiceFinish, Generator
 from router.stop_strings import StopMatcher
 from router.stream_ids import ChoicePosition
 from router.tokenizer import Tokenizer
-from tandem.errors import InternalError
+from tandem.errors import InternalError, ServingError
 from tandem.ids import Incarnation
 from tandem.outputs import FinishReason, SampledToken
 
@@ -233,20 +234,26 @@ async def read_text(
     Each as it comes if its request `reads_along`, else each choice at its end.
     """
     firsts = accumulate((one.request.num_choices for one in prepared), initial=0)
-    reads = [
-        _read(generator, tokenizer, new_meter(one), _Showing(one, first, show))
-        for one, first in zip(prepared, firsts, strict=False)
-    ]
-    if len(reads) == 1:
-        await reads[0]
+    showings = [_Showing(one, first, show) for one, first in zip(prepared, firsts, strict=False)]
+    if len(showings) == 1:
+        await _read(generator, tokenizer, new_meter(prepared[0]), showings[0])
         return
-    tasks = [asyncio.create_task(read) for read in reads]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    with ExitStack() as stack:
+        refusal: ServingError | None = None
+        try:
+            stack.enter_context(generator.admitted([one.request for one in prepared]))
+        except ServingError as error:
+            refusal = error
+        tasks = [
+            asyncio.create_task(_read(generator, tokenizer, new_meter(showing.prepared), showing, refusal))
+            for showing in showings
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Showing(NamedTuple):
@@ -257,11 +264,20 @@ class _Showing(NamedTuple):
     show: TextReader
 
 
-async def _read(generator: Generator, tokenizer: Tokenizer, meter: RequestMeter, showing: _Showing) -> None:
+async def _read(
+    generator: Generator,
+    tokenizer: Tokenizer,
+    meter: RequestMeter,
+    showing: _Showing,
+    refusal: ServingError | None = None,
+) -> None:
+    """`refusal`: of the whole call, which each of its requests counts."""
     request, show = showing.prepared.request, showing.show
     text = RequestText(generator, showing.prepared, tokenizer, meter, showing.first_index)
     reader = _AlongReader(text, show) if request.reads_along else _EndReader(text, meter, show, request.num_choices)
     with meter:
+        if refusal is not None:
+            raise refusal
         await generator.run(request, reader)
         text.end()
 

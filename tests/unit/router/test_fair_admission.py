@@ -15,6 +15,10 @@ from tests.unit.router.overload_world import info, snapshot
 from tests.unit.router.views import view_of
 
 
+def wanted(tenant: str = "a", *, tokens: int = 100) -> Wanted:
+    return Wanted(tenant=tenant, priority=0, num_tokens=tokens, max_output_tokens=1, deadline_s=None)
+
+
 class Desk:
     """Admission over a cluster that a test sets."""
 
