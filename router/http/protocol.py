@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import select
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -17,6 +18,10 @@ from tandem.errors import Unavailable
 _MAX_URL_BYTES = 8 << 10
 _MAX_HEAD_BYTES = 4 * MAX_HEADER_BYTES
 """Beyond what the application answers with 400, the connection is closed: a head may otherwise be endless."""
+_MOST_AHEAD = 64
+"""Requests that a client may send before it has their answers; a small one takes a hundred times its bytes here."""
+_HUNG_UP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
+"""The last one is Linux's; elsewhere a paused client's orderly end is heard of when its answer is written."""
 _LONGEST_LOOK_S = 1.0
 _WARN_EVERY_S = 60.0
 _log = logging.getLogger(__name__)
@@ -63,6 +68,8 @@ class ConnectionWatch:
     def _look(self) -> None:
         for connection in self.books.overdue(self.now_s(), lambda one: one.transport.get_write_buffer_size()):
             connection.give_up()
+        for connection in list(self.books.asking):
+            connection.notice_leave()
         self._timer = self._loop.call_later(self._look_s, self._look)
 
 
@@ -95,6 +102,12 @@ class Connection(HttpToolsProtocol):
         else:
             self.transport.close()
 
+    def notice_leave(self) -> None:
+        """Nobody reads from a paused connection, such as one with a next request behind the one under way, and so
+        nobody hears of its end."""
+        if self.flow.read_paused and _has_hung_up(self.transport):
+            self.transport.abort()
+
     def pause_writing(self) -> None:
         """The client does not take what it asked for: a clock runs."""
         super().pause_writing()
@@ -126,6 +139,8 @@ class Connection(HttpToolsProtocol):
         """The application has it now."""
         super().on_headers_complete()
         self._books.head_complete(self)
+        if len(self.pipeline) > _MOST_AHEAD:
+            raise ValueError("too many requests sent ahead")
         # The application has not begun: its task runs later.
         link = _DirectLink(self)
         self._links = (*(former for former in self._links if not former.is_complete), link)
@@ -158,6 +173,13 @@ class Connection(HttpToolsProtocol):
         if self._head_bytes > most:
             # uvicorn answers a parser's error with 400 and closes.
             raise ValueError("request head too large")
+
+
+def _has_hung_up(transport: asyncio.Transport) -> bool:
+    """Asked of the kernel, which knows it before all that was sent is read."""
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), _HUNG_UP)
+    return bool(poll.poll(0))
 
 
 class _DirectLink:

@@ -174,7 +174,7 @@ async def test_those_that_ask_are_not_closed_for_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "num_asked", "headers"), [(8 << 20, 1, {}), (8 << 20, 1, {"Connection": "close"}), (60_000, 200, {})]
+    ("size", "num_asked", "headers"), [(8 << 20, 1, {}), (8 << 20, 1, {"Connection": "close"}), (200_000, 60, {})]
 )
 async def test_whole_answers_that_are_never_read_are_given_up(
     size: int, num_asked: int, headers: dict[str, str]
@@ -196,3 +196,15 @@ async def test_whole_answers_that_are_never_read_are_given_up(
             await asked.wait()
             while opened.http.num_connections:  # noqa: ASYNC110  # uvicorn tells nobody
                 await asyncio.sleep(0.01)
+
+
+async def test_too_many_requests_sent_ahead_are_cut_off() -> None:
+    async with door() as opened:
+        client = await opened.connect()
+        client.writer.write(ASK * 60)
+        for _ in range(60):
+            await client.reader.readuntil(b"hello")
+        client.writer.write(ASK * 1000)
+        answered = (await client.reader.read()).count(b"hello")
+        assert answered < 1000
+        assert opened.http.num_connections == 0
