@@ -20,6 +20,9 @@ from tandem.errors import InternalError, ServingError
 from tandem.ids import Incarnation
 from tandem.outputs import FinishReason, SampledToken
 
+_HELD_TOKENS = 256
+"""Of a choice that nobody reads along with: its text is made of so many at a time, which takes a millisecond or two."""
+
 
 class TextDelta(NamedTuple):
     """New text of one choice, the tokens counted with it, its end, or all three."""
@@ -200,7 +203,7 @@ class _AlongReader:
 
 
 class _EndReader:
-    """A `Reader` that nobody reads along with, of a request whose text ends no choice: each is read when it ended."""
+    """A `Reader` that nobody reads along with, of a request whose text ends no choice: many tokens at a time."""
 
     def __init__(self, text: RequestText, meter: RequestMeter, show: TextReader, num_choices: int) -> None:
         self._text = text
@@ -213,12 +216,15 @@ class _EndReader:
 
     def take(self, delta: ChoiceDelta) -> bool:
         index, held = delta.choice_index, self._held[delta.choice_index]
+        whole = delta._replace(tokens=(*held, *delta.tokens)) if held else delta
         if delta.finish is None:
-            held += delta.tokens
             self._meter.tokens(index, len(delta.tokens))
-            return False
-        whole = delta._replace(tokens=(*held, *delta.tokens))
-        shown = self._text.feed(whole, num_measured=len(held))
+            if len(whole.tokens) < _HELD_TOKENS:
+                held += delta.tokens
+                return False
+        measured = len(held) if delta.finish is not None else len(whole.tokens)
+        held.clear()
+        shown = self._text.feed(whole, num_measured=measured)
         return shown is not None and self._show.take(shown)
 
 
@@ -231,7 +237,7 @@ async def read_text(
 ) -> None:
     """Show the answers to the requests of one client call. The first error ends all of them.
 
-    Each as it comes if its request `reads_along`, else each choice at its end.
+    Each as it comes if its request `reads_along`, else each choice in large parts.
     """
     firsts = accumulate((one.request.num_choices for one in prepared), initial=0)
     showings = [_Showing(one, first, show) for one, first in zip(prepared, firsts, strict=False)]

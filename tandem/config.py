@@ -160,6 +160,8 @@ class RouterConfig(Section):
     """Bound of `n`."""
     max_prompts: PositiveInt = 64
     """Prompts in one completions request."""
+    max_answer_values: PositiveInt = 1 << 20
+    """Tokens and their alternatives in an answer that is not streamed: prompts x n x max_tokens x (1 + logprobs)."""
     max_inflight_requests: PositiveInt = 1024
     """Requests that workers have at once; others wait in the queue."""
     max_queue_s: Seconds = 60.0
