@@ -65,4 +65,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
             trailing.append((_RETRY_AFTER, f"{error.retry_after_s:.3f}"))
         if error.param is not None:
             trailing.append((_PARAM, error.param))
-        await context.abort(grpc.StatusCode[error.code.value], error.message, tuple(trailing))
+        try:
+            await context.abort(grpc.StatusCode[error.code.value], error.message, tuple(trailing))
+        except grpc.aio.InternalError:
+            # Its status could not be sent: the client left with its answer unread.
+            _log.debug("%s: the client left before it was told of %s", method, error.code.value)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -58,6 +59,19 @@ async def test_a_client_that_reads_nothing_is_given_up() -> None:
         error = await _rest(call)
         assert error.code() is grpc.StatusCode.CANCELLED
         assert "did not read" in error.details()
+
+
+async def test_one_that_leaves_with_its_answer_unread_is_no_error_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "router.grpc.errors")
+    parts = doors.make_doors(doors.make_tokenizer())
+    parts.say("hello world " * 20_000, per_delta=64)
+    async with door(parts, parts.generator, write_timeout_s=0.05) as stub:
+        call = stub.Generate(pb.GenerateRequest(prompt="a", n=4))
+        await parts.generator.closed.wait()
+        call.cancel()
+        while not caplog.records:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert {(record.levelname, record.name) for record in caplog.records} == {("DEBUG", "router.grpc.errors")}
 
 
 async def test_the_deadline_ends_a_request_whose_client_reads_nothing() -> None:
