@@ -41,7 +41,8 @@ async def _logprobs(answer: Answer, choice: TextDelta) -> dict[str, Any] | None:
         await asyncio.sleep(0)
     if not lists:
         return None
-    return {name: orjson.Fragment(b"[" + b",".join(parts) + b"]") for name, parts in lists.items()} | others
+    # Each fragment is several elements of the list that it is in: nothing large is copied before the end.
+    return {name: [orjson.Fragment(part) for part in parts] for name, parts in lists.items()} | others
 
 
 class WholeResponse(Response):
