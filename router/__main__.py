@@ -19,12 +19,14 @@ from router.board_metrics import BoardMetrics
 from router.canary import CANARY_SALT, Canary
 from router.costs import CostModel
 from router.decisions import DecisionLog
+from router.descriptors import connection_bounds, raise_file_limit
 from router.dispatch import Dispatcher
 from router.fleet import WorkerFleet
 from router.frontend import Frontend, ModelInfo
 from router.gate import Gate
 from router.grpc.server import GrpcDoor, build_server
 from router.http.app import create_app
+from router.http.connections import ConnectionLimits
 from router.http.server import HttpDoor
 from router.metrics import RouterMetrics
 from router.placer import Placer
@@ -34,6 +36,7 @@ from router.session import SessionSettings
 from router.shared_limits import SharedLimits
 from router.sibling_limits import SiblingLimits
 from router.siblings import Siblings
+from router.slow_reader import WRITE_TIMEOUT_S
 from router.surroundings import DispatchSettings
 from router.tokenizer import Tokenizer
 from router.workers import WorkerRegistry
@@ -89,9 +92,11 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
         readiness = Readiness(registry, metrics, canary.answering)
         app = create_app(frontend, gate, readiness, config.router, metrics, decisions)
-        server = build_server(frontend, gate, config.router, metrics, shares_port=place.siblings is not None)
+        bounds = connection_bounds(config.router.connections, raise_file_limit())
+        shares_port = place.siblings is not None
+        server = build_server(frontend, gate, config.router, metrics, bounds.grpc, shares_port=shares_port)
         where, drain_s = config.router.host, config.decode.drain_s
-        http, rpc = await _open_doors(stack, config, place, app, server)
+        http, rpc = await _open_doors(stack, config, place, app, server, bounds.http)
         await rpc.set_serving(True)
         await stack.enter_async_context(canary)
         shown = reachable(where)
@@ -155,11 +160,17 @@ async def _join_siblings(
 
 
 async def _open_doors(
-    stack: AsyncExitStack, config: ClusterConfig, place: RouterPlace, app: ASGIApp, server: grpc.aio.Server
+    stack: AsyncExitStack,
+    config: ClusterConfig,
+    place: RouterPlace,
+    app: ASGIApp,
+    server: grpc.aio.Server,
+    max_http: int,
 ) -> tuple[HttpDoor, GrpcDoor]:
     where, drain_s = config.router.host, config.decode.drain_s
     shared = place.siblings is not None
-    http = HttpDoor(app, host=where, port=config.router.port, grace_s=drain_s, shares_port=shared)
+    limits = ConnectionLimits.of(config.router.connections, most=max_http, write_timeout_s=WRITE_TIMEOUT_S)
+    http = HttpDoor(app, host=where, port=config.router.port, grace_s=drain_s, shares_port=shared, limits=limits)
     rpc = GrpcDoor(server, host=where, port=config.router.grpc_port, grace_s=drain_s)
     return await stack.enter_async_context(http), await stack.enter_async_context(rpc)
 

@@ -6,11 +6,12 @@ from prometheus_client import CollectorRegistry
 
 from router.admission import Admission
 from router.admission_metrics import AdmissionMetrics
+from router.admission_values import AdmissionPolicy
 from router.auth import ApiKeys
 from router.cluster_room import RoomPolicy
 from router.continuations import Continuations
 from router.dispatch import Dispatcher
-from router.fair_admission import AdmissionPolicy, FairAdmission
+from router.fair_admission import FairAdmission
 from router.gate import Gate
 from router.health_metrics import HealthMetrics
 from router.shared_limits import SharedLimits, tenant_tags

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from router.frontend import MAX_PRIORITY
-from router.requests import Generator, RoutedRequest
+from router.requests import RoutedRequest, Streamer
 from router.worker_view import WorkerKey, WorkerSnapshot
 from router.workers import WorkerRegistry
 from tandem.errors import Overloaded, ServingError
@@ -68,7 +68,7 @@ class Canary:
     def __init__(
         self,
         registry: WorkerRegistry,
-        generator: Generator,
+        generator: Streamer,
         *,
         hash_root: BlockHash,
         settings: CanarySettings | None = None,

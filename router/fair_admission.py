@@ -9,74 +9,20 @@ then the backlog of the worker that is done first, then its own prompt. Whoever 
 Nobody waits while the cluster has room.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 from router.admission_counts import AdmissionCounts, Rejection
-from router.cluster_room import ClusterRoom, DrainMeter, InTransit, RoomPolicy, look
+from router.admission_values import AdmissionPolicy, Entered, Entry, Wanted
+from router.cluster_room import ClusterRoom, DrainMeter, InTransit, look
 from router.fair_queue import FairQueue, Ticket
 from router.fair_share import VirtualCounters
 from router.habits import Habits
 from router.pools import ClusterView
-from router.tenant_limits import Grant, Limiter
+from router.tenant_limits import Limiter
 from tandem.errors import DeadlineExceeded, Overloaded, ServingError, Unavailable
 
 _LONGEST_RETRY_S = 60.0
 _SHORTEST_RETRY_S = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdmissionPolicy:
-    """Bounds of the queue."""
-
-    max_requests: int = 512
-    max_tokens: int = 4_000_000
-    max_queue_s: float = 60.0
-    input_weight: float = 1.0
-    output_weight: float = 2.0
-    credit_s: float = 1.0
-    """Of the whole cluster's work: how far a tenant that begins to wait may be behind the others."""
-    credit_lapses_s: float = 5.0
-    """Without a request: who comes back after that has no credit, like one who is new. Whether a few requests come
-    then or a flood is not known, and those that were there have shown that they stay below their share."""
-    entry_share: float = 0.8
-    """Of the time to its deadline that a request may be predicted to need when it comes: predictions are no better than
-    that, and whoever is let in should not be refused later."""
-    patience: float = 4.0
-    """Times `max_queue_s` that a request may be predicted to wait altogether once it was let in."""
-    room: RoomPolicy = field(default_factory=RoomPolicy)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What of a request matters here."""
-
-    tenant: str
-    priority: int
-    num_tokens: int
-    """Of its prompt."""
-    max_output_tokens: int
-    """Over all choices."""
-    deadline_s: float | None
-    promised: bool = False
-    """A stream that goes on: it is counted, and does not wait."""
-    leaving: int = 0
-    """Requests of its tenant that end when it begins."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Entry:
-    """One accepted request."""
-
-    ticket: Ticket
-    grant: Grant
-    waiting: bool = False
-    in_transit: bool = False
-    had_turn: bool = False
-    ended: bool = False
-    output_tokens: int = 0
-    cached_tokens: int | None = field(default=None)
-    """Known when a choice has ended."""
 
 
 class FairAdmission:
@@ -131,25 +77,33 @@ class FairAdmission:
         return now_s - min((ticket.arrived_s for ticket in self._queue), default=now_s)
 
     def enter(self, wanted: Wanted) -> tuple[Entry, list[tuple[Entry, ServingError]]]:
-        """Count a request in; it waits unless it has its turn at once. Also those that had to make room for it.
+        """As `enter_call`, for one. Raises Overloaded or Unavailable with the time to come back."""
+        entered = self.enter_call([wanted])
+        if entered.refusal is not None:
+            raise entered.refusal
+        return entered.entries[0], entered.evicted
 
-        Raises Overloaded or Unavailable with the time to come back.
+    def enter_call(self, call: Sequence[Wanted]) -> "Entered":
+        """Count all requests of one client call in, or none: what is refused costs nothing. Each waits unless it has
+        its turn at once. Raises Overloaded, Unavailable, or InvalidRequest for more than the tenant may ever have.
         """
-        if self.closed and not wanted.promised:
-            self.counts.rejected(Rejection.DRAINING, wanted.tenant)
-            raise Unavailable("the router is draining", retry_after_s=1.0)
-        entry = self._admit(wanted)
-        try:
-            evicted = [] if wanted.promised else self._line_up(entry)
-        except ServingError:
-            self._limiter.cancel(entry.grant)
-            raise
-        finally:
-            self._seen_s[wanted.tenant] = entry.ticket.arrived_s
-        self.num_inflight += 1
-        if not entry.waiting:
-            self._give_turn(entry)
-        return entry, evicted
+        entries = self._admit(call)
+        entered = Entered(entries, [])
+        for number, (entry, wanted) in enumerate(zip(entries, call, strict=True)):
+            try:
+                entered.evicted.extend([] if wanted.promised else self._line_up(entry))
+            except ServingError as error:
+                for former in entries[:number]:
+                    self.end(former, taken=False)
+                for rest in entries[number:]:
+                    self._limiter.cancel(rest.grant)
+                return entered._replace(refusal=error)
+            finally:
+                self._seen_s[wanted.tenant] = entry.ticket.arrived_s
+            self.num_inflight += 1
+            if not entry.waiting:
+                self._give_turn(entry)
+        return entered
 
     def pump(self) -> list[Entry]:
         """Those whose turn it is now."""
@@ -241,15 +195,20 @@ class FairAdmission:
             share = computed / ticket.num_tokens
             self._habits.learn(ticket.tenant, output_tokens=entry.output_tokens, computed_share=share)
 
-    def _admit(self, wanted: Wanted) -> Entry:
-        ticket = self._ticket(wanted)
+    def _admit(self, call: Sequence[Wanted]) -> list[Entry]:
+        tenant, promised = call[0].tenant, all(wanted.promised for wanted in call)
+        if self.closed and not promised:
+            self.counts.rejected(Rejection.DRAINING, tenant)
+            raise Unavailable("the router is draining", retry_after_s=1.0)
+        tickets = [self._ticket(wanted) for wanted in call]
         try:
-            estimate = ticket.num_tokens + ticket.output_tokens
-            grant = self._limiter.admit(wanted.tenant, estimate, promised=wanted.promised, leaving=wanted.leaving)
+            estimates = [ticket.num_tokens + ticket.output_tokens for ticket in tickets]
+            leaving = sum(wanted.leaving for wanted in call)
+            grants = self._limiter.admit_call(tenant, estimates, promised=promised, leaving=leaving)
         except Overloaded as error:
-            self.counts.rejected(Rejection(error.param), wanted.tenant)
+            self.counts.rejected(Rejection(error.param), tenant)
             raise
-        return Entry(ticket=ticket, grant=grant)
+        return [Entry(ticket=ticket, grant=grant) for ticket, grant in zip(tickets, grants, strict=True)]
 
     def _ticket(self, wanted: Wanted) -> Ticket:
         self._num_tickets += 1

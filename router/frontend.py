@@ -145,7 +145,7 @@ class Frontend:
         self.check_fields(fields)
         with self._preparation():
             ids = await self.encode_chat(messages, add_generation_prompt=fields.add_generation_prompt)
-        return self._traced("chat", self._finish(ids, fields, default_max_tokens=None), fields, started_s)
+        return self._traced("chat", self._finish(ids, fields, None), fields, started_s)
 
     async def prepare_prompts(self, prompts: Sequence[str | tuple[int, ...]], fields: ClientFields) -> list[Prepared]:
         """Plain prompts, each text or token ids. Raises as `prepare_chat`."""
@@ -156,7 +156,7 @@ class Frontend:
                 started_s = self.clock()
                 text = prompt if isinstance(prompt, str) else None
                 ids = prompt if isinstance(prompt, tuple) else await self.encode(prompt, fields.add_special_tokens)
-                one = self._finish(ids, fields, default_max_tokens=DEFAULT_COMPLETION_TOKENS)
+                one = self._finish(ids, fields, DEFAULT_COMPLETION_TOKENS, num_prompts=len(prompts))
                 one = self._traced("text_completion", one, fields, started_s)
                 prepared.append(replace(one, prompt_text=text))
         return prepared
@@ -245,7 +245,9 @@ class Frontend:
         finally:
             self._preparing -= 1
 
-    def _finish(self, ids: Sequence[int], fields: ClientFields, *, default_max_tokens: int | None) -> Prepared:
+    def _finish(
+        self, ids: Sequence[int], fields: ClientFields, default_max_tokens: int | None, *, num_prompts: int = 1
+    ) -> Prepared:
         if not ids:
             raise InvalidRequest("prompt: empty", param="prompt")
         room = self.model.max_model_len - len(ids)
@@ -253,11 +255,10 @@ class Frontend:
         if room < least:
             raise self._too_long(len(ids), "prompt" if default_max_tokens else "messages", least)
         asked = fields.max_tokens if fields.max_tokens is not None else default_max_tokens
-        sampling = replace(
-            fields.sampling,
-            max_tokens=room if asked is None else min(asked, room),
-            seed=self._seed(fields),
+        most = self._max_tokens(
+            fields, room if asked is None else min(asked, room), num_prompts, stated=asked is not None
         )
+        sampling = replace(fields.sampling, max_tokens=most, seed=self._seed(fields))
         if fields.max_tokens is None:
             # Else `check_fields` has seen it: what became smaller has stayed within the bounds.
             sampling.validate(vocab_size=self.model.vocab_size)
@@ -290,6 +291,23 @@ class Frontend:
             skip_special_tokens=fields.skip_special_tokens,
             has=seen.choices if seen else (),
         )
+
+    def _max_tokens(self, fields: ClientFields, asked: int, num_prompts: int, *, stated: bool) -> int:
+        """Within the bound of an answer that is in memory as a whole before its client has anything of it."""
+        if fields.reads_along:
+            return asked
+        per_token = num_prompts * fields.num_choices * (1 + (fields.sampling.num_logprobs or 0))
+        most = self._config.max_answer_values // per_token
+        if asked <= most:
+            return asked
+        if stated or most < max(1, fields.sampling.min_tokens):
+            largest = self._config.max_answer_values
+            raise InvalidRequest(
+                f"prompts x n x max_tokens x (1 + [top_]logprobs) is {per_token * asked}: an answer that is not "
+                f"streamed has at most {largest}; ask for less, or for a stream",
+                param="max_tokens",
+            )
+        return most
 
     def _seed(self, fields: ClientFields) -> int:
         if fields.seed is not None:

@@ -5,15 +5,16 @@ Canaries do not come this way, and a stream that is continued passes if that was
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+from router.admission_values import Entry, Wanted
 from router.continuations import Continuations
 from router.dispatch import Taken
-from router.fair_admission import Entry, FairAdmission, Wanted
+from router.fair_admission import FairAdmission
 from router.requests import ChoiceDelta, Reader, RoutedRequest
 from router.worker_view import WorkerSnapshot
 from router.workers import WorkerRegistry
@@ -58,6 +59,8 @@ class Gate:
         self._visits: dict[RequestId, _Visit] = {}
         """The latest of each stream."""
         self._turns: dict[Entry, asyncio.Future[None]] = {}
+        self._entered: dict[RequestId, _Visit] = {}
+        """Of calls with several requests: those that have still to be run."""
         self._look: asyncio.TimerHandle | None = None
         self._ended = asyncio.Event()
         registry.on_load = _after(registry.on_load, self._pump)
@@ -94,43 +97,63 @@ class Gate:
     @contextlib.asynccontextmanager
     async def _inside(self, request: RoutedRequest) -> AsyncIterator["_Visit"]:
         """From its turn to its end."""
-        visit = self._enter(request)
-        entry = visit.entry
+        visit = self._entered.pop(request.request_id, None) or self._enter([request])[0]
         try:
-            if entry.waiting:
-                await self._turn(entry)
+            await self._turn(visit.entry)
             # What runs it writes it into the workers' books before it waits for the first time.
-            asyncio.get_running_loop().call_soon(self._placed, entry)
+            asyncio.get_running_loop().call_soon(self._placed, visit.entry)
             yield visit
         finally:
             self._end(visit)
-            self._ended.set()
-            self._pump()
+
+    @contextlib.contextmanager
+    def admitted(self, requests: Sequence[RoutedRequest]) -> Iterator[None]:
+        """See `router.requests.Generator`."""
+        visits = self._enter(requests)
+        self._entered.update((visit.request.request_id, visit) for visit in visits)
+        try:
+            yield
+        finally:
+            for visit in visits:
+                if self._entered.get(visit.request.request_id) is visit:
+                    del self._entered[visit.request.request_id]
+                    self._turns.pop(visit.entry, None)
+                    self._end(visit)
 
     def finish_choice(self, request_id: RequestId, choice_index: int) -> None:
         """See `router.requests.Generator`."""
         self._inner.finish_choice(request_id, choice_index)
 
-    def _enter(self, request: RoutedRequest) -> "_Visit":
-        stream = request.request_id
-        promised = bool(request.resume) and self._continuations.is_promised(stream)
-        entry, evicted = self.admission.enter(
-            Wanted(
-                tenant=request.tenant,
-                priority=request.priority,
-                num_tokens=len(request.prompt_token_ids),
-                max_output_tokens=request.sampling.max_tokens * request.num_choices,
-                deadline_s=request.deadline_s,
-                promised=promised,
-                # Its former reader is about to be told that the stream is another's now.
-                leaving=int(stream in self._visits),
-            )
+    def _enter(self, requests: Sequence[RoutedRequest]) -> "list[_Visit]":
+        promised = [bool(one.resume) and self._continuations.is_promised(one.request_id) for one in requests]
+        entered = self.admission.enter_call([self._wanted(*each) for each in zip(requests, promised, strict=True)])
+        self._tell(entered.evicted)
+        if entered.refusal is not None:
+            raise entered.refusal
+        loop = asyncio.get_running_loop()
+        visits = []
+        for request, entry, passes in zip(requests, entered.entries, promised, strict=True):
+            if passes:
+                self._continuations.begun(request.request_id)
+            if entry.waiting:
+                self._turns[entry] = loop.create_future()
+            visit = self._visits[request.request_id] = _Visit(request, entry, promised=passes)
+            visits.append(visit)
+        if self._turns and self._look is None:
+            self._look = loop.call_later(_LOOK_S, self._look_again)
+        return visits
+
+    def _wanted(self, request: RoutedRequest, promised: bool) -> Wanted:
+        return Wanted(
+            tenant=request.tenant,
+            priority=request.priority,
+            num_tokens=len(request.prompt_token_ids),
+            max_output_tokens=request.sampling.max_tokens * request.num_choices,
+            deadline_s=request.deadline_s,
+            promised=promised,
+            # Its former reader is about to be told that the stream is another's now.
+            leaving=int(request.request_id in self._visits),
         )
-        if promised:
-            self._continuations.begun(stream)
-        visit = self._visits[stream] = _Visit(request, entry, promised=promised)
-        self._tell(evicted)
-        return visit
 
     def _end(self, visit: "_Visit") -> None:
         if self._visits.get(visit.request.request_id) is visit:
@@ -140,6 +163,8 @@ class Gate:
         if visit.request.resume and visit.taken:
             self._charge_again(visit)
         self.admission.end(visit.entry, taken=visit.taken)
+        self._ended.set()
+        self._pump()
 
     def _charge_again(self, visit: "_Visit") -> None:
         """What is computed for a second time counts for a second time."""
@@ -151,14 +176,12 @@ class Gate:
         self.admission.generated(visit.entry, min(visit.passed, shown))
 
     async def _turn(self, entry: Entry) -> None:
-        loop = asyncio.get_running_loop()
-        turn = self._turns[entry] = loop.create_future()
-        if self._look is None:
-            self._look = loop.call_later(_LOOK_S, self._look_again)
-        try:
-            await turn
-        finally:
-            self._turns.pop(entry, None)
+        """Return when it has had its turn. Raises what it was refused with."""
+        if (turn := self._turns.get(entry)) is not None:
+            try:
+                await turn
+            finally:
+                self._turns.pop(entry, None)
 
     def _note(self, visit: "_Visit", deltas: Sequence[ChoiceDelta]) -> None:
         """Count what came."""

@@ -5,7 +5,8 @@ A door (HTTP or gRPC) validates and tokenizes a client's request into a `RoutedR
 for every token is a named tuple: a frozen dataclass takes twice as long to make.
 """
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -90,13 +91,24 @@ class Reader(Protocol):
         ...
 
 
-class Generator(Protocol):
-    """What the doors need of dispatch."""
+class Streamer(Protocol):
+    """Who generates one request for somebody who is no client."""
 
     def generate(self, request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
         """Stream all choices, interleaved. Closing the iterator early cancels the request on every worker.
 
         Raises Overloaded, Unavailable, RequestTooLarge, DeadlineExceeded or InternalError.
+        """
+        ...
+
+
+class Generator(Streamer, Protocol):
+    """What the doors need of dispatch."""
+
+    def admitted(self, requests: Sequence[RoutedRequest]) -> AbstractContextManager[None]:
+        """While inside, all requests of one client call are let in, to be `run`; whoever runs but one need not ask.
+
+        Raises on entering what `run` would raise, or InvalidRequest for more than may ever run: none is in then.
         """
         ...
 

@@ -4,12 +4,12 @@ What other routers give a tenant counts as well, as soon as it is heard of (`rou
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tandem.admission_config import LimitsConfig, TenantLimits
-from tandem.errors import Overloaded
+from tandem.errors import InvalidRequest, Overloaded
 
 _MINUTE_S = 60.0
 _PER_REQUEST_S = 1.0
@@ -143,21 +143,31 @@ class Limiter:
         return self._account(tenant).num_inflight
 
     def admit(self, tenant: str, estimated_tokens: float, *, promised: bool = False, leaving: int = 0) -> Grant:
-        """Count a request in. `promised`: a stream that goes on, whose former run may still be counted somewhere.
+        """Count a request in; see `admit_call`."""
+        return self.admit_call(tenant, [estimated_tokens], promised=promised, leaving=leaving)[0]
+
+    def admit_call(
+        self, tenant: str, estimates: Sequence[float], *, promised: bool = False, leaving: int = 0
+    ) -> list[Grant]:
+        """Count in all requests of one client call, by their estimated tokens, or none. `promised`: of a stream that
+        goes on, whose former run may still be counted somewhere.
 
         It puts the accounts into debt if need be, which whatever comes next has to wait for, and as many may go on at a
-        time as may run. `leaving`: requests that end when this one begins. Raises Overloaded that names the limit and
-        says when to come back.
+        time as may run. `leaving`: requests that end when these begin. Raises Overloaded that names the limit and says
+        when to come back, InvalidRequest when coming back cannot help.
         """
         account, now_s = self._account(tenant), self._clock()
         if not promised:
-            self._check(tenant, account, estimated_tokens, now_s, leaving)
-        elif (most := account.limits.concurrent_requests) is not None and account.num_promised >= most:
+            self._check(tenant, account, estimates, now_s, leaving)
+        elif (most := account.limits.concurrent_requests) is not None and account.num_promised + len(estimates) > most:
             raise _over("concurrent_requests", most, account.mean_s / most)
-        account.take(1, estimated_tokens, now_s)
-        account.num_inflight += 1
-        account.num_promised += promised
-        return Grant(tenant=tenant, promised=promised, estimated_tokens=estimated_tokens, since_s=now_s)
+        for estimate in estimates:
+            account.take(1, estimate, now_s)
+            account.num_inflight += 1
+            account.num_promised += promised
+        return [
+            Grant(tenant=tenant, promised=promised, estimated_tokens=estimate, since_s=now_s) for estimate in estimates
+        ]
 
     def settle(self, grant: Grant, used_tokens: float) -> None:
         """The request has ended and took so many tokens."""
@@ -192,14 +202,20 @@ class Limiter:
         """Another router has given a tenant so much more."""
         self._account(tenant).use(requests, float(tokens), self._clock())
 
-    def _check(self, tenant: str, account: _Account, estimated_tokens: float, now_s: float, leaving: int) -> None:
-        limits = account.limits
+    def _check(self, tenant: str, account: _Account, estimates: Sequence[float], now_s: float, leaving: int) -> None:
+        limits, count = account.limits, len(estimates)
+        for name, bound in (
+            ("concurrent_requests", limits.concurrent_requests),
+            ("requests_per_minute", limits.requests_per_minute),
+        ):
+            if bound is not None and count > bound:
+                raise InvalidRequest(f"{count} prompts: this API key's limit {name} is {bound}", param=name)
         most = limits.concurrent_requests
-        if most is not None and account.num_inflight - leaving + self.num_elsewhere(tenant) >= most:
+        if most is not None and account.num_inflight - leaving + self.num_elsewhere(tenant) + count > most:
             raise _over("concurrent_requests", most, account.mean_s / most)
-        if account.requests is not None and (wait_s := account.requests.wait_s(1.0, now_s)) > 0.0:
+        if account.requests is not None and (wait_s := account.requests.wait_s(float(count), now_s)) > 0.0:
             raise _over("requests_per_minute", limits.requests_per_minute, wait_s)
-        if account.tokens is not None and (wait_s := account.tokens.wait_s(estimated_tokens, now_s)) > 0.0:
+        if account.tokens is not None and (wait_s := account.tokens.wait_s(sum(estimates), now_s)) > 0.0:
             raise _over("tokens_per_minute", limits.tokens_per_minute, wait_s)
 
     def _account(self, tenant: str) -> _Account:

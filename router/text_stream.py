@@ -1,13 +1,12 @@
 """From dispatch's tokens to a client's text: detokenize, look for stop strings, count, measure.
 
 `ChoiceText` is one choice, `RequestText` all of one request, both without I/O. `read_text` gives the answers of one
-client call to a `TextReader`, in whatever turn brings their tokens; `stream_text` is a generator of one answer, for who
-has to be one himself. Cancelling the first or closing the second cancels the requests.
+client call to a `TextReader`, in whatever turn brings their tokens. Cancelling it cancels the requests.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -17,9 +16,12 @@ from router.requests import ChoiceDelta, ChoiceFinish, Generator
 from router.stop_strings import StopMatcher
 from router.stream_ids import ChoicePosition
 from router.tokenizer import Tokenizer
-from tandem.errors import InternalError
+from tandem.errors import InternalError, ServingError
 from tandem.ids import Incarnation
 from tandem.outputs import FinishReason, SampledToken
+
+_HELD_TOKENS = 256
+"""Of a choice that nobody reads along with: its text is made of so many at a time, which takes a millisecond or two."""
 
 
 class TextDelta(NamedTuple):
@@ -175,19 +177,6 @@ class RequestText:
         self._meter.succeeded()
 
 
-async def stream_text(
-    generator: Generator, prepared: Prepared, tokenizer: Tokenizer, meter: RequestMeter
-) -> AsyncGenerator[TextDelta, None]:
-    """All choices of one request, interleaved, until each has finished. Raises what dispatch raises."""
-    text = RequestText(generator, prepared, tokenizer, meter)
-    with meter:
-        async with aclosing(generator.generate(prepared.request)) as deltas:
-            async for delta in deltas:
-                if (shown := text.feed(delta)) is not None:
-                    yield shown
-        text.end()
-
-
 class TextReader(Protocol):
     """Takes a client call's text where it arrives; see `router.requests.Reader`."""
 
@@ -214,7 +203,7 @@ class _AlongReader:
 
 
 class _EndReader:
-    """A `Reader` that nobody reads along with, of a request whose text ends no choice: each is read when it ended."""
+    """A `Reader` that nobody reads along with, of a request whose text ends no choice: many tokens at a time."""
 
     def __init__(self, text: RequestText, meter: RequestMeter, show: TextReader, num_choices: int) -> None:
         self._text = text
@@ -227,12 +216,15 @@ class _EndReader:
 
     def take(self, delta: ChoiceDelta) -> bool:
         index, held = delta.choice_index, self._held[delta.choice_index]
+        whole = delta._replace(tokens=(*held, *delta.tokens)) if held else delta
         if delta.finish is None:
-            held += delta.tokens
             self._meter.tokens(index, len(delta.tokens))
-            return False
-        whole = delta._replace(tokens=(*held, *delta.tokens))
-        shown = self._text.feed(whole, num_measured=len(held))
+            if len(whole.tokens) < _HELD_TOKENS:
+                held += delta.tokens
+                return False
+        measured = len(held) if delta.finish is not None else len(whole.tokens)
+        held.clear()
+        shown = self._text.feed(whole, num_measured=measured)
         return shown is not None and self._show.take(shown)
 
 
@@ -245,23 +237,29 @@ async def read_text(
 ) -> None:
     """Show the answers to the requests of one client call. The first error ends all of them.
 
-    Each as it comes if its request `reads_along`, else each choice at its end.
+    Each as it comes if its request `reads_along`, else each choice in large parts.
     """
     firsts = accumulate((one.request.num_choices for one in prepared), initial=0)
-    reads = [
-        _read(generator, tokenizer, new_meter(one), _Showing(one, first, show))
-        for one, first in zip(prepared, firsts, strict=False)
-    ]
-    if len(reads) == 1:
-        await reads[0]
+    showings = [_Showing(one, first, show) for one, first in zip(prepared, firsts, strict=False)]
+    if len(showings) == 1:
+        await _read(generator, tokenizer, new_meter(prepared[0]), showings[0])
         return
-    tasks = [asyncio.create_task(read) for read in reads]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    with ExitStack() as stack:
+        refusal: ServingError | None = None
+        try:
+            stack.enter_context(generator.admitted([one.request for one in prepared]))
+        except ServingError as error:
+            refusal = error
+        tasks = [
+            asyncio.create_task(_read(generator, tokenizer, new_meter(showing.prepared), showing, refusal))
+            for showing in showings
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Showing(NamedTuple):
@@ -272,11 +270,20 @@ class _Showing(NamedTuple):
     show: TextReader
 
 
-async def _read(generator: Generator, tokenizer: Tokenizer, meter: RequestMeter, showing: _Showing) -> None:
+async def _read(
+    generator: Generator,
+    tokenizer: Tokenizer,
+    meter: RequestMeter,
+    showing: _Showing,
+    refusal: ServingError | None = None,
+) -> None:
+    """`refusal`: of the whole call, which each of its requests counts."""
     request, show = showing.prepared.request, showing.show
     text = RequestText(generator, showing.prepared, tokenizer, meter, showing.first_index)
     reader = _AlongReader(text, show) if request.reads_along else _EndReader(text, meter, show, request.num_choices)
     with meter:
+        if refusal is not None:
+            raise refusal
         await generator.run(request, reader)
         text.end()
 

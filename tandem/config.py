@@ -17,6 +17,7 @@ from tandem.admission_config import BearerKey, HedgingConfig, LimitsConfig, Queu
 from tandem.board.settings import board_settings
 from tandem.config_section import Seconds, Section
 from tandem.disk_cache import contradiction
+from tandem.door_config import ConnectionsConfig
 from tandem.errors import ConfigError
 from tandem.kv_agreement import cannot_travel_as
 from tandem.kv_layout import AUTO_DTYPE
@@ -155,11 +156,14 @@ class RouterConfig(Section):
     such as `max_inflight_requests` are of each."""
     api_keys: tuple[BearerKey, ...] = ()
     """Bearer keys, each a text or `{key, tenant}`; empty means that no key is asked for."""
+    connections: ConnectionsConfig = ConnectionsConfig()
     max_body_bytes: PositiveInt = 8 << 20
     max_choices: PositiveInt = 16
     """Bound of `n`."""
     max_prompts: PositiveInt = 64
     """Prompts in one completions request."""
+    max_answer_values: PositiveInt = 1 << 20
+    """Tokens and their alternatives in an answer that is not streamed: prompts x n x max_tokens x (1 + logprobs)."""
     max_inflight_requests: PositiveInt = 1024
     """Requests that workers have at once; others wait in the queue."""
     max_queue_s: Seconds = 60.0

@@ -11,7 +11,7 @@ ServingError
 ├── Unavailable               503  no healthy worker can take it now; carries Retry-After
 ├── DeadlineExceeded          504
 ├── Cancelled                 499  the client left
-│   └── StreamTaken           499  the client reads the stream elsewhere
+├── StreamTaken               409  the client reads the stream elsewhere
 ├── TransferError             503  a hand-off failed; always retried inside before anybody sees it
 └── InternalError             500
 InvariantError                     a bug: the process that raises it must die loudly
@@ -127,8 +127,12 @@ class Cancelled(ServingError):
     kind = "CancelledError"
 
 
-class StreamTaken(Cancelled):
+class StreamTaken(ServingError):
     """The client has gone on with this stream through another router, or another connection."""
+
+    code = Code.CANCELLED
+    http_status = 409
+    kind = "ConflictError"
 
 
 class TransferError(ServingError):

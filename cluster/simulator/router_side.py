@@ -15,8 +15,9 @@ from cluster.simulator.sim_gate import SimGate
 from cluster.simulator.sim_request import SimRequest
 from cluster.simulator.trace import TraceRequest
 from router.admission import Admission
+from router.admission_values import AdmissionPolicy
 from router.attempts import RetryBudget, RetryReason, is_full
-from router.fair_admission import AdmissionPolicy, FairAdmission
+from router.fair_admission import FairAdmission
 from router.placement import NoDecodeWorker
 from router.placer import Placer
 from router.tenant_limits import Limiter

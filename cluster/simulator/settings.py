@@ -5,8 +5,8 @@ from math import inf
 
 from cluster.simulator.latency import StepLatency
 from engine.config import EngineConfig
+from router.admission_values import AdmissionPolicy
 from router.cluster_room import RoomPolicy
-from router.fair_admission import AdmissionPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

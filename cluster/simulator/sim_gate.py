@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from cluster.simulator.event_queue import EventQueue
 from cluster.simulator.sim_request import SimRequest
-from router.fair_admission import Entry, FairAdmission, Wanted
+from router.admission_values import Entry, Wanted
+from router.fair_admission import FairAdmission
 from tandem.errors import ServingError
 
 _LOOK_S = 0.1

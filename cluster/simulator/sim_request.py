@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 from cluster.simulator.names import SpacedNames, own_name
 from cluster.simulator.trace import TraceRequest
 from engine.request import Request
+from router.admission_values import Entry
 from router.attempts import ChoiceProgress
-from router.fair_admission import Entry
 from router.placer import Assignment
 from router.waiting_room import Place
 from tandem.ids import BlockHash, RequestId

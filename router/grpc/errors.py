@@ -1,8 +1,7 @@
 """The gRPC door's one interceptor: errors of `tandem.errors` become status codes, and every answer is counted."""
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -36,10 +35,12 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
             "response_serializer": handler.response_serializer,
         }
         if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(self._stream(method, handler.unary_stream), **codecs)
-        return grpc.unary_unary_rpc_method_handler(self._unary(method, handler.unary_unary), **codecs)
+            return grpc.unary_stream_rpc_method_handler(self._translated(method, handler.unary_stream), **codecs)
+        return grpc.unary_unary_rpc_method_handler(self._translated(method, handler.unary_unary), **codecs)
 
-    def _unary(self, method: str, call: Callable[[Any, Any], Awaitable[Any]]) -> Any:
+    def _translated(self, method: str, call: Callable[[Any, Any], Awaitable[Any]]) -> Any:
+        """One answer returned, or many written to the context."""
+
         async def translated(request: Any, context: Any) -> Any:
             try:
                 answer = await call(request, context)
@@ -50,21 +51,6 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
             else:
                 self._metrics.rpc_answered(method, grpc.StatusCode.OK.name)
                 return answer
-
-        return translated
-
-    def _stream(self, method: str, call: Callable[[Any, Any], Any]) -> Any:
-        async def translated(request: Any, context: Any) -> AsyncIterator[Any]:
-            try:
-                async with aclosing(call(request, context)) as answers:
-                    async for answer in answers:
-                        yield answer
-            except ServingError as error:
-                await self._abort(method, context, error)
-            except Exception:  # noqa: BLE001  # the interceptor: a bug becomes INTERNAL, its trace goes to the log
-                await self._abort(method, context, self._bug(method))
-            else:
-                self._metrics.rpc_answered(method, grpc.StatusCode.OK.name)
 
         return translated
 
@@ -79,4 +65,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
             trailing.append((_RETRY_AFTER, f"{error.retry_after_s:.3f}"))
         if error.param is not None:
             trailing.append((_PARAM, error.param))
-        await context.abort(grpc.StatusCode[error.code.value], error.message, tuple(trailing))
+        try:
+            await context.abort(grpc.StatusCode[error.code.value], error.message, tuple(trailing))
+        except grpc.aio.InternalError:
+            # Its status could not be sent: the client left with its answer unread.
+            _log.debug("%s: the client left before it was told of %s", method, error.code.value)

@@ -1,5 +1,6 @@
 """The socket of the gRPC door: the service, health and reflection, started and stopped by its owner."""
 
+import math
 from types import TracebackType
 from typing import Self
 
@@ -13,11 +14,15 @@ from router.grpc.errors import MAX_METADATA_BYTES, StatusInterceptor
 from router.grpc.service import InferenceService
 from router.metrics import RouterMetrics
 from router.requests import Generator
+from router.slow_reader import WRITE_TIMEOUT_S
 from tandem import rpc
 from tandem.config import RouterConfig
 from tandem.v1 import inference_pb2
 from tandem.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 
+_MAX_AGE_MS = 600_000
+"""Then clients are told to connect anew, and what is under way may end."""
+_LONGEST_MS = 2**31 - 1
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
@@ -26,18 +31,34 @@ def build_server(
     generator: Generator,
     config: RouterConfig,
     metrics: RouterMetrics,
+    max_connections: int = 1024,
     *,
     shares_port: bool = False,
+    write_timeout_s: float = WRITE_TIMEOUT_S,
 ) -> grpc.aio.Server:
     """A server of `tandem.v1.Inference` alone, bound to nothing yet."""
     options = dict(rpc.SERVER_OPTIONS)
     options["grpc.max_receive_message_length"] = config.max_body_bytes
     options["grpc.max_metadata_size"] = MAX_METADATA_BYTES
     options["grpc.so_reuseport"] = int(shares_port)
+    options |= _connection_options(config, max_connections)
     server = grpc.aio.server(interceptors=(StatusInterceptor(metrics),), options=tuple(options.items()))
-    service = InferenceService(frontend, generator, ApiKeys(config.api_keys), metrics)
+    service = InferenceService(frontend, generator, ApiKeys(config.api_keys), metrics, write_timeout_s=write_timeout_s)
     add_InferenceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated
     return server
+
+
+def _connection_options(config: RouterConfig, most: int) -> dict[str, int]:
+    """As the HTTP door bounds its own. An answer whose client does not read it ends with its connection at the latest:
+    gRPC cannot take it back."""
+    longest_s = config.request_timeout_s + WRITE_TIMEOUT_S
+    return {
+        "grpc.max_allowed_incoming_connections": most,
+        "grpc.server_handshake_timeout_ms": math.ceil(1000 * config.connections.head_timeout_s),
+        "grpc.max_connection_idle_ms": math.ceil(1000 * config.connections.keep_alive_s),
+        "grpc.max_connection_age_ms": _MAX_AGE_MS,
+        "grpc.max_connection_age_grace_ms": min(_LONGEST_MS, math.ceil(1000 * longest_s)),
+    }
 
 
 class GrpcDoor:

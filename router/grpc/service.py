@@ -1,17 +1,18 @@
 """tandem.v1.Inference: each call decodes, delegates to the frontend that HTTP uses, and encodes."""
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from typing import Any
 
 from router.auth import ApiKeys
 from router.chat_template import Message
 from router.frontend import ClientFields, Frontend, Prepared
+from router.grpc.answer_writer import AnswerWriter
 from router.metrics import RequestMeter, RouterMetrics
 from router.requests import Generator
+from router.slow_reader import WRITE_TIMEOUT_S
 from router.stream_cursor import StreamCursor
 from router.stream_ids import StreamPosition
-from router.text_stream import TextDelta, stream_text
+from router.text_stream import TextDelta, read_text
 from router.usage import Usage
 from tandem import wire
 from tandem.errors import InvalidRequest
@@ -25,34 +26,42 @@ _LAST_ID = "last_stream_id"
 class InferenceService(InferenceServicer):
     """The four calls."""
 
-    def __init__(self, frontend: Frontend, generator: Generator, keys: ApiKeys, metrics: RouterMetrics) -> None:
+    def __init__(
+        self,
+        frontend: Frontend,
+        generator: Generator,
+        keys: ApiKeys,
+        metrics: RouterMetrics,
+        *,
+        write_timeout_s: float = WRITE_TIMEOUT_S,
+    ) -> None:
         self._frontend = frontend
         self._generator = generator
         self._keys = keys
         self._metrics = metrics
+        self._write_timeout_s = write_timeout_s
 
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """Stream an answer; a client that cancels closes the stream, and so the request."""
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
+        """Stream an answer; a client that cancels, or does not read, ends the request."""
         seen = self._seen(request)
         prepared = await self._prepare(request, self._fields(request, context, seen))
         ids = self._frontend.stream_ids if request.stream_ids or seen is not None else None
         cursor = StreamCursor([prepared], ids, seen, param=_LAST_ID)
         if cursor.has_all:
             return
-        usage = Usage([prepared])
-        meter = RequestMeter(
+        async with AnswerWriter(context.write, write_timeout_s=self._write_timeout_s) as writer:
+            answer = _AnswerStream(prepared, cursor, writer)
+            await read_text(self._generator, [prepared], self._frontend.tokenizer, self._meter, answer)
+            await writer.flush()
+
+    def _meter(self, one: Prepared) -> RequestMeter:
+        return RequestMeter(
             self._metrics,
             self._frontend.clock,
-            prompt_tokens=usage.prompt_tokens,
-            choices=prepared.request.num_choices,
-            span=prepared.request.span,
+            prompt_tokens=len(one.request.prompt_token_ids),
+            choices=one.request.num_choices,
+            span=one.request.span,
         )
-        stream = stream_text(self._generator, prepared, self._frontend.tokenizer, meter)
-        async with aclosing(stream) as deltas:
-            async for delta in deltas:
-                usage.add(delta)
-                if (response := _response(prepared, delta, usage, cursor)) is not None:
-                    yield response
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         """Token ids of a text or a conversation."""
@@ -117,6 +126,22 @@ class InferenceService(InferenceServicer):
             ids = self._frontend.parse_ids(request.prompt_token_ids.ids, "prompt_token_ids")
             return (await self._frontend.prepare_prompts([ids], fields))[0]
         raise InvalidRequest("input is missing: send prompt, prompt_token_ids or chat", param="input")
+
+
+class _AnswerStream:
+    """A `TextReader` that writes messages."""
+
+    def __init__(self, prepared: Prepared, cursor: StreamCursor, writer: AnswerWriter) -> None:
+        self._prepared = prepared
+        self._cursor = cursor
+        self._usage = Usage([prepared])
+        self._writer = writer
+        self.ready = writer.flush
+
+    def take(self, delta: TextDelta) -> bool:
+        self._usage.add(delta)
+        response = _response(self._prepared, delta, self._usage, self._cursor)
+        return response is not None and self._writer.put(response)
 
 
 def _trace(context: Any) -> TraceContext | None:

@@ -46,8 +46,12 @@ class Answer(Protocol):
         """A chunk without choices, for usage."""
         ...
 
-    def whole(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
-        """The answer in one piece."""
+    def logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
+        """Of the delta's tokens, which follow those asked for before; None when the request asked for none."""
+        ...
+
+    def whole(self, choices: Sequence[TextDelta], logprobs: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+        """The answer in one piece, with the log probabilities of each choice."""
         ...
 
 
@@ -73,7 +77,7 @@ class ChatAnswer:
     def chunks(self, delta: TextDelta) -> list[dict[str, Any]]:
         """Content, then the end."""
         chunks = []
-        logprobs = self._logprobs.chat(delta.tokens)
+        logprobs = self.logprobs(delta)
         if delta.text or logprobs or (self._head.return_token_ids and delta.tokens):
             choice = _chat_choice(delta.choice_index, {"content": delta.text})
             choice["logprobs"] = logprobs
@@ -89,19 +93,23 @@ class ChatAnswer:
         """No choices."""
         return self._chunk([])
 
-    def whole(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
+    def logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
+        """See Answer."""
+        return self._logprobs.chat(delta.tokens)
+
+    def whole(self, choices: Sequence[TextDelta], logprobs: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
         """chat.completion."""
         content: dict[str, Any] = _head(self._head, "chat.completion")
-        content["choices"] = [self._whole_choice(delta) for delta in choices]
+        content["choices"] = [self._whole_choice(*each) for each in zip(choices, logprobs, strict=True)]
         if self._head.return_token_ids:
             content["prompt_token_ids"] = list(self._request.prompt_token_ids)
         return content
 
-    def _whole_choice(self, delta: TextDelta) -> dict[str, Any]:
+    def _whole_choice(self, delta: TextDelta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": delta.choice_index,
             "message": {"role": "assistant", "content": delta.text, "refusal": None},
-            "logprobs": self._logprobs.chat(delta.tokens),
+            "logprobs": logprobs,
             **_ending(delta),
         }
         if self._head.return_token_ids:
@@ -137,7 +145,7 @@ class CompletionAnswer:
 
     def chunks(self, delta: TextDelta) -> list[dict[str, Any]]:
         """Text and end in one."""
-        logprobs = self._logprobs_of(delta)
+        logprobs = self.logprobs(delta)
         if not (delta.text or logprobs or delta.finish or (self._head.return_token_ids and delta.tokens)):
             return []
         choice = {"index": delta.choice_index, "text": delta.text, "logprobs": logprobs, **_ending(delta)}
@@ -149,15 +157,16 @@ class CompletionAnswer:
         """No choices."""
         return {**_head(self._head, "text_completion"), "choices": []}
 
-    def whole(self, choices: Sequence[TextDelta]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[TextDelta], logprobs: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
         """text_completion."""
-        return self.ending() | {"choices": [self._whole_choice(delta) for delta in choices]}
+        shown = [self._whole_choice(*each) for each in zip(choices, logprobs, strict=True)]
+        return self.ending() | {"choices": shown}
 
-    def _whole_choice(self, delta: TextDelta) -> dict[str, Any]:
+    def _whole_choice(self, delta: TextDelta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": delta.choice_index,
             "text": self._echoed(delta.choice_index) + delta.text,
-            "logprobs": self._logprobs_of(delta),
+            "logprobs": logprobs,
             **_ending(delta),
         }
         if self._head.return_token_ids:
@@ -179,7 +188,8 @@ class CompletionAnswer:
             return prompt.prompt_text
         return self._tokenizer.decode(prompt.request.prompt_token_ids)
 
-    def _logprobs_of(self, delta: TextDelta) -> dict[str, Any] | None:
+    def logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
+        """See Answer."""
         offset = self._offsets.get(delta.choice_index, 0)
         if delta.passed:
             offset = self._logprobs.completion(delta.passed, offset)[1]

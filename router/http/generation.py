@@ -19,6 +19,7 @@ from router.http.middleware import check_request_id
 from router.http.schemas import ChatBody, CompletionBody, GenerationBody, validate
 from router.http.sse import EventStream, SseResponse
 from router.http.usage_json import timing_object, usage_object
+from router.http.whole_answer import WholeResponse, whole_content
 from router.metrics import RequestMeter, RouterMetrics
 from router.requests import Generator
 from router.stream_cursor import StreamCursor
@@ -124,7 +125,7 @@ class GenerationRoutes:
             return SseResponse(partial(self._stream, call))
         async with WhileConnected(request.scope, request.receive):
             content = await self._whole(call)
-        return Response(orjson.dumps(content), media_type="application/json")
+        return WholeResponse(orjson.dumps(content))
 
     async def _read_text(self, prepared: list[Prepared], show: TextReader) -> None:
         await read_text(self._generator, prepared, self._frontend.tokenizer, self._meter, show)
@@ -146,7 +147,7 @@ class GenerationRoutes:
         choices = text.choices()
         for choice in choices:
             usage.add(choice)
-        content = call.show(prepared).whole(choices)
+        content = await whole_content(call.show(prepared), choices)
         content["usage"] = usage_object(usage)
         if call.extras.timing:
             content["timing"] = timing_object(usage)

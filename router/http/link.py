@@ -15,6 +15,10 @@ from tandem.errors import Cancelled
 EXTENSION = "tandem.link"
 
 
+class ClientLeft(Cancelled):
+    """Nobody is there to be answered."""
+
+
 class Link(Protocol):
     """One request's side of a connection."""
 
@@ -49,7 +53,7 @@ def link_of(scope: Scope) -> Link | None:
 
 
 class WhileConnected:
-    """An async context whose body is cancelled when the client leaves; then Cancelled is raised."""
+    """An async context whose body is cancelled when the client leaves; then ClientLeft is raised."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self._link = link_of(scope)
@@ -77,7 +81,7 @@ class WhileConnected:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
         if self._left and not self._task.uncancel() and kind is asyncio.CancelledError:
-            raise Cancelled("the client left") from None
+            raise ClientLeft("the client left") from None
 
     async def _wait(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

@@ -1,121 +1,24 @@
-"""The socket of the HTTP door: uvicorn with bounded headers, started and stopped by its owner."""
+"""The socket of the HTTP door: uvicorn with bounded connections, started and stopped by its owner."""
 
 import asyncio
 import contextlib
+import math
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self, cast
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from router.http.connections import ConnectionLimits, Connections
 from router.http.handover import leave_port
-from router.http.link import EXTENSION
-from router.http.middleware import MAX_HEADER_BYTES
+from router.http.protocol import Connection, ConnectionWatch
+from router.slow_reader import WRITE_TIMEOUT_S
+from tandem.door_config import ConnectionsConfig
 
 _BACKLOG = 2048
-_KEEP_ALIVE_S = 65
 _LOOK_S = 0.05
-_MAX_URL_BYTES = 8 << 10
-_MAX_HEAD_BYTES = 4 * MAX_HEADER_BYTES
-"""Beyond what the application answers with 400, the connection is closed: a head may otherwise be endless."""
-
-
-class _Protocol(HttpToolsProtocol):
-    """uvicorn's, with bounded heads (httptools itself collects without a bound), and a `Link` for each request."""
-
-    _head_bytes = 0
-    _links: "tuple[_DirectLink, ...]" = ()
-    """Of requests without a complete answer: several when a client sends the next ones ahead."""
-
-    def on_message_begin(self) -> None:
-        self._head_bytes = 0
-        super().on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        super().on_url(url)
-        self._count(len(url), _MAX_URL_BYTES)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
-        self._count(len(name) + len(value), _MAX_HEAD_BYTES)
-
-    def on_headers_complete(self) -> None:
-        super().on_headers_complete()
-        # The application has not begun: its task runs later.
-        link = _DirectLink(self)
-        self._links = (*self._links, link)
-        cast("dict[str, Any]", self.scope)["extensions"] = {EXTENSION: link}
-
-    def on_response_complete(self) -> None:
-        self._links = tuple(link for link in self._links if not link.answered())
-        super().on_response_complete()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        for link in self._links:
-            link.client_left()
-        self._links = ()
-
-    def _count(self, size: int, most: int) -> None:
-        self._head_bytes += size
-        if self._head_bytes > most:
-            # uvicorn answers a parser's error with 400 and closes.
-            raise ValueError("request head too large")
-
-
-class _DirectLink:
-    """One request's `router.http.link.Link`."""
-
-    def __init__(self, protocol: _Protocol) -> None:
-        self._write = protocol.transport.write
-        self._flow = protocol.flow
-        self._cycle: RequestResponseCycle | None = protocol.cycle
-        """Until nothing more can be said: its scope holds this link, and only a collection would find the two."""
-        self._on_leave: Callable[[], None] | None = None
-
-    @property
-    def is_paused(self) -> bool:
-        return self._flow.write_paused
-
-    async def drain(self) -> None:
-        await self._flow.drain()
-
-    def write(self, body: bytes) -> bool:
-        if self._cycle is None or self._cycle.disconnected:
-            return False
-        self._write(b"%x\r\n%b\r\n" % (len(body), body))
-        return self._flow.write_paused
-
-    def whole_body(self) -> bytes | None:
-        return None if self._cycle is None or self._cycle.more_body else bytes(self._cycle.body)
-
-    def on_leave(self, callback: Callable[[], None] | None) -> None:
-        self._on_leave = callback
-        if callback is None:
-            return
-        # Nobody hears of an end behind a body that is too large to be read on.
-        self._flow.resume_reading()
-        if self._cycle is None or self._cycle.disconnected:
-            callback()
-
-    def answered(self) -> bool:
-        """Whether the whole answer has been written; if so the link has ended."""
-        if self._cycle is not None and self._cycle.response_complete:
-            self._cycle = None
-        return self._cycle is None
-
-    def client_left(self) -> None:
-        """uvicorn tells the newest request alone."""
-        cycle, self._cycle = self._cycle, None
-        if cycle is None or cycle.response_complete:
-            return
-        cycle.disconnected = True
-        cycle.message_event.set()
-        if self._on_leave is not None:
-            self._on_leave()
 
 
 class _Server(uvicorn.Server):
@@ -129,24 +32,37 @@ class _Server(uvicorn.Server):
 class HttpDoor:
     """Listens while entered; leaving stops new connections and lets running requests end within `grace_s`."""
 
-    def __init__(self, app: ASGIApp, *, host: str, port: int, grace_s: float = 30.0, shares_port: bool = False) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        host: str,
+        port: int,
+        grace_s: float = 30.0,
+        shares_port: bool = False,
+        limits: ConnectionLimits | None = None,
+    ) -> None:
         """`shares_port`: other processes listen on it, too; the kernel gives each connection to one of them."""
         self._shares_port = shares_port
         self._host = host
         self._grace_s = grace_s
         self.port = port
         """The real port once entered; port 0 takes a free one."""
+        limits = limits or ConnectionLimits.of(ConnectionsConfig(), most=_BACKLOG, write_timeout_s=WRITE_TIMEOUT_S)
+        self._connections: Connections[Connection] = Connections(limits)
+        self._watch: ConnectionWatch | None = None
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=_Protocol,
+                # Looks like a class to who only calls it.
+                http=cast("Any", self._new_connection),
                 ws="none",
                 lifespan="off",
                 access_log=False,
                 log_config=None,
                 server_header=False,
                 proxy_headers=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_keep_alive=math.ceil(limits.keep_alive_s),
             )
         )
         self._socket: socket.socket | None = None
@@ -159,8 +75,19 @@ class HttpDoor:
             (self._host, self.port), family=family, backlog=_BACKLOG, reuse_port=self._shares_port
         )
         self.port = self._socket.getsockname()[1]
+        self._watch = ConnectionWatch(self._connections, asyncio.get_running_loop())
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         return self
+
+    @property
+    def num_connections(self) -> int:
+        """Clients that are connected."""
+        return len(self._connections)
+
+    def _new_connection(self, **others: Any) -> Connection:
+        if self._watch is None:
+            raise RuntimeError("the door is not open")
+        return Connection(self._watch, **others)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -184,5 +111,7 @@ class HttpDoor:
         self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
         self._server.should_exit = True
         await self._task
+        if self._watch is not None:
+            self._watch.stop()
         self._socket.close()
         self._task = self._socket = None

@@ -10,11 +10,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.http.errors import error_object
-from router.http.link import Link, WhileConnected, link_of
-from tandem.errors import Cancelled, InternalError, ServingError
+from router.http.link import ClientLeft, Link, WhileConnected, link_of
+from router.slow_reader import WRITE_TIMEOUT_S, SlowReader, taken_in_time
+from tandem.errors import InternalError, ServingError
 
-WRITE_TIMEOUT_S = 30.0
-"""A reader whose socket takes nothing for this long is given up."""
 DONE = b"data: [DONE]\n\n"
 _log = logging.getLogger(__name__)
 
@@ -24,10 +23,6 @@ def event(content: dict[str, Any], event_id: bytes | None = None) -> bytes:
     if event_id is not None:
         return b"id: " + event_id + b"\ndata: " + orjson.dumps(content) + b"\n\n"
     return b"data: " + orjson.dumps(content) + b"\n\n"
-
-
-class _SlowReader(Exception):
-    """The client's socket took nothing for too long."""
 
 
 class EventStream:
@@ -61,7 +56,7 @@ class EventStream:
                 await self._send_body(self._take_held(), more=True)
                 self._direct = self._link
             if self._direct is not None and self._direct.is_paused:
-                await self._in_time(self._direct.drain())
+                await taken_in_time(self._direct.drain(), self._timeout_s)
 
     async def end(self) -> None:
         """Write the end mark."""
@@ -75,14 +70,8 @@ class EventStream:
         if not self.started:
             self.started = True
             await self._send(self._start)
-        await self._in_time(self._send({"type": "http.response.body", "body": body, "more_body": more}))
-
-    async def _in_time(self, waiting: Awaitable[None]) -> None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await waiting
-        except TimeoutError:
-            raise _SlowReader from None
+        sending = self._send({"type": "http.response.body", "body": body, "more_body": more})
+        await taken_in_time(sending, self._timeout_s)
 
 
 class SseResponse(Response):
@@ -110,20 +99,20 @@ class SseResponse(Response):
             async with WhileConnected(scope, receive):
                 await self._fill(stream)
                 await stream.end()
-        except Cancelled:
-            _log.debug("a client left its stream")
-        except _SlowReader:
+        except SlowReader:
             _log.warning("a client did not read its stream for %s s and was given up", self._write_timeout_s)
+        except ClientLeft:
+            _log.debug("a client left its stream")
 
     async def _fill(self, stream: EventStream) -> None:
         try:
             await self._run(stream)
+        except SlowReader:
+            raise
         except ServingError as error:
             if not stream.started:
                 raise
             stream.write(event(error_object(error)))
-        except _SlowReader:
-            raise
         except Exception:
             # The stream's interceptor: a fault of ours must still end in a readable event.
             if not stream.started:

@@ -1,7 +1,8 @@
 """Admission over a cluster that a test sets, one decision at a time."""
 
+from router.admission_values import AdmissionPolicy, Wanted
 from router.cluster_room import RoomPolicy
-from router.fair_admission import AdmissionPolicy, FairAdmission, Wanted
+from router.fair_admission import FairAdmission
 from router.tenant_limits import Limiter
 from tandem.admission_config import LimitsConfig
 from tests.unit.router.overload_world import snapshot

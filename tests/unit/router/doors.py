@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -119,6 +119,9 @@ class FakeGenerator:
         finally:
             self.open_streams -= 1
             self.closed.set()
+
+    def admitted(self, requests: Sequence[RoutedRequest]) -> AbstractContextManager[None]:
+        return nullcontext()
 
     async def run(self, request: RoutedRequest, reader: Reader) -> None:
         async with aclosing(self.generate(request)) as deltas:

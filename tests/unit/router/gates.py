@@ -5,9 +5,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+from router.admission_values import AdmissionPolicy
 from router.cluster_room import RoomPolicy
 from router.continuations import Continuations
-from router.fair_admission import AdmissionPolicy, FairAdmission
+from router.fair_admission import FairAdmission
 from router.gate import Gate
 from router.requests import RoutedRequest
 from router.tenant_limits import Limiter

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
 
-from router.fair_admission import AdmissionPolicy, Entry, FairAdmission, Wanted
+from router.admission_values import AdmissionPolicy, Entry, Wanted
+from router.fair_admission import FairAdmission
 from router.tenant_limits import Limiter
 from router.worker_view import WorkerInfo, WorkerKey, WorkerLoad, WorkerSnapshot
 from tandem.admission_config import LimitsConfig

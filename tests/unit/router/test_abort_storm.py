@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
+from router.admission_values import AdmissionPolicy, Entry
 from router.cluster_room import RoomPolicy
-from router.fair_admission import AdmissionPolicy, Entry
 from tests.unit.router.overload_world import Served, World
 from tests.unit.router.whole_router import MAX_INFLIGHT, Fate, WholeRouter
 

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.admission_counts import Rejection
 from router.admission_metrics import MAX_TENANTS, AdmissionMetrics
-from router.fair_admission import Entry
+from router.admission_values import Entry
 from router.frontend import MAX_PRIORITY
 from tandem.admission_config import LimitsConfig, TenantLimits
 from tandem.errors import Overloaded, RequestTooLarge, Unavailable

@@ -2,12 +2,16 @@
 
 import asyncio
 import json
+import logging
 from typing import Any
 
 import httpx
 import pytest
 
+from router.http.app import create_app
+from router.http.server import HttpDoor
 from router.tokenizer import Tokenizer
+from tandem.errors import StreamTaken
 from tests.unit.router import doors
 from tests.unit.router.http_doors import CHAT, HELLO, PLAIN, client_of, error_of
 
@@ -177,3 +181,21 @@ async def test_a_made_up_id_is_refused(tokenizer: Tokenizer) -> None:
     assert error_of(refused)["param"] == "Last-Event-ID"
     await asyncio.sleep(0)
     assert not router.parts.generator.requests
+
+
+async def test_a_client_that_has_gone_on_elsewhere_before_its_first_event_is_told_so(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over a real socket: uvicorn answers 500 in plain text, and logs an error, when nobody else answers."""
+    parts = doors.make_doors(tokenizer)
+    parts.generator.script = doors.Script(error=StreamTaken("the client has taken this stream elsewhere"))
+    app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
+    async with (
+        HttpDoor(app, host="127.0.0.1", port=0, grace_s=1.0) as door,
+        httpx.AsyncClient(trust_env=False) as client,
+    ):
+        answer = await client.post(f"http://127.0.0.1:{door.port}{CHAT}", json=HELLO | {"stream": True})
+    assert answer.status_code == 409
+    error = error_of(answer)
+    assert (error["code"], error["type"]) == ("stream_taken", "ConflictError")
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -203,3 +203,25 @@ async def test_a_client_that_sent_the_next_request_ahead_and_leaves() -> None:
         await reader.read(10)
         writer.close()
         await ended.wait()
+
+
+@pytest.mark.parametrize(
+    "ahead", [b"GET /health HTTP/1.1\r\nHost: r\r\n\r\n", CHAT + b"Content-Length: 300000\r\n\r\n"]
+)
+async def test_a_client_that_sends_the_next_request_later_and_leaves_a_whole_answer(
+    door: HttpDoor, parts: doors.Doors, ahead: bytes
+) -> None:
+    """Nothing is written meanwhile, and nothing is read any more behind the next request."""
+    parts.say("hello world", hang_after=0)
+    body = b'{"messages": [{"role": "user", "content": "x"}]}'
+    _reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    writer.write(CHAT + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    async with asyncio.timeout(WAIT_S):
+        await parts.generator.began.wait()
+        writer.write(ahead)
+        if b"POST" in ahead:
+            writer.write(b"x" * 200_000)
+        await writer.drain()
+        writer.close()
+        await parts.generator.closed.wait()
+    assert parts.generator.open_streams == 0

@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
+from router.admission_values import AdmissionPolicy
 from router.cluster_room import RoomPolicy
-from router.fair_admission import AdmissionPolicy
 from tandem.admission_config import LimitsConfig, TenantLimits
 from tests.unit.router.overload_world import Served, World
 

@@ -10,8 +10,8 @@ from cluster.simulator.report import Slo, report_on
 from cluster.simulator.settings import open_door
 from cluster.simulator.simulation import Choosing, Simulation
 from router.admission_counts import Rejection
+from router.admission_values import AdmissionPolicy
 from router.cluster_room import RoomPolicy
-from router.fair_admission import AdmissionPolicy
 from tests.unit.cluster.simulator.small import cluster, load
 from tests.unit.cluster.simulator.test_simulation import audit
 

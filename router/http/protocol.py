@@ -1,0 +1,239 @@
+"""One HTTP connection: uvicorn's protocol with bounded heads, bounded waiting, and a `Link` for each request."""
+
+import asyncio
+import logging
+import select
+from collections.abc import Callable
+from typing import Any, cast
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from router.http.connections import Connections
+from router.http.errors import error_object
+from router.http.link import EXTENSION
+from router.http.middleware import MAX_HEADER_BYTES
+from tandem.errors import Unavailable
+
+_MAX_URL_BYTES = 8 << 10
+_MAX_HEAD_BYTES = 4 * MAX_HEADER_BYTES
+"""Beyond what the application answers with 400, the connection is closed: a head may otherwise be endless."""
+_MOST_AHEAD = 64
+"""Requests that a client may send before it has their answers; a small one takes a hundred times its bytes here."""
+_HUNG_UP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
+"""The last one is Linux's; elsewhere a paused client's orderly end is heard of when its answer is written."""
+_LONGEST_LOOK_S = 1.0
+_WARN_EVERY_S = 60.0
+_log = logging.getLogger(__name__)
+
+
+def _full() -> bytes:
+    body = orjson.dumps(error_object(Unavailable("too many connections, all of them with a request under way")))
+    head = "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close"
+    return f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+
+class ConnectionWatch:
+    """Closes connections when the books say so, which it looks at again and again."""
+
+    def __init__(self, connections: "Connections[Connection]", loop: asyncio.AbstractEventLoop) -> None:
+        self.books = connections
+        self._loop = loop
+        limits = connections.limits
+        least_s = min(limits.head_timeout_s, limits.keep_alive_s, limits.write_timeout_s)
+        self._look_s = min(_LONGEST_LOOK_S, least_s / 4)
+        self._warned_s = -_WARN_EVERY_S
+        self._timer = loop.call_later(self._look_s, self._look)
+
+    def now_s(self) -> float:
+        """On the books' clock."""
+        return self._loop.time()
+
+    def opened(self, connection: "Connection") -> bool:
+        """Count it in; False when it was refused."""
+        gone = self.books.opened(connection, self.now_s())
+        if gone is None:
+            return True
+        if self.now_s() - self._warned_s >= _WARN_EVERY_S:
+            self._warned_s = self.now_s()
+            _log.warning("there are %d connections: the idlest make way", self.books.limits.most)
+        if gone is not connection:
+            gone.give_up()
+        return gone is not connection
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        for connection in self.books.overdue(self.now_s(), lambda one: one.transport.get_write_buffer_size()):
+            connection.give_up()
+        for connection in list(self.books.asking):
+            connection.notice_leave()
+        self._timer = self._loop.call_later(self._look_s, self._look)
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's; httptools itself collects heads without a bound."""
+
+    _head_bytes = 0
+    _is_receiving = False
+    """A request's head or body has begun and not ended."""
+    _links: "tuple[_DirectLink, ...]" = ()
+    """Of requests without a complete answer: several when a client sends the next ones ahead."""
+
+    def __init__(self, watch: ConnectionWatch, **others: Any) -> None:
+        """`others`: what uvicorn hands over."""
+        super().__init__(**others)
+        self._watch = watch
+        self._books = watch.books
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Has a place, or hears that there is none."""
+        super().connection_made(transport)
+        if not self._watch.opened(self):
+            transport.write(_FULL)
+            transport.close()
+
+    def give_up(self) -> None:
+        """Close it; what its client has not read by now is lost."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def notice_leave(self) -> None:
+        """Nobody reads from a paused connection, such as one with a next request behind the one under way, and so
+        nobody hears of its end."""
+        if self.flow.read_paused and _has_hung_up(self.transport):
+            self.transport.abort()
+
+    def pause_writing(self) -> None:
+        """The client does not take what it asked for: a clock runs."""
+        super().pause_writing()
+        self._books.unread(self, self._watch.now_s(), self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        """It does again."""
+        super().resume_writing()
+        self._books.read(self)
+
+    def on_message_begin(self) -> None:
+        """A request's first byte."""
+        self._head_bytes = 0
+        self._is_receiving = True
+        self._books.head_begins(self, self._watch.now_s())
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of it."""
+        super().on_url(url)
+        self._count(len(url), _MAX_URL_BYTES)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One of the head."""
+        super().on_header(name, value)
+        self._count(len(name) + len(value), _MAX_HEAD_BYTES)
+
+    def on_headers_complete(self) -> None:
+        """The application has it now."""
+        super().on_headers_complete()
+        self._books.head_complete(self)
+        if len(self.pipeline) > _MOST_AHEAD:
+            raise ValueError("too many requests sent ahead")
+        # The application has not begun: its task runs later.
+        link = _DirectLink(self)
+        self._links = (*self._links, link)
+        cast("dict[str, Any]", self.scope)["extensions"] = {EXTENSION: link}
+
+    def on_message_complete(self) -> None:
+        """Its last byte."""
+        super().on_message_complete()
+        self._is_receiving = False
+
+    def on_response_complete(self) -> None:
+        """The answer's last byte has been handed to the transport."""
+        self._links = tuple(link for link in self._links if not link.answered())
+        goes_on = bool(self.pipeline)
+        super().on_response_complete()
+        now_s = self._watch.now_s()
+        if not goes_on:
+            self._books.answered(self, now_s, is_sending=self._is_receiving)
+        if num_bytes := self.transport.get_write_buffer_size():
+            self._books.unread(self, now_s, num_bytes)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Closed, by whomever."""
+        super().connection_lost(exc)
+        self._books.closed(self)
+        for link in self._links:
+            link.client_left()
+        self._links = ()
+
+    def _count(self, size: int, most: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > most:
+            # uvicorn answers a parser's error with 400 and closes.
+            raise ValueError("request head too large")
+
+
+def _has_hung_up(transport: asyncio.Transport) -> bool:
+    """Asked of the kernel, which knows it before all that was sent is read."""
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), _HUNG_UP)
+    return bool(poll.poll(0))
+
+
+class _DirectLink:
+    """One request's `router.http.link.Link`."""
+
+    def __init__(self, protocol: Connection) -> None:
+        self._write = protocol.transport.write
+        self._flow = protocol.flow
+        self._cycle: RequestResponseCycle | None = protocol.cycle
+        """Until nothing more can be said: its scope holds this link, and only a collection would find the two."""
+        self._on_leave: Callable[[], None] | None = None
+
+    @property
+    def is_paused(self) -> bool:
+        return self._flow.write_paused
+
+    async def drain(self) -> None:
+        await self._flow.drain()
+
+    def write(self, body: bytes) -> bool:
+        if self._cycle is None or self._cycle.disconnected:
+            return False
+        self._write(b"%x\r\n%b\r\n" % (len(body), body))
+        return self._flow.write_paused
+
+    def whole_body(self) -> bytes | None:
+        return None if self._cycle is None or self._cycle.more_body else bytes(self._cycle.body)
+
+    def on_leave(self, callback: Callable[[], None] | None) -> None:
+        self._on_leave = callback
+        if callback is None:
+            return
+        # Nobody hears of an end behind a body that is too large to be read on.
+        self._flow.resume_reading()
+        if self._cycle is None or self._cycle.disconnected:
+            callback()
+
+    def answered(self) -> bool:
+        """Whether the whole answer has been written; if so the link has ended."""
+        if self._cycle is not None and self._cycle.response_complete:
+            self._cycle = None
+        return self._cycle is None
+
+    def client_left(self) -> None:
+        """uvicorn tells the newest request alone."""
+        cycle, self._cycle = self._cycle, None
+        if cycle is None or cycle.response_complete:
+            return
+        cycle.disconnected = True
+        cycle.message_event.set()
+        if self._on_leave is not None:
+            self._on_leave()
+
+
+_FULL = _full()

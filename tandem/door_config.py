@@ -1,0 +1,20 @@
+"""The part of the router's configuration that bounds connections, before anybody has said who they are."""
+
+from pydantic import PositiveInt
+
+from tandem.config_section import Seconds, Section
+
+
+class ConnectionsConfig(Section):
+    """Clients' connections to the doors of one router process."""
+
+    head_timeout_s: Seconds = 15.0
+    """For the head of a request, from the connection's or the request's first byte on; over gRPC for the handshake. A
+    new connection has as long to say something at all."""
+    keep_alive_s: Seconds = 65.0
+    """For how long a connection is kept that was answered and asks nothing more."""
+    max_http: PositiveInt | None = None
+    """Beyond it the one that has asked nothing for the longest time makes way. When absent what is left of the open
+    files that the process may have: a quarter of them, at least 64, are for workers, Redis and logs."""
+    max_grpc: PositiveInt | None = None
+    """Beyond it new ones are refused. When absent a quarter of what both doors have together."""
