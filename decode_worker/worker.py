@@ -167,6 +167,9 @@ class DecodeWorker:
         if task.is_over:
             return
         try:
+            await self._host.guide(task.request)
+            if task.is_over:
+                return
             if task.route is None:
                 await self._queue(task)
             else:

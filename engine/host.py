@@ -16,12 +16,13 @@ from engine.assembly import EngineParts
 from engine.engine import Engine
 from engine.kv_events import KVEventBatch
 from engine.rates import RateMeter
+from engine.request import Request
 from engine.scheduler import Scheduler
 from engine.stall import EngineStalled, StallWatch
 from engine.step import LayersDone, Load, StepOutput
 from engine.tier_assembly import keep_cached
 from engine.wire import events_to_pb, load_to_pb, stored_to_pb
-from tandem.errors import ServingError
+from tandem.errors import InvalidRequest, ServingError
 from tandem.session_port import LOAD_PERIOD_S, EventSink
 from tandem.v1 import session_pb2 as pb
 
@@ -115,6 +116,15 @@ class EngineHost:
     def _note_read(self, _: None) -> None:
         self._read.set()
         self._read = asyncio.Event()
+
+    async def guide(self, request: Request) -> None:
+        """Give a request the guide that its grammar asks for. Raises InvalidRequest; may take a second."""
+        grammar, guides = request.params.grammar, self.parts.guides
+        if grammar is None or request.guide is not None:
+            return
+        if guides is None:
+            raise InvalidRequest("grammar: this worker follows none", param="grammar")
+        request.guide = await asyncio.to_thread(guides.guide, grammar)
 
     async def load(self) -> pb.LoadSnapshot:
         """A report for routers: of now, or of the last step while a long one runs. Sees whether the engine hangs."""

@@ -1,6 +1,7 @@
 """From logits to tokens: a function of logits and Request alone, so that any worker continues any request alike.
 
-Order, as in vLLM: log-probabilities of the untouched logits; banned and biased tokens; penalties; temperature;
+Order, as in vLLM: log-probabilities of the untouched logits; what a grammar forbids; banned and biased tokens;
+penalties; temperature;
 min-p; top-k; top-p; then a draw with noise fixed by (seed, choice, position) alone (`engine.sampling_kernels`).
 Greedy rows skip everything from the temperature on.
 
@@ -8,7 +9,8 @@ Nothing here waits for a device or needs a token that only the device knows: pos
 penalties count is kept beside the logits (`engine.token_counts`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.guide import num_words
 from engine.request import Request
-from engine.sampling_kernels import DrawParams, LogitEdits, SamplingKernels, TorchSampling
+from engine.sampling_kernels import DrawParams, LogitEdits, SamplingKernels, TorchSampling, allowed
 from engine.token_counts import CountedRequests, Penalties, Put
 from tandem.sampling import SamplingParams
 
@@ -64,6 +67,8 @@ class _Group:
     is_penalised: bool
     asking: tuple[int, ...]
     """Rows that want log-probabilities."""
+    guided: tuple[int, ...]
+    """Rows that a grammar guides."""
     floats: Tensor  # float32 [6, num_rows]: temperature, min-p, top-p, repetition, presence, frequency
     integers: Tensor  # int64 [3, num_rows]: top-k, seed, choice
 
@@ -101,16 +106,37 @@ class Sampler:
     def _choose_group(self, all_logits: Tensor, all_rows: Sequence[SampleRow], begin: int, end: int) -> Chosen:
         logits, rows = all_logits[begin:end], all_rows[begin:end]
         group = self._group(begin, [row.request for row in rows])
-        if group.is_plain:
-            tokens = self._kernels.choose(logits, None)
-        else:
-            tokens = self._kernels.choose(
-                logits,
-                self._draw_params(group, rows),
-                penalties=self._penalties(group, rows, all_rows, logits.shape[1]) if group.is_penalised else None,
-                edits=self._edits(rows) if group.is_edited else None,
-            )
+        with self._guided(group, logits):
+            if group.is_plain:
+                tokens = self._kernels.choose(logits, None)
+            else:
+                tokens = self._kernels.choose(
+                    logits,
+                    self._draw_params(group, rows),
+                    penalties=self._penalties(group, rows, all_rows, logits.shape[1]) if group.is_penalised else None,
+                    edits=self._edits(rows) if group.is_edited else None,
+                )
         return Chosen(token_ids=tokens, logprobs=self._logprobs(group, logits, tokens, begin))
+
+    @contextmanager
+    def _guided(self, group: _Group, logits: Tensor) -> Iterator[None]:
+        """Meanwhile grammars' rows have nothing but what may come next."""
+        if not group.guided:
+            yield
+            return
+        vocab_size = logits.shape[1]
+        bits = np.zeros((len(group.guided), num_words(vocab_size)), dtype=np.int32)
+        for row, words in zip(group.guided, bits, strict=True):
+            guide = group.requests[row].guide
+            if guide is not None:
+                guide.allow(words)
+        rows = self._put(np.array(group.guided, dtype=np.int64))
+        whole = logits[rows]  # [num_guided, vocab_size]
+        logits[rows] = whole.masked_fill(~allowed(self._put(bits), vocab_size), _NEVER)
+        try:
+            yield
+        finally:
+            logits[rows] = whole
 
     def _group(self, begin: int, requests: list[Request]) -> _Group:
         """Of the rows from `begin` on: the one of the step before, if it was of the same requests."""
@@ -135,6 +161,7 @@ class Sampler:
             is_edited=is_edited,
             is_penalised=is_penalised,
             asking=tuple(i for i, p in enumerate(params) if p.num_logprobs is not None),
+            guided=tuple(i for i, request in enumerate(requests) if request.guide is not None),
             floats=self._put(np.array([] if is_plain else floats, dtype=np.float32).reshape(-1, 6).T.copy()),
             integers=self._put(np.array([] if is_plain else integers, dtype=np.int64).reshape(-1, 3).T.copy()),
         )

@@ -178,6 +178,15 @@ def adjusted(logits: Tensor, *, penalties: Penalties | None = None, edits: Logit
     return logits
 
 
+def allowed(bits: Tensor, vocab_size: int) -> Tensor:
+    """int32 `[num_rows, (vocab_size + 31) // 32]`, the lowest bit first, as bool `[num_rows, vocab_size]`."""
+    if bits.device.type == "cpu":
+        each = np.unpackbits(bits.numpy().view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
+        return torch.from_numpy(each.view(np.bool_))
+    places = torch.arange(32, dtype=torch.int32, device=bits.device)
+    return ((bits[:, :, None] >> places) & 1).flatten(1)[:, :vocab_size].bool()
+
+
 def _truncate_(logits: Tensor, params: DrawParams) -> None:
     """Ban, in place, what min-p, top-k and top-p cut off."""
     if bool((params.min_p > 0.0).any()):

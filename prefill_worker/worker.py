@@ -97,6 +97,7 @@ class PrefillWorker:
             deadline_s=None if job.timeout_s is None else now_s + job.timeout_s,
             prefill_only=True,
         )
+        await self._host.guide(request)
         # The engine needs these names anyway; here they also say what is going to be sent.
         self._host.parts.hasher.extend(request.hash_root, request.block_hashes, request.token_ids)
         if job.holder is not None and self.fabric is not None:

@@ -14,6 +14,7 @@ MIN_SEED = -(2**63)
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKENS = 64
 MAX_LOGIT_BIAS = 1024
+MAX_GRAMMAR_CHARS = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,8 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int = 0
     """Always concrete below the doors: the router mints one when the client gave none."""
+    grammar: str | None = None
+    """What every answer must be, as llguidance reads it; None: anything."""
     num_logprobs: int | None = None
     """None: no logprobs; 0: of the sampled token only; k: also of the k most likely."""
 
@@ -59,6 +62,8 @@ class SamplingParams:
         _integer("seed", self.seed, MIN_SEED, MAX_SEED)
         if self.num_logprobs is not None:
             _integer("top_logprobs", self.num_logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.grammar is not None:
+            self._validate_grammar(self.grammar)
         if len(self.stop_token_ids) > MAX_STOP_TOKENS:
             raise InvalidRequest(f"stop_token_ids: at most {MAX_STOP_TOKENS}", param="stop_token_ids")
         for token in self.stop_token_ids:
@@ -68,6 +73,15 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _integer("logit_bias", token, 0, vocab_size - 1)
             _number("logit_bias", bias, -100.0, 100.0)
+
+    def _validate_grammar(self, grammar: str) -> None:
+        if not 0 < len(grammar) <= MAX_GRAMMAR_CHARS:
+            raise InvalidRequest(f"grammar must have 1 to {MAX_GRAMMAR_CHARS} characters", param="grammar")
+        # A structure that is whole must be allowed to end.
+        if self.ignore_eos:
+            raise InvalidRequest("ignore_eos cannot be kept together with structured output", param="ignore_eos")
+        if self.min_tokens:
+            raise InvalidRequest("min_tokens cannot be kept together with structured output", param="min_tokens")
 
 
 def _integer(name: str, value: int, low: int, high: int) -> None:

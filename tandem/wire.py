@@ -34,6 +34,7 @@ _OPTIONAL_SAMPLING = (
     "ignore_eos",
     "seed",
     "num_logprobs",
+    "grammar",
 )
 _FINISH_TO_PB = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
