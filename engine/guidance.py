@@ -34,6 +34,11 @@ class LlGuide:
         """See TokenGuide."""
         return self._has_ended or bool(self._matcher.is_stopped())
 
+    @property
+    def has_given_up(self) -> bool:
+        """See TokenGuide."""
+        return bool(self._matcher.is_error())
+
     def allow(self, bits: Bits) -> None:
         """See TokenGuide. A parser that has given up allows ends only, none of which it will accept."""
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)

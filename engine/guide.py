@@ -10,6 +10,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tandem.errors import InternalError, InvalidRequest, ServingError
+
 Bits = npt.NDArray[np.int32]
 """One bit a token, the lowest first: `[(vocab_size + 31) // 32]`."""
 
@@ -25,6 +27,10 @@ class TokenGuide(Protocol):
     def is_over(self) -> bool:
         """Whether the answer is whole and nothing may follow it."""
 
+    @property
+    def has_given_up(self) -> bool:
+        """Whether its grammar turned out to take too much to follow: it accepts nothing more."""
+
     def allow(self, bits: Bits) -> None:
         """Set the bits of the tokens that may come next, the end token among them where the answer may end."""
 
@@ -37,6 +43,13 @@ class Guides(Protocol):
 
     def guide(self, grammar: str) -> TokenGuide:
         """One that has accepted nothing. Raises InvalidRequest for what cannot be compiled. May take a second."""
+
+
+def unusable(guide: TokenGuide | None) -> ServingError:
+    """Why no token could be chosen for a request."""
+    if guide is not None and guide.has_given_up:
+        return InvalidRequest("the structure asked for takes too much to follow here", param="grammar")
+    return InternalError("the model gave no usable logits (NaN or infinity)")
 
 
 def follow(guide: TokenGuide, output: Sequence[int]) -> bool:

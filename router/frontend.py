@@ -15,9 +15,11 @@ from functools import lru_cache
 from typing import Any
 
 from router.chat_template import Message
+from router.grammar_check import GrammarChecker
 from router.requests import ResumePoint, RoutedRequest
 from router.stop_strings import StopStrings
 from router.stream_ids import ChoicePosition, StreamIds, StreamPosition, request_digest
+from router.structure import Structure
 from router.tokenizer import Tokenizer
 from tandem.block_hash import root_hash
 from tandem.config import RouterConfig
@@ -80,6 +82,8 @@ class ClientFields:
     """The client's own deadline; the router's applies as well."""
     last_seen: StreamPosition | None = None
     """Where a stream that this request continues broke."""
+    structure: Structure | None = None
+    """What every answer must be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +139,8 @@ class Frontend:
         self._mint_seed = mint_seed
         self.stream_ids = StreamIds(secret)
         self._tracer = tracer or NoTracer()
+        self.grammars: GrammarChecker | None = None
+        """Set before the doors open; without it no structure is promised."""
         self._preparing = 0
         self._max_chars = model.max_model_len * MAX_CHARS_PER_TOKEN
         self._hash_root = lru_cache(maxsize=_MAX_ROOTS)(self._new_hash_root)
@@ -144,6 +150,7 @@ class Frontend:
         started_s = self.clock()
         self.check_fields(fields)
         with self._preparation():
+            fields = await self._structured(fields)
             ids = await self.encode_chat(messages, add_generation_prompt=fields.add_generation_prompt)
         return self._traced("chat", self._finish(ids, fields, default_max_tokens=None), fields, started_s)
 
@@ -152,6 +159,7 @@ class Frontend:
         self.check_fields(fields)
         prepared = []
         with self._preparation():
+            fields = await self._structured(fields)
             for prompt in prompts:
                 started_s = self.clock()
                 text = prompt if isinstance(prompt, str) else None
@@ -177,8 +185,20 @@ class Frontend:
             raise InvalidRequest(f"cache_salt must have 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
         most = fields.max_tokens if fields.max_tokens is not None else _MOST_TOKENS
         asked = replace(fields.sampling, max_tokens=most, seed=fields.seed or 0)
+        if fields.structure is not None:
+            asked = replace(asked, grammar=fields.structure.grammar())
         asked.validate(vocab_size=self.model.vocab_size)
         StopStrings(fields.stop)
+
+    async def _structured(self, fields: ClientFields) -> ClientFields:
+        """With the grammar that workers follow."""
+        structure = fields.structure
+        if structure is None:
+            return fields
+        if self.grammars is None:
+            raise InvalidRequest(f"{structure.param}: not supported here", param=structure.param)
+        grammar = await self.grammars.checked(structure.grammar(), structure.param)
+        return replace(fields, sampling=replace(fields.sampling, grammar=grammar))
 
     def parse_prompts(self, value: Any) -> list[str | tuple[int, ...]]:
         """The prompts of a completions request: text, several texts, token ids, or several lists of them.

@@ -183,6 +183,10 @@ class RouterConfig(Section):
     takeover_s: float = Field(default=10.0, ge=0.0, le=600.0)
     """For how long workers go on with the streams of a router that is gone, for their clients to come to another with a
     `Last-Event-ID`; 0: not at all, then such a stream is generated again."""
+    grammar_compile_s: Seconds = 3.0
+    """Most time to compile what one request asks its answers to be."""
+    grammar_compile_bytes: int = Field(default=1 << 30, ge=1 << 26)
+    """Most memory for that."""
     stream_buffer_tokens: PositiveInt = 4096
     """Tokens waiting for a slow reader before its request is cancelled."""
 
