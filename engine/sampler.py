@@ -9,8 +9,7 @@ Nothing here waits for a device or needs a token that only the device knows: pos
 penalties count is kept beside the logits (`engine.token_counts`).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from engine.guide import num_words
 from engine.request import Request
-from engine.sampling_kernels import DrawParams, LogitEdits, SamplingKernels, TorchSampling, allowed
+from engine.sampling_kernels import DrawParams, LogitEdits, SamplingKernels, TorchSampling, forbid_
 from engine.token_counts import CountedRequests, Penalties, Put
 from tandem.sampling import SamplingParams
 
@@ -93,7 +92,7 @@ class Sampler:
         self._counted: CountedRequests | None = None
 
     def choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
-        """One token for each row of float32 `[num_rows, vocab_size]` logits, which are left as they are."""
+        """One token for each row of float32 `[num_rows, vocab_size]` logits; those of guided rows are overwritten."""
         size = max(1, _MAX_GROUP_ELEMENTS[self._device.type] // logits.shape[1])
         parts = [self._choose_group(logits, rows, begin, begin + size) for begin in range(0, len(rows), size)]
         if len(parts) == 1:
@@ -106,37 +105,32 @@ class Sampler:
     def _choose_group(self, all_logits: Tensor, all_rows: Sequence[SampleRow], begin: int, end: int) -> Chosen:
         logits, rows = all_logits[begin:end], all_rows[begin:end]
         group = self._group(begin, [row.request for row in rows])
-        with self._guided(group, logits):
-            if group.is_plain:
-                tokens = self._kernels.choose(logits, None)
-            else:
-                tokens = self._kernels.choose(
-                    logits,
-                    self._draw_params(group, rows),
-                    penalties=self._penalties(group, rows, all_rows, logits.shape[1]) if group.is_penalised else None,
-                    edits=self._edits(rows) if group.is_edited else None,
-                )
-        return Chosen(token_ids=tokens, logprobs=self._logprobs(group, logits, tokens, begin))
+        asking = self._put(np.array(group.asking, dtype=np.int64)) if group.asking else None
+        untouched = None if asking is None else logits[asking]
+        if group.guided:
+            self._restrict(group, logits)
+        if group.is_plain:
+            tokens = self._kernels.choose(logits, None)
+        else:
+            tokens = self._kernels.choose(
+                logits,
+                self._draw_params(group, rows),
+                penalties=self._penalties(group, rows, all_rows, logits.shape[1]) if group.is_penalised else None,
+                edits=self._edits(rows) if group.is_edited else None,
+            )
+        if asking is None or untouched is None:
+            return Chosen(token_ids=tokens)
+        return Chosen(token_ids=tokens, logprobs=(_logprobs(group, untouched, tokens[asking], begin),))
 
-    @contextmanager
-    def _guided(self, group: _Group, logits: Tensor) -> Iterator[None]:
-        """Meanwhile grammars' rows have nothing but what may come next."""
-        if not group.guided:
-            yield
-            return
+    def _restrict(self, group: _Group, logits: Tensor) -> None:
+        """Leave grammars' rows nothing but what may come next."""
         vocab_size = logits.shape[1]
         bits = np.zeros((len(group.guided), num_words(vocab_size)), dtype=np.int32)
         for row, words in zip(group.guided, bits, strict=True):
             guide = group.requests[row].guide
             if guide is not None:
                 guide.allow(words)
-        rows = self._put(np.array(group.guided, dtype=np.int64))
-        whole = logits[rows]  # [num_guided, vocab_size]
-        logits[rows] = whole.masked_fill(~allowed(self._put(bits), vocab_size), _NEVER)
-        try:
-            yield
-        finally:
-            logits[rows] = whole
+        forbid_(logits, np.array(group.guided, dtype=np.int64), bits, self._put)
 
     def _group(self, begin: int, requests: list[Request]) -> _Group:
         """Of the rows from `begin` on: the one of the step before, if it was of the same requests."""
@@ -218,22 +212,19 @@ class Sampler:
             return ()
         return params.stop_token_ids if params.ignore_eos else params.stop_token_ids + self._eos_token_ids
 
-    def _logprobs(self, group: _Group, logits: Tensor, tokens: Tensor, begin: int) -> tuple[RowLogprobs, ...]:
-        if not group.asking:
-            return ()
-        rows = self._put(np.array(group.asking, dtype=np.int64))
-        logprobs = logits[rows].log_softmax(dim=-1)
-        num_top = tuple(group.requests[row].params.num_logprobs or 0 for row in group.asking)
-        top = logprobs.topk(min(max(num_top), logits.shape[-1]), dim=-1)
-        return (
-            RowLogprobs(
-                rows=tuple(begin + row for row in group.asking),
-                num_top=num_top,
-                sampled=logprobs.gather(-1, tokens[rows].clamp(min=0)[:, None])[:, 0],
-                top_ids=top.indices,
-                top_values=top.values,
-            ),
-        )
+
+def _logprobs(group: _Group, logits: Tensor, tokens: Tensor, begin: int) -> RowLogprobs:
+    """Of the asking rows' untouched logits `[num_asking, vocab_size]` and their tokens `[num_asking]`."""
+    logprobs = logits.log_softmax(dim=-1)
+    num_top = tuple(group.requests[row].params.num_logprobs or 0 for row in group.asking)
+    top = logprobs.topk(min(max(num_top), logits.shape[-1]), dim=-1)
+    return RowLogprobs(
+        rows=tuple(begin + row for row in group.asking),
+        num_top=num_top,
+        sampled=logprobs.gather(-1, tokens.clamp(min=0)[:, None])[:, 0],
+        top_ids=top.indices,
+        top_values=top.values,
+    )
 
 
 def _has_penalties(params: SamplingParams) -> bool:

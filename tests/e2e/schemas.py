@@ -31,7 +31,7 @@ def _flat(i: int) -> Schema:
     return _object(
         {
             "count": {"type": "integer", "minimum": -i, "maximum": 10 * i + 3},
-            "share": {"type": "number", "minimum": 0, "maximum": 1 + i, "multipleOf": 0.05},
+            "share": {"type": "number", "minimum": 0, "maximum": 1 + i, "multipleOf": 0.25},
             "colour": {"enum": ["red", "green", f"shade {i}", None, i]},
             "sure": {"type": "boolean"},
             "name": _text(4 + i),

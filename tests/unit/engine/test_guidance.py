@@ -18,7 +18,7 @@ from engine.guide import follow, num_words
 from engine.models.loader import load_model
 from engine.request import FinishReason
 from engine.sampler import Sampler, SampleRow
-from engine.sampling_kernels import allowed
+from engine.sampling_kernels import forbid_by_numpy_, forbid_by_torch_
 from tandem.errors import InvalidRequest
 from tandem.model_path import model_directory
 from tandem.sampling import SamplingParams
@@ -116,29 +116,37 @@ def test_another_worker_goes_on_wherever_the_answer_broke_off(model, guides, tem
             assert rest.reason is FinishReason.STOP
 
 
-def test_what_a_grammar_forbids_is_never_drawn_and_the_logits_stay(model, guides):
+def test_what_a_grammar_forbids_is_never_drawn_and_logprobs_are_the_models(model, guides):
     vocab_size = model.config.vocab_size
     logits = torch.randn((3, vocab_size), generator=torch.Generator().manual_seed(1))
     before = logits.clone()
     rows = [ask(guides, kind, seed=seed, num_logprobs=2) for seed, kind in enumerate(["choice", None, "choice"])]
     sampler = Sampler(eos_token_ids=sorted(model.config.eos_token_ids))
     chosen = sampler.choose(logits, [SampleRow(request, request.num_tokens) for request in rows])
-    assert torch.equal(logits, before)
-    bits = np.zeros((1, num_words(vocab_size)), np.int32)
-    guides.guide(GRAMMARS["choice"]).allow(bits[0])
-    mask = allowed(torch.from_numpy(bits), vocab_size)[0]
-    assert 0 < mask.sum() < 20
-    assert mask[chosen.token_ids[0]]
-    assert mask[chosen.token_ids[2]]
+    assert torch.equal(logits[1], before[1])
+    may = logits.isfinite()
+    assert 0 < may[0].sum() < 20
+    assert may[0].equal(may[2])
+    assert all(may[row, chosen.token_ids[row]] for row in range(3))
     # Told of the distribution that the model has, as without a grammar.
     expected = before.log_softmax(-1).gather(-1, chosen.token_ids[:, None])[:, 0]
     assert torch.equal(chosen.logprobs[0].sampled, expected)
 
 
-def test_bits_are_the_same_on_every_device():
-    bits = torch.from_numpy(np.random.default_rng(0).integers(-(2**31), 2**31, (4, 5), dtype=np.int32))
-    by_shifts = ((bits[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1).flatten(1)[:, :150].bool()
-    assert torch.equal(allowed(bits, 150), by_shifts)
+@pytest.mark.parametrize("vocab_size", [64, 150])
+def test_bans_are_the_same_on_every_device(vocab_size):
+    bits = np.random.default_rng(0).integers(-(2**31), 2**31, (3, num_words(vocab_size)), dtype=np.int32)
+    rows, logits = np.array([4, 0, 2]), torch.randn(5, vocab_size)
+    expected = logits.clone()
+    for row, words in zip(rows, bits, strict=True):
+        for token in range(vocab_size):
+            if not words[token // 32] >> (token % 32) & 1:
+                expected[row, token] = float("-inf")
+    by_numpy, by_torch = logits.clone(), logits.clone()
+    forbid_by_numpy_(by_numpy, rows, bits)
+    forbid_by_torch_(by_torch, torch.from_numpy(rows), torch.from_numpy(bits))
+    assert torch.equal(by_numpy, expected)
+    assert torch.equal(by_torch, expected)
 
 
 def test_an_answer_that_the_grammar_refuses_fails_alone(model, guides):
