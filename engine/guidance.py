@@ -28,16 +28,12 @@ class LlGuide:
         self._end_token_ids = end_token_ids
         self._has_ended = False
         self.num_tokens = 0
+        self.has_refused = False
 
     @property
     def is_over(self) -> bool:
         """See TokenGuide."""
         return self._has_ended or bool(self._matcher.is_stopped())
-
-    @property
-    def has_given_up(self) -> bool:
-        """See TokenGuide."""
-        return bool(self._matcher.is_error())
 
     def allow(self, bits: Bits) -> None:
         """See TokenGuide. A parser that has given up allows ends only, none of which it will accept."""
@@ -46,12 +42,12 @@ class LlGuide:
     def accept(self, token_id: int) -> bool:
         """See TokenGuide."""
         if token_id in self._end_token_ids:
-            self._has_ended = bool(self._matcher.is_accepting())
-            accepted = self._has_ended
+            accepted = self._has_ended = bool(self._matcher.is_accepting())
         else:
             accepted = not self._has_ended and bool(self._matcher.consume_token(token_id))
         self.num_tokens += accepted
-        return accepted and not self._matcher.is_error()
+        self.has_refused = not accepted or bool(self._matcher.is_error())
+        return not self.has_refused
 
 
 class LlGuides:

@@ -28,8 +28,8 @@ class TokenGuide(Protocol):
         """Whether the answer is whole and nothing may follow it."""
 
     @property
-    def has_given_up(self) -> bool:
-        """Whether its grammar turned out to take too much to follow: it accepts nothing more."""
+    def has_refused(self) -> bool:
+        """Whether it did not accept the last token, or its grammar turned out to take too much to follow."""
 
     def allow(self, bits: Bits) -> None:
         """Set the bits of the tokens that may come next, the end token among them where the answer may end."""
@@ -47,8 +47,10 @@ class Guides(Protocol):
 
 def unusable(guide: TokenGuide | None) -> ServingError:
     """Why no token could be chosen for a request."""
-    if guide is not None and guide.has_given_up:
-        return InvalidRequest("the structure asked for takes too much to follow here", param="grammar")
+    if guide is not None and guide.has_refused:
+        return InvalidRequest(
+            "no token may come next: what was asked of the answer leaves none, or takes too much to follow"
+        )
     return InternalError("the model gave no usable logits (NaN or infinity)")
 
 

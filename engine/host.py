@@ -13,7 +13,9 @@ from contextlib import suppress
 from typing import TypeVar
 
 from engine.assembly import EngineParts
+from engine.constraints import AllOf, AllowedTokens, BannedSequences
 from engine.engine import Engine
+from engine.guide import TokenGuide
 from engine.kv_events import KVEventBatch
 from engine.rates import RateMeter
 from engine.request import Request
@@ -118,13 +120,21 @@ class EngineHost:
         self._read = asyncio.Event()
 
     async def guide(self, request: Request) -> None:
-        """Give a request the guide that its grammar asks for. Raises InvalidRequest; may take a second."""
-        grammar, guides = request.params.grammar, self.parts.guides
-        if grammar is None or request.guide is not None:
+        """Give a request the guide that it asks for. Raises InvalidRequest; a grammar may take a second."""
+        if request.guide is not None:
             return
-        if guides is None:
-            raise InvalidRequest("grammar: this worker follows none", param="grammar")
-        request.guide = await asyncio.to_thread(guides.guide, grammar)
+        params, guides = request.params, self.parts.guides
+        followed: list[TokenGuide] = []
+        if params.allowed_token_ids:
+            followed.append(AllowedTokens(params.allowed_token_ids, self.parts.model.vocab_size))
+        if params.bad_words:
+            followed.append(BannedSequences(params.bad_words))
+        if params.grammar is not None:
+            if guides is None:
+                raise InvalidRequest("grammar: this worker follows none", param="grammar")
+            followed.append(await asyncio.to_thread(guides.guide, params.grammar))
+        if followed:
+            request.guide = followed[0] if len(followed) == 1 else AllOf(followed)
 
     async def load(self) -> pb.LoadSnapshot:
         """A report for routers: of now, or of the last step while a long one runs. Sees whether the engine hangs."""

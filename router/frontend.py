@@ -32,6 +32,7 @@ ROLES = frozenset({"system", "developer", "user", "assistant"})
 MAX_MESSAGES = 2048
 MAX_SALT_CHARS = 1024
 MAX_PRIORITY = 2**31 - 1
+MAX_BAD_WORD_CHARS = 64
 MAX_CHARS_PER_TOKEN = 32
 """A prompt with more characters than this per token of context is refused unread: no real text is so regular."""
 DEFAULT_COMPLETION_TOKENS = 16
@@ -84,6 +85,8 @@ class ClientFields:
     """Where a stream that this request continues broke."""
     structure: Structure | None = None
     """What every answer must be."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that never come, at the beginning of a word or within one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,14 +194,26 @@ class Frontend:
         StopStrings(fields.stop)
 
     async def _structured(self, fields: ClientFields) -> ClientFields:
-        """With the grammar that workers follow."""
+        """With what workers follow: a grammar, words as tokens."""
         structure = fields.structure
+        if fields.bad_words:
+            fields = replace(fields, sampling=replace(fields.sampling, bad_words=self._bad_words(fields.bad_words)))
+            fields.sampling.validate(vocab_size=self.model.vocab_size)
         if structure is None:
             return fields
         if self.grammars is None:
             raise InvalidRequest(f"{structure.param}: not supported here", param=structure.param)
         grammar = await self.grammars.checked(structure.grammar(), structure.param)
         return replace(fields, sampling=replace(fields.sampling, grammar=grammar))
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            if not word or len(word) > MAX_BAD_WORD_CHARS:
+                raise InvalidRequest(f"bad_words: 1 to {MAX_BAD_WORD_CHARS} characters each", param="bad_words")
+            for text in (word, f" {word.lstrip(' ')}"):
+                found[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
+        return tuple(found)
 
     def parse_prompts(self, value: Any) -> list[str | tuple[int, ...]]:
         """The prompts of a completions request: text, several texts, token ids, or several lists of them.

@@ -12,7 +12,7 @@ from router.http.structures import ResponseFormat, StructuredOutputs, guided, th
 from router.stop_strings import MAX_STOP_STRINGS
 from router.structure import Structure
 from tandem.errors import InvalidRequest
-from tandem.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, SamplingParams
+from tandem.sampling import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, SamplingParams
 
 _MAX_PARTS = 256  # of one message's content
 _MAX_NOTES = 16  # OpenAI's bound of `metadata`
@@ -56,6 +56,8 @@ class GenerationBody(StrictBody):
     seed: int | None = None
     stop: Annotated[str | list[str] | None, at_most(MAX_STOP_STRINGS)] = None
     stop_token_ids: Annotated[list[int] | None, at_most(MAX_STOP_TOKENS)] = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: Annotated[list[str] | None, at_most(MAX_BAD_WORDS)] = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -83,6 +85,8 @@ class GenerationBody(StrictBody):
     def _consistent(self) -> Self:
         if self.best_of not in (None, self.n or 1):
             raise InvalidRequest("best_of other than n is not supported yet", param="best_of")
+        if self.allowed_token_ids == []:
+            raise InvalidRequest("allowed_token_ids: an empty list allows nothing", param="allowed_token_ids")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")
         return self
@@ -102,6 +106,7 @@ class GenerationBody(StrictBody):
             **given,
             logit_bias=_token_keys(self.logit_bias or {}),
             stop_token_ids=tuple(self.stop_token_ids or ()),
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
             num_logprobs=num_logprobs,
         )
         return ClientFields(
@@ -120,6 +125,7 @@ class GenerationBody(StrictBody):
             add_special_tokens=add_special_tokens,
             add_generation_prompt=add_generation_prompt,
             structure=self._structure(),
+            bad_words=tuple(self.bad_words or ()),
         )
 
     def _structure(self) -> Structure | None:

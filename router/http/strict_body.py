@@ -19,8 +19,6 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "echo": (None, False),
     "prompt_logprobs": (None,),
-    "allowed_token_ids": (None,),
-    "bad_words": (None, []),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1.0),

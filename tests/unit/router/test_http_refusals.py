@@ -40,8 +40,11 @@ async def client(parts: doors.Doors) -> AsyncIterator[httpx.AsyncClient]:
         ({"structured_outputs": {"regex": "(a+)+b"}}, "structured_outputs"),
         ({"best_of": 2}, "best_of"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
-        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
-        ({"bad_words": ["x"]}, "bad_words"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [2**31]}, "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": ["x" * 65]}, "bad_words"),
+        ({"bad_words": [f"w{i}" for i in range(200)]}, "bad_words"),
         ({"truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
@@ -112,8 +115,18 @@ async def test_sampling_fields_reach_dispatch(client: httpx.AsyncClient, parts: 
         "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 0.2, "frequency_penalty": 0.3,
         "repetition_penalty": 1.1, "seed": 5, "min_tokens": 1, "ignore_eos": True, "max_completion_tokens": 9,
     }  # fmt: skip
-    await client.post(CHAT, json=HELLO | given | {"logit_bias": {"7": -1}, "stop_token_ids": [4], "priority": 3})
+    more = {
+        "logit_bias": {"7": -1},
+        "stop_token_ids": [4],
+        "priority": 3,
+        "allowed_token_ids": [5, 6],
+        "bad_words": ["a"],
+    }
+    await client.post(CHAT, json=HELLO | given | more | {"priority": 3})
     request = parts.generator.requests[0]
+    words = [parts.frontend.tokenizer.encode(text, add_special_tokens=False) for text in ("a", " a")]
+    assert request.sampling.bad_words == tuple(map(tuple, words))
+    assert request.sampling.allowed_token_ids == (5, 6)
     renamed = {("max_tokens" if name == "max_completion_tokens" else name): value for name, value in given.items()}
     assert {name: getattr(request.sampling, name) for name in renamed} == renamed
     assert (request.sampling.logit_bias, request.sampling.stop_token_ids, request.priority) == ({7: -1.0}, (4,), 3)
