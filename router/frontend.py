@@ -85,6 +85,8 @@ class ClientFields:
     """Where a stream that this request continues broke."""
     structure: Structure | None = None
     """What every answer must be."""
+    truncate_prompt_tokens: int | None = None
+    """Only so many of the prompt's last tokens are kept; -1: as many as the model's context leaves for one more."""
     bad_words: tuple[str, ...] = ()
     """Texts that never come, at the beginning of a word or within one."""
 
@@ -184,6 +186,10 @@ class Frontend:
             raise InvalidRequest(f"n must be an integer in [1, {self._config.max_choices}]", param="n")
         if not -MAX_PRIORITY <= fields.priority <= MAX_PRIORITY:
             raise InvalidRequest(f"priority must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]", param="priority")
+        keep = fields.truncate_prompt_tokens
+        if keep is not None and keep != -1 and not 1 <= keep < self.model.max_model_len:
+            bound = f"-1 or an integer in [1, {self.model.max_model_len - 1}]"
+            raise InvalidRequest(f"truncate_prompt_tokens must be {bound}", param="truncate_prompt_tokens")
         if fields.cache_salt is not None and not 1 <= len(fields.cache_salt) <= MAX_SALT_CHARS:
             raise InvalidRequest(f"cache_salt must have 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
         most = fields.max_tokens if fields.max_tokens is not None else _MOST_TOKENS
@@ -283,6 +289,9 @@ class Frontend:
     def _finish(self, ids: Sequence[int], fields: ClientFields, *, default_max_tokens: int | None) -> Prepared:
         if not ids:
             raise InvalidRequest("prompt: empty", param="prompt")
+        if fields.truncate_prompt_tokens is not None:
+            keep = fields.truncate_prompt_tokens
+            ids = ids[-(self.model.max_model_len - 1 if keep == -1 else keep) :]
         room = self.model.max_model_len - len(ids)
         least = max(1, fields.sampling.min_tokens)
         if room < least:

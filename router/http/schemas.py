@@ -56,6 +56,7 @@ class GenerationBody(StrictBody):
     seed: int | None = None
     stop: Annotated[str | list[str] | None, at_most(MAX_STOP_STRINGS)] = None
     stop_token_ids: Annotated[list[int] | None, at_most(MAX_STOP_TOKENS)] = None
+    truncate_prompt_tokens: int | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: Annotated[list[str] | None, at_most(MAX_BAD_WORDS)] = None
     ignore_eos: bool | None = None
@@ -126,6 +127,7 @@ class GenerationBody(StrictBody):
             add_generation_prompt=add_generation_prompt,
             structure=self._structure(),
             bad_words=tuple(self.bad_words or ()),
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
         )
 
     def _structure(self) -> Structure | None:

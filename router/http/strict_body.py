@@ -19,7 +19,6 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "echo": (None, False),
     "prompt_logprobs": (None,),
-    "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1.0),
     "early_stopping": (None, False),

@@ -45,7 +45,9 @@ async def client(parts: doors.Doors) -> AsyncIterator[httpx.AsyncClient]:
         ({"bad_words": [""]}, "bad_words"),
         ({"bad_words": ["x" * 65]}, "bad_words"),
         ({"bad_words": [f"w{i}" for i in range(200)]}, "bad_words"),
-        ({"truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 2**31}, "truncate_prompt_tokens"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"store": True}, "store"),
@@ -291,3 +293,25 @@ async def test_metrics_page(client: httpx.AsyncClient, parts: doors.Doors) -> No
     assert 'tandem_http_requests_total{method="POST",route="/v1/chat/completions",status="200"} 1.0' in page
     assert 'route="unknown",status="404"' in page
     assert "secret-path" not in page
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"), [(3, [3, 4, 5]), (5, [1, 2, 3, 4, 5]), (9, [1, 2, 3, 4, 5]), (-1, [1, 2, 3, 4, 5])]
+)
+async def test_only_the_last_tokens_of_a_prompt_are_kept(
+    client: httpx.AsyncClient, parts: doors.Doors, keep: int, kept: list[int]
+) -> None:
+    parts.say("hello")
+    body = {"prompt": [1, 2, 3, 4, 5], "truncate_prompt_tokens": keep}
+    assert (await client.post(PLAIN, json=body)).status_code == 200
+    assert list(parts.generator.requests[0].prompt_token_ids) == [1, 2, 3, 4, 5][-kept:]
+
+
+async def test_a_prompt_longer_than_the_context_is_cut_when_asked(
+    client: httpx.AsyncClient, parts: doors.Doors
+) -> None:
+    parts.say("hello")
+    text = "x" * (2 * doors.CONTEXT)
+    assert (await client.post(PLAIN, json={"prompt": text})).status_code == 400
+    assert (await client.post(PLAIN, json={"prompt": text, "truncate_prompt_tokens": -1})).status_code == 200
+    assert len(parts.generator.requests[0].prompt_token_ids) == doors.CONTEXT - 1
