@@ -304,7 +304,7 @@ async def test_only_the_last_tokens_of_a_prompt_are_kept(
     parts.say("hello")
     body = {"prompt": [1, 2, 3, 4, 5], "truncate_prompt_tokens": keep}
     assert (await client.post(PLAIN, json=body)).status_code == 200
-    assert list(parts.generator.requests[0].prompt_token_ids) == [1, 2, 3, 4, 5][-kept:]
+    assert list(parts.generator.requests[0].prompt_token_ids) == kept
 
 
 async def test_a_prompt_longer_than_the_context_is_cut_when_asked(
