@@ -19,6 +19,7 @@ from decode_worker.takeover import Takeovers
 from decode_worker.task import DecodeTask, TaskPhase
 from decode_worker.taskbook import TaskBook
 from decode_worker.told import ToldTokens
+from engine.guide import unusable
 from engine.host import EngineHost
 from engine.request import Request, SampledToken, TokenEvent
 from engine.scheduler import Scheduler
@@ -167,6 +168,9 @@ class DecodeWorker:
         if task.is_over:
             return
         try:
+            await self._host.guide(task.request)
+            if task.is_over:
+                return
             if task.route is None:
                 await self._queue(task)
             else:
@@ -326,7 +330,7 @@ class DecodeWorker:
         if reason is FinishReason.DEADLINE:
             self._reports.failure(task, DeadlineExceeded("the request's time ran out in the queue"))
         elif reason is FinishReason.ERROR:
-            self._reports.failure(task, InternalError("the model gave no usable logits (NaN or infinity)"))
+            self._reports.failure(task, unusable(task.request.guide))
         elif reason is FinishReason.ABORT:
             self._reports.failure(task, InternalError("the engine ended the request"))
         else:

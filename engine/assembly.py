@@ -15,6 +15,8 @@ from engine.config import EngineConfig
 from engine.disk_store import DiskStore, check_path
 from engine.dry_run import measure_workspace_bytes
 from engine.free_memory import free_memory_bytes
+from engine.guidance import LlGuides
+from engine.guide import Guides
 from engine.kernels.cpu.threads import num_processors
 from engine.kv_cache import PagedKVCache
 from engine.memory import MemoryBudget, estimate_workspace_bytes, kv_layout, plan_memory
@@ -100,6 +102,8 @@ class EngineParts:
     """The cache's third tier; whoever stops the engine closes it after that."""
     stall_s: float | None = None
     """See `engine.stall`."""
+    guides: Guides | None = None
+    """For answers that follow a grammar."""
 
     def kv_memory(self) -> memoryview | None:
         """The bytes of the whole KV pool, all ranks' parts; None when they are not in one piece of host memory."""
@@ -214,6 +218,9 @@ def _parts(
         pool=memory,
         disk=disk,
         stall_s=spec.stall_s,
+        guides=LlGuides(
+            spec.model_path / "tokenizer.json", vocab_size=config.vocab_size, eos_token_ids=sorted(config.eos_token_ids)
+        ),
     )
 
 

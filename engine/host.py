@@ -13,15 +13,18 @@ from contextlib import suppress
 from typing import TypeVar
 
 from engine.assembly import EngineParts
+from engine.constraints import AllOf, AllowedTokens, BannedSequences
 from engine.engine import Engine
+from engine.guide import TokenGuide
 from engine.kv_events import KVEventBatch
 from engine.rates import RateMeter
+from engine.request import Request
 from engine.scheduler import Scheduler
 from engine.stall import EngineStalled, StallWatch
 from engine.step import LayersDone, Load, StepOutput
 from engine.tier_assembly import keep_cached
 from engine.wire import events_to_pb, load_to_pb, stored_to_pb
-from tandem.errors import ServingError
+from tandem.errors import InvalidRequest, ServingError
 from tandem.session_port import LOAD_PERIOD_S, EventSink
 from tandem.v1 import session_pb2 as pb
 
@@ -115,6 +118,23 @@ class EngineHost:
     def _note_read(self, _: None) -> None:
         self._read.set()
         self._read = asyncio.Event()
+
+    async def guide(self, request: Request) -> None:
+        """Give a request the guide that it asks for. Raises InvalidRequest; a grammar may take a second."""
+        if request.guide is not None:
+            return
+        params, guides = request.params, self.parts.guides
+        followed: list[TokenGuide] = []
+        if params.allowed_token_ids:
+            followed.append(AllowedTokens(params.allowed_token_ids, self.parts.model.vocab_size))
+        if params.bad_words:
+            followed.append(BannedSequences(params.bad_words))
+        if params.grammar is not None:
+            if guides is None:
+                raise InvalidRequest("grammar: this worker follows none", param="grammar")
+            followed.append(await asyncio.to_thread(guides.guide, params.grammar))
+        if followed:
+            request.guide = followed[0] if len(followed) == 1 else AllOf(followed)
 
     async def load(self) -> pb.LoadSnapshot:
         """A report for routers: of now, or of the last step while a long one runs. Sees whether the engine hangs."""

@@ -60,11 +60,13 @@ class Lookahead:
                 raise InvariantError(f"request {request.request_id} counts other tokens in flight than are")
 
 
-def awaits_its_last(request: Request) -> bool:
-    """Whether a token that is being sampled is the request's last, whatever it will be: no row may follow it."""
+def ends_the_plan(request: Request) -> bool:
+    """Whether no row may follow a token that is being sampled: it is the request's last, whatever it will be, or what
+    may come next depends on it.
+    """
     if not request.num_awaited_tokens:
         return False
-    if request.prefill_only:
+    if request.prefill_only or request.guide is not None:
         return True
     rule = request.end_rule
     return rule is not None and len(request.token_ids) + request.num_awaited_tokens >= rule.max_tokens

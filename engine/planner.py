@@ -20,7 +20,7 @@ from engine.block_moves import BlockLoad, BlockOffload
 from engine.cache_tiers import CacheTiers
 from engine.config import EngineConfig
 from engine.in_flight import InFlight
-from engine.lookahead import Lookahead, awaits_its_last
+from engine.lookahead import Lookahead, ends_the_plan
 from engine.notices import Notices
 from engine.pace import ChunkPace
 from engine.preemption import Offloading
@@ -159,7 +159,7 @@ class Planner:
             num_planned = request.num_computed_tokens + request.num_in_flight_tokens
             if len(request.token_ids) + request.num_awaited_tokens - num_planned > 1:
                 behind.append(request)
-            elif room <= 0 or (request.num_awaited_tokens and awaits_its_last(request)):
+            elif room <= 0 or (request.num_awaited_tokens and ends_the_plan(request)):
                 continue
             elif num_planned % size and request.state is running_state:
                 # The token before it has a block with room for this one.

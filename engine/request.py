@@ -12,6 +12,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from engine.block_moves import BlockCopy, BlockLoad, BlockOffload
+from engine.guide import TokenGuide
 from tandem.errors import InvariantError
 from tandem.ids import BlockHash, BlockId, RequestId
 from tandem.outputs import FinishReason as FinishReason
@@ -125,6 +126,8 @@ class Request:
     block_table: BlockTable = field(default_factory=BlockTable)
     block_hashes: list[BlockHash] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    guide: TokenGuide | None = None
+    """Follows the answer's grammar, if it has one."""
     end_rule: EndRule | None = None
     """The scheduler's, from `params` and the model; None before it has seen the request."""
 

@@ -1,6 +1,7 @@
 """From logits to tokens: a function of logits and Request alone, so that any worker continues any request alike.
 
-Order, as in vLLM: log-probabilities of the untouched logits; banned and biased tokens; penalties; temperature;
+Order, as in vLLM: log-probabilities of the untouched logits; what a grammar forbids; banned and biased tokens;
+penalties; temperature;
 min-p; top-k; top-p; then a draw with noise fixed by (seed, choice, position) alone (`engine.sampling_kernels`).
 Greedy rows skip everything from the temperature on.
 
@@ -16,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.guide import num_words
 from engine.request import Request
-from engine.sampling_kernels import DrawParams, LogitEdits, SamplingKernels, TorchSampling
+from engine.sampling_kernels import DrawParams, LogitEdits, SamplingKernels, TorchSampling, forbid_
 from engine.token_counts import CountedRequests, Penalties, Put
 from tandem.sampling import SamplingParams
 
@@ -64,6 +66,8 @@ class _Group:
     is_penalised: bool
     asking: tuple[int, ...]
     """Rows that want log-probabilities."""
+    guided: tuple[int, ...]
+    """Rows that a grammar guides."""
     floats: Tensor  # float32 [6, num_rows]: temperature, min-p, top-p, repetition, presence, frequency
     integers: Tensor  # int64 [3, num_rows]: top-k, seed, choice
 
@@ -88,7 +92,7 @@ class Sampler:
         self._counted: CountedRequests | None = None
 
     def choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
-        """One token for each row of float32 `[num_rows, vocab_size]` logits, which are left as they are."""
+        """One token for each row of float32 `[num_rows, vocab_size]` logits; those of guided rows are overwritten."""
         size = max(1, _MAX_GROUP_ELEMENTS[self._device.type] // logits.shape[1])
         parts = [self._choose_group(logits, rows, begin, begin + size) for begin in range(0, len(rows), size)]
         if len(parts) == 1:
@@ -101,6 +105,10 @@ class Sampler:
     def _choose_group(self, all_logits: Tensor, all_rows: Sequence[SampleRow], begin: int, end: int) -> Chosen:
         logits, rows = all_logits[begin:end], all_rows[begin:end]
         group = self._group(begin, [row.request for row in rows])
+        asking = self._put(np.array(group.asking, dtype=np.int64)) if group.asking else None
+        untouched = None if asking is None else logits[asking]
+        if group.guided:
+            self._restrict(group, logits)
         if group.is_plain:
             tokens = self._kernels.choose(logits, None)
         else:
@@ -110,7 +118,19 @@ class Sampler:
                 penalties=self._penalties(group, rows, all_rows, logits.shape[1]) if group.is_penalised else None,
                 edits=self._edits(rows) if group.is_edited else None,
             )
-        return Chosen(token_ids=tokens, logprobs=self._logprobs(group, logits, tokens, begin))
+        if asking is None or untouched is None:
+            return Chosen(token_ids=tokens)
+        return Chosen(token_ids=tokens, logprobs=(_logprobs(group, untouched, tokens[asking], begin),))
+
+    def _restrict(self, group: _Group, logits: Tensor) -> None:
+        """Leave grammars' rows nothing but what may come next."""
+        vocab_size = logits.shape[1]
+        bits = np.zeros((len(group.guided), num_words(vocab_size)), dtype=np.int32)
+        for row, words in zip(group.guided, bits, strict=True):
+            guide = group.requests[row].guide
+            if guide is not None:
+                guide.allow(words)
+        forbid_(logits, np.array(group.guided, dtype=np.int64), bits, self._put)
 
     def _group(self, begin: int, requests: list[Request]) -> _Group:
         """Of the rows from `begin` on: the one of the step before, if it was of the same requests."""
@@ -135,6 +155,7 @@ class Sampler:
             is_edited=is_edited,
             is_penalised=is_penalised,
             asking=tuple(i for i, p in enumerate(params) if p.num_logprobs is not None),
+            guided=tuple(i for i, request in enumerate(requests) if request.guide is not None),
             floats=self._put(np.array([] if is_plain else floats, dtype=np.float32).reshape(-1, 6).T.copy()),
             integers=self._put(np.array([] if is_plain else integers, dtype=np.int64).reshape(-1, 3).T.copy()),
         )
@@ -191,22 +212,19 @@ class Sampler:
             return ()
         return params.stop_token_ids if params.ignore_eos else params.stop_token_ids + self._eos_token_ids
 
-    def _logprobs(self, group: _Group, logits: Tensor, tokens: Tensor, begin: int) -> tuple[RowLogprobs, ...]:
-        if not group.asking:
-            return ()
-        rows = self._put(np.array(group.asking, dtype=np.int64))
-        logprobs = logits[rows].log_softmax(dim=-1)
-        num_top = tuple(group.requests[row].params.num_logprobs or 0 for row in group.asking)
-        top = logprobs.topk(min(max(num_top), logits.shape[-1]), dim=-1)
-        return (
-            RowLogprobs(
-                rows=tuple(begin + row for row in group.asking),
-                num_top=num_top,
-                sampled=logprobs.gather(-1, tokens[rows].clamp(min=0)[:, None])[:, 0],
-                top_ids=top.indices,
-                top_values=top.values,
-            ),
-        )
+
+def _logprobs(group: _Group, logits: Tensor, tokens: Tensor, begin: int) -> RowLogprobs:
+    """Of the asking rows' untouched logits `[num_asking, vocab_size]` and their tokens `[num_asking]`."""
+    logprobs = logits.log_softmax(dim=-1)
+    num_top = tuple(group.requests[row].params.num_logprobs or 0 for row in group.asking)
+    top = logprobs.topk(min(max(num_top), logits.shape[-1]), dim=-1)
+    return RowLogprobs(
+        rows=tuple(begin + row for row in group.asking),
+        num_top=num_top,
+        sampled=logprobs.gather(-1, tokens.clamp(min=0)[:, None])[:, 0],
+        top_ids=top.indices,
+        top_values=top.values,
+    )
 
 
 def _has_penalties(params: SamplingParams) -> bool:

@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.guide import Bits
 from engine.philox import gumbel_noise
-from engine.token_counts import Penalties
+from engine.step_inputs import IntArray
+from engine.token_counts import Penalties, Put
 
 _NEVER = float("-inf")
 _MAX_NOISE_ELEMENTS = 2**20
@@ -176,6 +178,32 @@ def adjusted(logits: Tensor, *, penalties: Penalties | None = None, edits: Logit
     part -= penalties.presence[rows, None] * (output > 0)
     logits[rows] = part
     return logits
+
+
+def forbid_(logits: Tensor, rows: IntArray, bits: Bits, put: Put) -> None:
+    """Ban, in place, what is not set in `bits`, `[num_rows, (vocab_size + 31) // 32]`, the lowest bit first.
+
+    `rows`: int64 `[num_rows]`, which of the logits' rows. `put`: brings an array to their device.
+    """
+    if logits.device.type == "cpu":
+        forbid_by_numpy_(logits, rows, bits)
+    else:
+        forbid_by_torch_(logits, put(rows), put(bits))
+
+
+def forbid_by_numpy_(logits: Tensor, rows: IntArray, bits: Bits) -> None:
+    """See `forbid_`: half a dozen small operators of torch would cost more than finding out what is allowed."""
+    values = logits.numpy()
+    banned = np.unpackbits(~bits.view(np.uint8), axis=1, bitorder="little").view(np.bool_)[:, : values.shape[1]]
+    for row, ban in zip(rows, banned, strict=True):
+        values[row][ban] = _NEVER
+
+
+def forbid_by_torch_(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """See `forbid_`; everything is on one device."""
+    places = torch.arange(32, dtype=torch.int32, device=logits.device)
+    banned = ((bits[:, :, None] >> places) & 1).flatten(1)[:, : logits.shape[1]] == 0
+    logits[rows] = logits[rows].masked_fill(banned, _NEVER)
 
 
 def _truncate_(logits: Tensor, params: DrawParams) -> None:

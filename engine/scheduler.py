@@ -18,6 +18,7 @@ from engine.blocks import PoolExhausted
 from engine.cache_tiers import CacheTiers, TierSpec
 from engine.config import EngineConfig
 from engine.eviction import eviction_policy
+from engine.guide import follow
 from engine.kv_events import KVEventLog
 from engine.limits import check_size, end_rule, finish_reason, reason_of
 from engine.lookahead import Lookahead
@@ -164,6 +165,12 @@ class Scheduler:
         request.end_rule = end_rule(request, self._config)
         self._roster.enter(request)
         reason = finish_reason(request, self._config)
+        guide = request.guide
+        if reason is None and guide is not None:
+            if not follow(guide, request.token_ids[request.num_prompt_tokens :]):
+                reason = FinishReason.ERROR
+            elif guide.is_over:
+                reason = FinishReason.STOP
         if reason is not None:
             self._end(request, reason)
 
@@ -230,7 +237,7 @@ class Scheduler:
             end = start + num_tokens
             request.num_computed_tokens = end
             num_caught_up += num_tokens
-            if samples and token is None:
+            if samples and (token is None or not _may_follow(request, token)):
                 failed.append(request)
                 continue
             if start // size != end // size or request.prefill_only:
@@ -246,7 +253,7 @@ class Scheduler:
             else:
                 self._retire(request)
         for request in failed:
-            _log.warning("%s: the model gave no usable logits", request.request_id)
+            _log.warning("%s: no token can be chosen from its logits", request.request_id)
             self.blocks.condemn(request)
             self._end(request, FinishReason.ERROR)
         return self.drain()
@@ -285,7 +292,11 @@ class Scheduler:
         num_tokens = len(request.token_ids)
         reason = None
         if num_tokens >= rule.max_tokens or token.token_id in rule.token_ids:
-            request.finish_reason = reason = reason_of(rule, token.token_id, num_tokens)
+            reason = reason_of(rule, token.token_id, num_tokens)
+        if request.guide is not None and request.guide.is_over:
+            reason = FinishReason.STOP
+        if reason is not None:
+            request.finish_reason = reason
         self._notices.token(request, num_tokens - request.num_prompt_tokens - 1, token, reason)
         return reason is not None
 
@@ -368,3 +379,8 @@ class Scheduler:
                 raise InvariantError(
                     f"block {block} has {owners[block]} owners and {self.blocks.pool.num_refs(block)} references"
                 )
+
+
+def _may_follow(request: Request, token: SampledToken) -> bool:
+    """Whether a sampled token is one that the request's grammar allows; no other can be sampled from sound logits."""
+    return request.guide is None or request.guide.accept(token.token_id)

@@ -8,6 +8,7 @@ import logging
 import time
 from array import array
 
+from engine.guide import unusable
 from engine.host import EngineHost
 from engine.request import Request, TokenEvent
 from engine.scheduler import Scheduler
@@ -18,7 +19,7 @@ from fabric.service import Fabric
 from kv_transfer.messages import PrefillJob
 from kv_transfer.sender_hub import SenderHub
 from prefill_worker.task import PrefillTask
-from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest
+from tandem.errors import DeadlineExceeded, InvalidRequest
 from tandem.ids import RequestId, TransferId
 from tandem.outputs import FinishReason
 from tandem.session_port import SessionPort
@@ -97,6 +98,7 @@ class PrefillWorker:
             deadline_s=None if job.timeout_s is None else now_s + job.timeout_s,
             prefill_only=True,
         )
+        await self._host.guide(request)
         # The engine needs these names anyway; here they also say what is going to be sent.
         self._host.parts.hasher.extend(request.hash_root, request.block_hashes, request.token_ids)
         if job.holder is not None and self.fabric is not None:
@@ -175,7 +177,7 @@ class PrefillWorker:
             if event.finish_reason is FinishReason.DEADLINE:
                 hub.failed(task.job.transfer_id, DeadlineExceeded("the prompt's time ran out in the queue"))
             elif event.finish_reason is FinishReason.ERROR:
-                hub.failed(task.job.transfer_id, InternalError("the model gave no usable logits (NaN or infinity)"))
+                hub.failed(task.job.transfer_id, unusable(task.request.guide))
         elif not task.job.resume:
             hub.first_token(task.job.transfer_id, event.token, event.num_cached_tokens)
 

@@ -24,6 +24,7 @@ from router.dispatch import Dispatcher
 from router.fleet import WorkerFleet
 from router.frontend import Frontend, ModelInfo
 from router.gate import Gate
+from router.grammar_check import GrammarProcess
 from router.grpc.server import GrpcDoor, build_server
 from router.http.app import create_app
 from router.http.connections import ConnectionLimits
@@ -89,6 +90,8 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         dispatcher = make_dispatcher(config, registry, metrics, secret, decisions, admission)
         gate = make_gate(config, dispatcher, admission, registry, time.monotonic, limits.limiter, metrics.registry)
         frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret, tracer=tracer)
+        frontend.grammars = grammars = _grammars(config, model)
+        stack.push_async_callback(grammars.close)
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
         readiness = Readiness(registry, metrics, canary.answering)
         app = create_app(frontend, gate, readiness, config.router, metrics, decisions)
@@ -109,6 +112,16 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         readiness.drain()
         await canary.stop()
         await drain(gate, http, rpc, drain_s=drain_s, is_alone=place.siblings is None)
+
+
+def _grammars(config: ClusterConfig, model: ModelInfo) -> GrammarProcess:
+    return GrammarProcess(
+        model_directory(config.model.path) / "tokenizer.json",
+        vocab_size=model.vocab_size,
+        eos_token_ids=sorted(model.eos_token_ids),
+        compile_s=config.router.grammars.compile_s,
+        compile_bytes=config.router.grammars.compile_bytes,
+    )
 
 
 async def _join_workers(

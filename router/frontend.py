@@ -15,9 +15,11 @@ from functools import lru_cache
 from typing import Any
 
 from router.chat_template import Message
+from router.grammar_check import GrammarChecker
 from router.requests import ResumePoint, RoutedRequest
 from router.stop_strings import StopStrings
 from router.stream_ids import ChoicePosition, StreamIds, StreamPosition, request_digest
+from router.structure import Structure
 from router.tokenizer import Tokenizer
 from tandem.block_hash import root_hash
 from tandem.config import RouterConfig
@@ -30,6 +32,7 @@ ROLES = frozenset({"system", "developer", "user", "assistant"})
 MAX_MESSAGES = 2048
 MAX_SALT_CHARS = 1024
 MAX_PRIORITY = 2**31 - 1
+MAX_BAD_WORD_CHARS = 64
 MAX_CHARS_PER_TOKEN = 32
 """A prompt with more characters than this per token of context is refused unread: no real text is so regular."""
 DEFAULT_COMPLETION_TOKENS = 16
@@ -80,6 +83,12 @@ class ClientFields:
     """The client's own deadline; the router's applies as well."""
     last_seen: StreamPosition | None = None
     """Where a stream that this request continues broke."""
+    structure: Structure | None = None
+    """What every answer must be."""
+    truncate_prompt_tokens: int | None = None
+    """Only so many of the prompt's last tokens are kept; -1: as many as the model's context leaves for one more."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that never come, at the beginning of a word or within one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +144,8 @@ class Frontend:
         self._mint_seed = mint_seed
         self.stream_ids = StreamIds(secret, most_s=config.request_timeout_s)
         self._tracer = tracer or NoTracer()
+        self.grammars: GrammarChecker | None = None
+        """Set before the doors open; without it no structure is promised."""
         self._preparing = 0
         self._max_chars = model.max_model_len * MAX_CHARS_PER_TOKEN
         self._hash_root = lru_cache(maxsize=_MAX_ROOTS)(self._new_hash_root)
@@ -144,6 +155,7 @@ class Frontend:
         started_s = self.clock()
         self.check_fields(fields)
         with self._preparation():
+            fields = await self._structured(fields)
             ids = await self.encode_chat(messages, add_generation_prompt=fields.add_generation_prompt)
         return self._traced("chat", self._finish(ids, fields, None), fields, started_s)
 
@@ -152,6 +164,7 @@ class Frontend:
         self.check_fields(fields)
         prepared = []
         with self._preparation():
+            fields = await self._structured(fields)
             for prompt in prompts:
                 started_s = self.clock()
                 text = prompt if isinstance(prompt, str) else None
@@ -173,12 +186,40 @@ class Frontend:
             raise InvalidRequest(f"n must be an integer in [1, {self._config.max_choices}]", param="n")
         if not -MAX_PRIORITY <= fields.priority <= MAX_PRIORITY:
             raise InvalidRequest(f"priority must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]", param="priority")
+        keep = fields.truncate_prompt_tokens
+        if keep is not None and keep != -1 and not 1 <= keep < self.model.max_model_len:
+            bound = f"-1 or an integer in [1, {self.model.max_model_len - 1}]"
+            raise InvalidRequest(f"truncate_prompt_tokens must be {bound}", param="truncate_prompt_tokens")
         if fields.cache_salt is not None and not 1 <= len(fields.cache_salt) <= MAX_SALT_CHARS:
             raise InvalidRequest(f"cache_salt must have 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
         most = fields.max_tokens if fields.max_tokens is not None else _MOST_TOKENS
         asked = replace(fields.sampling, max_tokens=most, seed=fields.seed or 0)
+        if fields.structure is not None:
+            asked = replace(asked, grammar=fields.structure.grammar())
         asked.validate(vocab_size=self.model.vocab_size)
         StopStrings(fields.stop)
+
+    async def _structured(self, fields: ClientFields) -> ClientFields:
+        """With what workers follow: a grammar, words as tokens."""
+        structure = fields.structure
+        if fields.bad_words:
+            fields = replace(fields, sampling=replace(fields.sampling, bad_words=self._bad_words(fields.bad_words)))
+            fields.sampling.validate(vocab_size=self.model.vocab_size)
+        if structure is None:
+            return fields
+        if self.grammars is None:
+            raise InvalidRequest(f"{structure.param}: not supported here", param=structure.param)
+        grammar = await self.grammars.checked(structure.grammar(), structure.param)
+        return replace(fields, sampling=replace(fields.sampling, grammar=grammar))
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            if not word or len(word) > MAX_BAD_WORD_CHARS:
+                raise InvalidRequest(f"bad_words: 1 to {MAX_BAD_WORD_CHARS} characters each", param="bad_words")
+            for text in (word, f" {word.lstrip(' ')}"):
+                found[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
+        return tuple(found)
 
     def parse_prompts(self, value: Any) -> list[str | tuple[int, ...]]:
         """The prompts of a completions request: text, several texts, token ids, or several lists of them.
@@ -250,6 +291,9 @@ class Frontend:
     ) -> Prepared:
         if not ids:
             raise InvalidRequest("prompt: empty", param="prompt")
+        if fields.truncate_prompt_tokens is not None:
+            keep = fields.truncate_prompt_tokens
+            ids = ids[-(self.model.max_model_len - 1 if keep == -1 else keep) :]
         room = self.model.max_model_len - len(ids)
         least = max(1, fields.sampling.min_tokens)
         if room < least:

@@ -17,7 +17,7 @@ from tandem.admission_config import BearerKey, HedgingConfig, LimitsConfig, Queu
 from tandem.board.settings import board_settings
 from tandem.config_section import Seconds, Section
 from tandem.disk_cache import contradiction
-from tandem.door_config import ConnectionsConfig
+from tandem.door_config import ConnectionsConfig, GrammarsConfig
 from tandem.errors import ConfigError
 from tandem.kv_agreement import cannot_travel_as
 from tandem.kv_layout import AUTO_DTYPE
@@ -190,6 +190,7 @@ class RouterConfig(Section):
     takeover_s: float = Field(default=10.0, ge=0.0, le=600.0)
     """For how long workers go on with the streams of a router that is gone, for their clients to come to another with a
     `Last-Event-ID`; 0: not at all, then such a stream is generated again."""
+    grammars: GrammarsConfig = GrammarsConfig()
     stream_buffer_tokens: PositiveInt = 4096
     """Tokens waiting for a slow reader before its request is cancelled."""
 

@@ -1,6 +1,6 @@
 """The part of the router's configuration that bounds connections, before anybody has said who they are."""
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from tandem.config_section import Seconds, Section
 
@@ -18,3 +18,12 @@ class ConnectionsConfig(Section):
     files that the process may have: a quarter of them, at least 64, are for workers, Redis and logs."""
     max_grpc: PositiveInt | None = None
     """Beyond it new ones are refused. When absent a quarter of what both doors have together."""
+
+
+class GrammarsConfig(Section):
+    """What answers are asked to be is compiled once, by a process that may be killed."""
+
+    compile_s: float = Field(default=3.0, gt=0.0, le=60.0)
+    """Most time for one."""
+    compile_bytes: int = Field(default=1 << 30, ge=1 << 26)
+    """Most memory for one."""

@@ -14,6 +14,9 @@ MIN_SEED = -(2**63)
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKENS = 64
 MAX_LOGIT_BIAS = 1024
+MAX_GRAMMAR_CHARS = 256 * 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,12 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int = 0
     """Always concrete below the doors: the router mints one when the client gave none."""
+    grammar: str | None = None
+    """What every answer must be, as llguidance reads it; None: anything."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Nothing else is sampled; empty: everything."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that never come; of each its last token is not sampled after its others."""
     num_logprobs: int | None = None
     """None: no logprobs; 0: of the sampled token only; k: also of the k most likely."""
 
@@ -59,6 +68,11 @@ class SamplingParams:
         _integer("seed", self.seed, MIN_SEED, MAX_SEED)
         if self.num_logprobs is not None:
             _integer("top_logprobs", self.num_logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.grammar is not None:
+            self._validate_grammar(self.grammar)
+        for token in self.allowed_token_ids:
+            _integer("allowed_token_ids", token, 0, vocab_size - 1)
+        self._validate_bad_words(vocab_size)
         if len(self.stop_token_ids) > MAX_STOP_TOKENS:
             raise InvalidRequest(f"stop_token_ids: at most {MAX_STOP_TOKENS}", param="stop_token_ids")
         for token in self.stop_token_ids:
@@ -68,6 +82,24 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _integer("logit_bias", token, 0, vocab_size - 1)
             _number("logit_bias", bias, -100.0, 100.0)
+
+    def _validate_bad_words(self, vocab_size: int) -> None:
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidRequest(f"bad_words: at most {MAX_BAD_WORDS} sequences of tokens", param="bad_words")
+        for word in self.bad_words:
+            if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
+                raise InvalidRequest(f"bad_words: 1 to {MAX_BAD_WORD_TOKENS} tokens each", param="bad_words")
+            for token in word:
+                _integer("bad_words", token, 0, vocab_size - 1)
+
+    def _validate_grammar(self, grammar: str) -> None:
+        if not 0 < len(grammar) <= MAX_GRAMMAR_CHARS:
+            raise InvalidRequest(f"grammar must have 1 to {MAX_GRAMMAR_CHARS} characters", param="grammar")
+        # A structure that is whole must be allowed to end.
+        if self.ignore_eos:
+            raise InvalidRequest("ignore_eos cannot be kept together with structured output", param="ignore_eos")
+        if self.min_tokens:
+            raise InvalidRequest("min_tokens cannot be kept together with structured output", param="min_tokens")
 
 
 def _integer(name: str, value: int, low: int, high: int) -> None:

@@ -34,6 +34,7 @@ _OPTIONAL_SAMPLING = (
     "ignore_eos",
     "seed",
     "num_logprobs",
+    "grammar",
 )
 _FINISH_TO_PB = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -66,7 +67,12 @@ _ERRORS: dict[str, type[ServingError]] = {
 
 def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
     """All fields set, so that the receiver's defaults do not matter."""
-    message = pb.SamplingParams(logit_bias=dict(params.logit_bias), stop_token_ids=params.stop_token_ids)
+    message = pb.SamplingParams(
+        logit_bias=dict(params.logit_bias),
+        stop_token_ids=params.stop_token_ids,
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words=[pb.TokenSequence(token_ids=word) for word in params.bad_words],
+    )
     for name in _OPTIONAL_SAMPLING:
         if (value := getattr(params, name)) is not None:
             setattr(message, name, value)
@@ -76,7 +82,13 @@ def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
 def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
     """Absent fields take the neutral value; bounds are not checked here (see SamplingParams.validate)."""
     given = {name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)}
-    return SamplingParams(**given, logit_bias=dict(message.logit_bias), stop_token_ids=tuple(message.stop_token_ids))
+    return SamplingParams(
+        **given,
+        logit_bias=dict(message.logit_bias),
+        stop_token_ids=tuple(message.stop_token_ids),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
+    )
 
 
 def finish_reason_to_pb(reason: FinishReason) -> pb.FinishReason:

@@ -12,6 +12,7 @@ from router.requests import Generator
 from router.slow_reader import WRITE_TIMEOUT_S
 from router.stream_cursor import StreamCursor
 from router.stream_ids import StreamPosition
+from router.structure import Shape, Structure
 from router.text_stream import TextDelta, read_text
 from router.usage import Usage
 from tandem import wire
@@ -21,6 +22,7 @@ from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceServicer
 
 _LAST_ID = "last_stream_id"
+_STRUCTURE = "structured_output"
 
 
 class InferenceService(InferenceServicer):
@@ -114,6 +116,7 @@ class InferenceService(InferenceServicer):
             trace=_trace(context),
             time_left_s=context.time_remaining(),
             last_seen=seen,
+            structure=_structure(request),
         )
 
     async def _prepare(self, request: pb.GenerateRequest, fields: ClientFields) -> Prepared:
@@ -142,6 +145,18 @@ class _AnswerStream:
         self._usage.add(delta)
         response = _response(self._prepared, delta, self._usage, self._cursor)
         return response is not None and self._writer.put(response)
+
+
+def _structure(request: pb.GenerateRequest) -> Structure | None:
+    if request.sampling.HasField("grammar"):
+        raise InvalidRequest("sampling.grammar is the cluster's own: send structured_output", param="sampling.grammar")
+    if not request.HasField("structured_output"):
+        return None
+    asked, kind = request.structured_output, request.structured_output.WhichOneof("kind")
+    if kind is None or (kind == Shape.JSON_OBJECT.value and not asked.json_object):
+        raise InvalidRequest(f"{_STRUCTURE}: say what answers must be", param=_STRUCTURE)
+    value = tuple(asked.choice.texts) if kind == Shape.CHOICE.value else getattr(asked, kind)
+    return Structure(shape=Shape(kind), value=value, param=_STRUCTURE)
 
 
 def _trace(context: Any) -> TraceContext | None:

@@ -1,21 +1,19 @@
-"""What clients may send over HTTP: types here, bounds in the frontend.
-
-A field is honoured, or harmless by nature, or refused: never ignored. Fields of OpenAI's and vLLM's that Tandem does
-not serve stand in `_NOT_YET` with the values that ask for nothing; everything else unknown is refused by its name.
-"""
+"""What clients may send over HTTP: types here, bounds in the frontend."""
 
 import re
 from typing import Annotated, Any, Self, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from router.chat_template import Message
 from router.frontend import MAX_MESSAGES, ClientFields
+from router.http.strict_body import StrictBody, at_most
+from router.http.structures import ResponseFormat, StructuredOutputs, guided, the_one
 from router.stop_strings import MAX_STOP_STRINGS
+from router.structure import Structure
 from tandem.errors import InvalidRequest
-from tandem.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, SamplingParams
+from tandem.sampling import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, SamplingParams
 
-_MAX_KEYS = 128
 _MAX_PARTS = 256  # of one message's content
 _MAX_NOTES = 16  # OpenAI's bound of `metadata`
 _TOKEN_KEY = re.compile(r"0|[1-9][0-9]{0,9}")  # one spelling of each, so that no id comes twice
@@ -30,84 +28,16 @@ _SAMPLING = (
     "repetition_penalty",
     "ignore_eos",
 )
-_NOT_YET: dict[str, tuple[Any, ...]] = {
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "suffix": (None, ""),
-    "echo": (None, False),
-    "prompt_logprobs": (None,),
-    "allowed_token_ids": (None,),
-    "bad_words": (None, []),
-    "truncate_prompt_tokens": (None,),
-    "use_beam_search": (None, False),
-    "length_penalty": (None, 1.0),
-    "early_stopping": (None, False),
-    "spaces_between_special_tokens": (None, True),
-    "return_tokens_as_token_ids": (None, False),
-    "logits_processors": (None, []),
-    "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
-    "continue_final_message": (None, False),
-    "documents": (None, []),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "reasoning_effort": (None,),
-    "verbosity": (None,),
-    "web_search_options": (None,),
-    "store": (None, False),
-    "service_tier": (None, "auto", "default"),
-    # In a message.
-    "tool_calls": (None, []),
-    "tool_call_id": (None,),
-    "refusal": (None,),
-    "annotations": (None, []),
-}
 
 
-def _at_most(limit: int) -> BeforeValidator:
-    def check(value: Any) -> Any:
-        if isinstance(value, (dict, list)) and len(value) > limit:
-            raise ValueError(f"at most {limit} entries")
-        return value
-
-    return BeforeValidator(check)
-
-
-class _Body(BaseModel):
-    """Strict: no value is turned into another type, no field is overlooked."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        if len(data) > _MAX_KEYS:
-            raise InvalidRequest(f"more than {_MAX_KEYS} fields in one object")
-        known = cls.__pydantic_fields__
-        if data.keys() <= known.keys():
-            return data
-        return {name: value for name, value in data.items() if name in known or not _neutral(name, value)}
-
-
-class StreamOptions(_Body):
+class StreamOptions(StrictBody):
     """What else a stream carries."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(_Body):
+class GenerationBody(StrictBody):
     """Fields that chat and completions share."""
 
     model: str | None = None
@@ -120,12 +50,15 @@ class GenerationBody(_Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float] | None, _at_most(MAX_LOGIT_BIAS)] = None
+    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_LOGIT_BIAS)] = None
     n: int | None = None
     best_of: int | None = None
     seed: int | None = None
-    stop: Annotated[str | list[str] | None, _at_most(MAX_STOP_STRINGS)] = None
-    stop_token_ids: Annotated[list[int] | None, _at_most(MAX_STOP_TOKENS)] = None
+    stop: Annotated[str | list[str] | None, at_most(MAX_STOP_STRINGS)] = None
+    stop_token_ids: Annotated[list[int] | None, at_most(MAX_STOP_TOKENS)] = None
+    truncate_prompt_tokens: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: Annotated[list[str] | None, at_most(MAX_BAD_WORDS)] = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -138,15 +71,23 @@ class GenerationBody(_Body):
     return_token_ids: bool | None = None
     # These ask for nothing: notes of the client's.
     user: str | None = None
-    metadata: Annotated[dict[str, str] | None, _at_most(_MAX_NOTES)] = None
+    metadata: Annotated[dict[str, str] | None, at_most(_MAX_NOTES)] = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.best_of not in (None, self.n or 1):
             raise InvalidRequest("best_of other than n is not supported yet", param="best_of")
+        if self.allowed_token_ids == []:
+            raise InvalidRequest("allowed_token_ids: an empty list allows nothing", param="allowed_token_ids")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")
         return self
@@ -166,6 +107,7 @@ class GenerationBody(_Body):
             **given,
             logit_bias=_token_keys(self.logit_bias or {}),
             stop_token_ids=tuple(self.stop_token_ids or ()),
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
             num_logprobs=num_logprobs,
         )
         return ClientFields(
@@ -183,21 +125,34 @@ class GenerationBody(_Body):
             tenant=tenant,
             add_special_tokens=add_special_tokens,
             add_generation_prompt=add_generation_prompt,
+            structure=self._structure(),
+            bad_words=tuple(self.bad_words or ()),
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+        )
+
+    def _structure(self) -> Structure | None:
+        """What answers must be. Raises InvalidRequest when it is said twice."""
+        return the_one(
+            [
+                *(self.response_format.structures() if self.response_format is not None else ()),
+                *(self.structured_outputs.structures() if self.structured_outputs is not None else ()),
+                *guided(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar),
+            ]
         )
 
 
-class TextPart(_Body):
+class TextPart(StrictBody):
     """One part of a message's content; images and sound are not supported yet."""
 
     type: str
     text: str = ""
 
 
-class ChatTurn(_Body):
+class ChatTurn(StrictBody):
     """One message."""
 
     role: str
-    content: Annotated[str | list[TextPart] | None, _at_most(_MAX_PARTS)] = None
+    content: Annotated[str | list[TextPart] | None, at_most(_MAX_PARTS)] = None
     name: str | None = None
 
     def message(self) -> Message:
@@ -263,7 +218,7 @@ class CompletionBody(GenerationBody):
         )
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(StrictBody):
     """POST /tokenize: a prompt or a conversation."""
 
     model: str | None = None
@@ -280,14 +235,14 @@ class TokenizeBody(_Body):
         return self
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(StrictBody):
     """POST /detokenize."""
 
     model: str | None = None
     tokens: list[Any]
 
 
-_B = TypeVar("_B", bound=_Body)
+_B = TypeVar("_B", bound=StrictBody)
 
 
 def validate(body: type[_B], data: dict[str, Any]) -> _B:
@@ -302,15 +257,6 @@ def validate(body: type[_B], data: dict[str, Any]) -> _B:
         if first["type"] == "extra_forbidden":
             raise InvalidRequest(f"{'.'.join(place)}: unknown field", param=name) from None
         raise InvalidRequest(f"{'.'.join(place)}: {first['msg'][:200]}", param=name) from None
-
-
-def _neutral(name: str, value: Any) -> bool:
-    """Whether a field that is not served yet asks for nothing. Raises InvalidRequest when it asks for something."""
-    if name not in _NOT_YET:
-        return False
-    if any(type(value) is type(one) and value == one for one in _NOT_YET[name]):
-        return True
-    raise InvalidRequest(f"{name} is not supported yet", param=name)
 
 
 def _token_keys(bias: dict[str, float]) -> dict[int, float]:

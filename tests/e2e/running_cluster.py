@@ -146,6 +146,26 @@ class RunningCluster:
         except TimeoutError:
             raise AssertionError(f"not idle: {busy}; the last words:\n" + "\n".join(self.logs.lines[-40:])) from None
 
+    async def kill_the_busiest(self, signum: int) -> tuple[str, int]:
+        """Signal the decode worker that runs most requests; its name and pid."""
+        running: dict[tuple[str, ...], float] = {}
+
+        async def known() -> bool:
+            running.update(await self.figures("tandem_worker_requests", role="decode", state="running"))
+            return any(running.values())
+
+        await self.until(known)
+        (victim,) = max(running, key=lambda name: running[name])
+        pid = self.pid(victim)
+        assert pid is not None
+        self.local.kill(victim, signum)
+        return victim, pid
+
+    async def comes_back(self, name: str, old_pid: int) -> None:
+        """Until a process that was killed serves again."""
+        await self.local.wait_ready(name, after_pid=old_pid)
+        await self.until_workers(len(self.local.workers))
+
     def pid(self, name: str) -> int | None:
         """Of the process that has this name now."""
         return next(view.pid for view in self.local.processes if view.name == name)

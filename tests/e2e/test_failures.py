@@ -44,11 +44,6 @@ async def retries(cluster, reason):
     return await cluster.figure("tandem_dispatch_retries_total", reason=reason)
 
 
-async def comes_back(cluster, name, old_pid):
-    await cluster.local.wait_ready(name, after_pid=old_pid)
-    await cluster.until_workers(len(cluster.local.workers))
-
-
 async def stop_at_the_first_token(cluster, prompts, salt, signum):
     """Send the prompts, and a signal to the prefill worker when one is through: the others are on their way."""
     gone = asyncio.Event()
@@ -71,7 +66,7 @@ async def test_a_prefill_worker_that_is_killed_in_the_middle_of_prefills(cluster
     told = await asyncio.gather(*await stop_at_the_first_token(cluster, prompts, salt, signal.SIGKILL))
     assert [one.token_ids for one in told] == expected
     assert await retries(cluster, "transfer_failed") > before
-    await comes_back(cluster, "prefill-0", pid)
+    await cluster.comes_back("prefill-0", pid)
 
     before = await cluster.disaggregated()
     again = oracle.story(9000, 200)
@@ -102,7 +97,7 @@ async def test_a_prefill_worker_told_to_stop_takes_nothing_new_and_ends_when_all
     assert await cluster.disaggregated() == placed, "it takes nothing new"
     told = await asyncio.gather(*streams)
     assert [one.token_ids for one in told] == expected
-    await comes_back(cluster, "prefill-0", pid)
+    await cluster.comes_back("prefill-0", pid)
     assert any("prefill-0: exited with code 0" in line for line in cluster.logs.lines[num_lines:])
     await cluster.until_idle()
     after = {outcome: await received(cluster, outcome) for outcome in outcomes}
@@ -129,30 +124,15 @@ async def test_a_decode_worker_that_goes_in_the_middle_of_streams(cluster, oracl
         for i, p in enumerate(prompts)
     ]
     await all_read.wait()
-    victim, pid = await kill_the_busiest(cluster, signum)
+    victim, pid = await cluster.kill_the_busiest(signum)
     told = await asyncio.gather(*streams)
     assert [one.token_ids for one in told] == expected
     assert [one.text for one in told] == [oracle.decode(tokens) for tokens in expected]
     assert {one.usage["completion_tokens"] for one in told} == {ANSWER}
     lost = await retries(cluster, "worker_lost") - before
     assert lost > 0 if signum is signal.SIGKILL else lost == 0, "a kill loses what runs there, a drain loses nothing"
-    await comes_back(cluster, victim, pid)
+    await cluster.comes_back(victim, pid)
     await cluster.until_idle()
-
-
-async def kill_the_busiest(cluster, signum):
-    """Signal the decode worker that runs most requests; its name and pid."""
-    running = {}
-
-    async def known():
-        running.update(await cluster.figures("tandem_worker_requests", role="decode", state="running"))
-        return any(running.values())
-
-    await cluster.until(known)
-    (victim,) = max(running, key=running.get)
-    pid = cluster.pid(victim)
-    cluster.local.kill(victim, signum)
-    return victim, pid
 
 
 async def test_the_router_may_restart(cluster, oracle):

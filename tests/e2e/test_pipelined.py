@@ -21,7 +21,6 @@ from tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.e2e.observed_decode_worker import MARK, observed
 from tests.e2e.oracle import noise, prompts
 from tests.e2e.running_cluster import Streamed, body, running
-from tests.e2e.test_failures import kill_the_busiest
 
 TOO_LATE = {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE}
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -213,7 +212,7 @@ async def test_a_decode_worker_that_goes_with_steps_under_way(cluster, long, sig
     """With all the pool in use: some of its requests wait, some lie in its host memory."""
     made, expected = long
     answers = asyncio.gather(*(cluster.stream(prompt, LONG, cache_salt=signum.name) for prompt in made))
-    victim, pid = await kill_the_busiest(cluster, signum)
+    victim, pid = await cluster.kill_the_busiest(signum)
     told = await answers
     assert [one.token_ids for one in told] == expected
     await cluster.local.wait_ready(victim, after_pid=pid)

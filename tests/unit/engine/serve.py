@@ -4,6 +4,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 from engine.engine import Engine
 from engine.kv_cache import PagedKVCache
@@ -60,8 +61,8 @@ class Answer:
 class Serve:
     """One engine; a context manager that ends its thread."""
 
-    def __init__(self, model: Decoder, *, pipelined: bool, graphs: bool = False, **limits: int) -> None:
-        config = ledger.config(max_model_len=120, eos_token_ids=frozenset({2}), **limits)
+    def __init__(self, model: Decoder, *, pipelined: bool, graphs: bool = False, **limits: Any) -> None:
+        config = ledger.config(**{"max_model_len": 120, "eos_token_ids": frozenset({2})} | limits)
         layout = kv_layout(
             model.config, fingerprint=model.fingerprint, dtype=str(model.dtype)[6:], block_size=config.block_size
         )

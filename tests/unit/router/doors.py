@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Library
 
 from router.chat_template import ChatTemplate
 from router.frontend import Frontend, ModelInfo
+from router.grammar_check import GrammarChecker
 from router.metrics import RouterMetrics
 from router.requests import ChoiceDelta, ChoiceFinish, Reader, RoutedRequest
 from router.tokenizer import Tokenizer
@@ -176,6 +177,7 @@ def make_doors(
     clock: Callable[[], float] = lambda: 1000.0,
     mint_seed: Callable[[], int] = lambda: 99,
     tracer: Tracer | None = None,
+    grammars: GrammarChecker | None = None,
 ) -> Doors:
     config = config or RouterConfig(max_body_bytes=1 << 20)
     model = ModelInfo(
@@ -195,4 +197,5 @@ def make_doors(
         mint_seed=mint_seed,
         tracer=tracer,
     )
+    frontend.grammars = grammars
     return Doors(frontend, FakeGenerator(), config, RouterMetrics(MODEL), Ready())

@@ -40,9 +40,14 @@ async def client(parts: doors.Doors) -> AsyncIterator[httpx.AsyncClient]:
         ({"structured_outputs": {"regex": "(a+)+b"}}, "structured_outputs"),
         ({"best_of": 2}, "best_of"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
-        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
-        ({"bad_words": ["x"]}, "bad_words"),
-        ({"truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [2**31]}, "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": ["x" * 65]}, "bad_words"),
+        ({"bad_words": [f"w{i}" for i in range(200)]}, "bad_words"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 2**31}, "truncate_prompt_tokens"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"store": True}, "store"),
@@ -112,8 +117,18 @@ async def test_sampling_fields_reach_dispatch(client: httpx.AsyncClient, parts: 
         "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 0.2, "frequency_penalty": 0.3,
         "repetition_penalty": 1.1, "seed": 5, "min_tokens": 1, "ignore_eos": True, "max_completion_tokens": 9,
     }  # fmt: skip
-    await client.post(CHAT, json=HELLO | given | {"logit_bias": {"7": -1}, "stop_token_ids": [4], "priority": 3})
+    more = {
+        "logit_bias": {"7": -1},
+        "stop_token_ids": [4],
+        "priority": 3,
+        "allowed_token_ids": [5, 6],
+        "bad_words": ["a"],
+    }
+    await client.post(CHAT, json=HELLO | given | more | {"priority": 3})
     request = parts.generator.requests[0]
+    words = [parts.frontend.tokenizer.encode(text, add_special_tokens=False) for text in ("a", " a")]
+    assert request.sampling.bad_words == tuple(map(tuple, words))
+    assert request.sampling.allowed_token_ids == (5, 6)
     renamed = {("max_tokens" if name == "max_completion_tokens" else name): value for name, value in given.items()}
     assert {name: getattr(request.sampling, name) for name in renamed} == renamed
     assert (request.sampling.logit_bias, request.sampling.stop_token_ids, request.priority) == ({7: -1.0}, (4,), 3)
@@ -278,3 +293,25 @@ async def test_metrics_page(client: httpx.AsyncClient, parts: doors.Doors) -> No
     assert 'tandem_http_requests_total{method="POST",route="/v1/chat/completions",status="200"} 1.0' in page
     assert 'route="unknown",status="404"' in page
     assert "secret-path" not in page
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"), [(3, [3, 4, 5]), (5, [1, 2, 3, 4, 5]), (9, [1, 2, 3, 4, 5]), (-1, [1, 2, 3, 4, 5])]
+)
+async def test_only_the_last_tokens_of_a_prompt_are_kept(
+    client: httpx.AsyncClient, parts: doors.Doors, keep: int, kept: list[int]
+) -> None:
+    parts.say("hello")
+    body = {"prompt": [1, 2, 3, 4, 5], "truncate_prompt_tokens": keep}
+    assert (await client.post(PLAIN, json=body)).status_code == 200
+    assert list(parts.generator.requests[0].prompt_token_ids) == kept
+
+
+async def test_a_prompt_longer_than_the_context_is_cut_when_asked(
+    client: httpx.AsyncClient, parts: doors.Doors
+) -> None:
+    parts.say("hello")
+    text = "x" * (2 * doors.CONTEXT)
+    assert (await client.post(PLAIN, json={"prompt": text})).status_code == 400
+    assert (await client.post(PLAIN, json={"prompt": text, "truncate_prompt_tokens": -1})).status_code == 200
+    assert len(parts.generator.requests[0].prompt_token_ids) == doors.CONTEXT - 1

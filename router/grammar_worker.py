@@ -1,0 +1,85 @@
+"""`python -m router.grammar_worker TOKENIZER VOCAB_SIZE END_IDS MEMORY_BYTES`: compiles strangers' grammars.
+
+A process of its own, because nothing else bounds what a compiler takes: whoever started it kills it when it takes too
+long, and the system ends it when it takes too much memory. Reads frames of a 4-byte length and a grammar in UTF-8, GBNF
+or what llguidance reads; answers each with a frame: FOLLOWED and the grammar for workers, or REFUSED and what is wrong.
+"""
+
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import llguidance
+from llguidance import gbnf_to_lark
+
+from router.grammar_frames import FOLLOWED, LENGTH, REFUSED
+
+_SILENT = 0
+_MAX_ERROR_CHARS = 200
+
+
+def main() -> None:
+    """See the module's docstring."""
+    path, vocab_size, ends, memory_bytes = sys.argv[1:5]
+    end_ids = [int(token_id) for token_id in ends.split(",") if token_id] or None
+    text = Path(path).read_text(encoding="utf-8")
+    tokenizer = llguidance.LLTokenizer(text, n_vocab=int(vocab_size), eos_token=end_ids)
+    _limit_memory(int(memory_bytes))
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    _answer(sink, FOLLOWED)
+    while (frame := _frame(source)) is not None:
+        grammar, fault = _read(frame.decode())
+        fault = fault or _fault(tokenizer, grammar)
+        _answer(sink, REFUSED + fault.encode() if fault else FOLLOWED + grammar.encode())
+
+
+def _read(text: str) -> tuple[str, str]:
+    """(What llguidance reads, what is wrong.)"""
+    if text.startswith("{"):
+        return text, ""
+    try:
+        return json.dumps({"grammars": [{"lark_grammar": gbnf_to_lark.any_to_lark(text)}]}), ""
+    except Exception as error:  # noqa: BLE001 - it raises Exception itself
+        return "", _one_line(str(error)) or "it cannot be read"
+
+
+def _fault(tokenizer: Any, grammar: str) -> str:
+    """What is wrong with it. The first mask is made too: some grammars become clear only then."""
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=_SILENT)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if not matcher.is_error():
+        return ""
+    # What follows describes the parser.
+    return _one_line(str(matcher.get_error()).partition("<state>")[0]) or "it cannot be compiled"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:_MAX_ERROR_CHARS]
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """So much beyond what is taken now."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    limit = pages * resource.getpagesize() + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _frame(source: BinaryIO) -> bytes | None:
+    head = source.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    (size,) = LENGTH.unpack(head)
+    return source.read(size)
+
+
+def _answer(sink: BinaryIO, text: bytes) -> None:
+    sink.write(LENGTH.pack(len(text)) + text)
+    sink.flush()
+
+
+if __name__ == "__main__":
+    main()

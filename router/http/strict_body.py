@@ -1,0 +1,83 @@
+"""What every body over HTTP is: strict, and honest about what is not served.
+
+A field is honoured, or harmless by nature, or refused: never ignored. Fields of OpenAI's and vLLM's that Tandem does
+not serve stand in `_NOT_YET` with the values that ask for nothing; everything else unknown is refused by its name.
+"""
+
+from typing import Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+
+from tandem.errors import InvalidRequest
+
+_MAX_KEYS = 128
+_NOT_YET: dict[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "suffix": (None, ""),
+    "echo": (None, False),
+    "prompt_logprobs": (None,),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1.0),
+    "early_stopping": (None, False),
+    "spaces_between_special_tokens": (None, True),
+    "return_tokens_as_token_ids": (None, False),
+    "logits_processors": (None, []),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "continue_final_message": (None, False),
+    "documents": (None, []),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+    "store": (None, False),
+    "service_tier": (None, "auto", "default"),
+    # In a message.
+    "tool_calls": (None, []),
+    "tool_call_id": (None,),
+    "refusal": (None,),
+    "annotations": (None, []),
+}
+
+
+def at_most(limit: int) -> BeforeValidator:
+    """For a field that is an object or a list."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, (dict, list)) and len(value) > limit:
+            raise ValueError(f"at most {limit} entries")
+        return value
+
+    return BeforeValidator(check)
+
+
+class StrictBody(BaseModel):
+    """No value is turned into another type, no field is overlooked."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        if len(data) > _MAX_KEYS:
+            raise InvalidRequest(f"more than {_MAX_KEYS} fields in one object")
+        known = cls.__pydantic_fields__
+        if data.keys() <= known.keys():
+            return data
+        return {name: value for name, value in data.items() if name in known or not _neutral(name, value)}
+
+
+def _neutral(name: str, value: Any) -> bool:
+    """Whether a field that is not served yet asks for nothing. Raises InvalidRequest when it asks for something."""
+    if name not in _NOT_YET:
+        return False
+    if any(type(value) is type(one) and value == one for one in _NOT_YET[name]):
+        return True
+    raise InvalidRequest(f"{name} is not supported yet", param=name)
