@@ -64,16 +64,11 @@ class TorchGroup:
         self._most_bytes_in_order = sys.maxsize if fixed_order and size > 2 else 0 if is_cuda else _SMALL_BYTES
         self._device = device
         self._store_fd = store_fd
-        self._backend: _Collectives | None = None
-        timeout = timedelta(seconds=timeout_s)
-        try:
-            # Opened by this name again and again, to the store's very end.
-            store: Any = dist.FileStore(f"/proc/self/fd/{store_fd}", size)  # type: ignore[attr-defined]
-            store.set_timeout(timeout)
-            make = _nccl if is_cuda else _gloo
-            self._backend = make(store, rank, size, timeout)
-        except RuntimeError as error:
-            raise RankLost(f"rank {rank} did not meet the others: {error}") from None
+        self._backend: _Backend | None = None
+        backend = _Backend(store_fd)
+        if (failure := backend.open(rank, size, timedelta(seconds=timeout_s), is_cuda=is_cuda)) is not None:
+            raise RankLost(f"rank {rank} did not meet the others: {failure}")
+        self._backend = backend
         try:
             # NCCL connects at its first call; better now than in a request.
             self.meet()
@@ -87,7 +82,7 @@ class TorchGroup:
         if whole.nbytes <= self._most_bytes_in_order:
             self._sum_in_rank_order_(whole)
         else:
-            self._run(lambda backend: backend.allreduce([whole]))
+            self._run(lambda backend: backend.group.allreduce([whole]))
         return tensor if whole is tensor else tensor.copy_(whole)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
@@ -96,7 +91,7 @@ class TorchGroup:
         parts = [torch.empty_like(whole) for _ in range(self.size)] if self.rank == 0 else []
         options = dist.GatherOptions()
         options.rootRank = 0
-        self._run(lambda backend: backend.gather([parts] if parts else [], [whole], options))
+        self._run(lambda backend: backend.group.gather([parts] if parts else [], [whole], options))
         return parts
 
     def meet(self) -> None:
@@ -110,9 +105,9 @@ class TorchGroup:
             os.close(self._store_fd)
 
     def _leave(self) -> None:
-        if self._backend is not None:
-            self._backend.abort()
-            self._backend = None  # with it goes the store, which still opens its file once
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.group.abort()
 
     def _sum_in_rank_order_(self, tensor: Tensor) -> None:
         """Everybody gets all parts and adds them alike.
@@ -122,12 +117,12 @@ class TorchGroup:
         last bit, depends on where in the tensor an element stands.
         """
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._run(lambda backend: backend.allgather([parts], [tensor]))
+        self._run(lambda backend: backend.group.allgather([parts], [tensor]))
         tensor.copy_(parts[0])
         for part in parts[1:]:
             tensor.add_(part)
 
-    def _run(self, start: Callable[[_Collectives], _Work]) -> None:
+    def _run(self, start: "Callable[[_Backend], _Work]") -> None:
         backend = self._backend  # another thread may close the group meanwhile
         if backend is None:
             raise RankLost("the group is closed")
@@ -137,19 +132,53 @@ class TorchGroup:
             raise RankLost(f"rank {self.rank} lost the others: {error!s:.160}") from None
 
 
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> _Collectives:
+class _Backend:
+    """A process group with its store, and the store's file.
+
+    The store opens its file by name to its very end: were the file closed by then, that would end the process, and were
+    its number another file's, that would be written to. Threads that wait and exceptions on their way hold a group
+    longer than its owner does, so the file belongs to whoever is the last; nobody keeps the group by itself.
+    """
+
+    def __init__(self, store_fd: int) -> None:
+        self._fd = os.dup(store_fd)
+        self._store: Any = None
+        self.group: Any = None
+
+    def open(self, rank: int, size: int, timeout: timedelta, *, is_cuda: bool) -> str | None:
+        """Make the group; what went wrong, if anything did."""
+        try:
+            self._store = dist.FileStore(f"/proc/self/fd/{self._fd}", size)  # type: ignore[attr-defined]
+            self._store.set_timeout(timeout)
+            self.group = (_nccl if is_cuda else _gloo)(self, rank, size, timeout)
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    @property
+    def store(self) -> Any:
+        """For whoever makes the group."""
+        return self._store
+
+    def __del__(self) -> None:
+        self.group = None
+        self._store = None
+        os.close(self._fd)
+
+
+def _gloo(backend: _Backend, rank: int, size: int, timeout: timedelta) -> _Collectives:
     group: Any = dist.ProcessGroupGloo
     options = group._Options()  # the only way to name a device, without which gloo asks the resolver for one
     options._devices = [group.create_device(hostname=_LOOPBACK)]
     options._threads = _GLOO_THREADS
     options._timeout = timeout
-    made: _Collectives = group(store, rank, size, options)
+    made: _Collectives = group(backend.store, rank, size, options)
     return made
 
 
-def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> _Collectives:
+def _nccl(backend: _Backend, rank: int, size: int, timeout: timedelta) -> _Collectives:
     group: Any = dist.ProcessGroupNCCL
     options = group.Options()
     options._timeout = timeout
-    made: _Collectives = group(store, rank, size, options)
+    made: _Collectives = group(backend.store, rank, size, options)
     return made

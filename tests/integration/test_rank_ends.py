@@ -139,3 +139,25 @@ def test_nobody_survives_a_leader_killed_while_they_start() -> None:
         for follower in followers:
             assert select.select([follower], [], [], WAIT_S)[0], "a rank outlived rank 0"
             os.close(follower)
+
+
+HELD = """
+import os, gc, torch
+from engine.parallel.torch_group import TorchGroup
+
+fd = os.memfd_create("store")
+group = TorchGroup(rank=0, size=1, store_fd=fd, device=torch.device("cpu"), timeout_s=5.0)
+held = group._backend
+group.close()
+other = os.open("/dev/null", os.O_RDONLY)
+assert other == fd, "its number is another file's now"
+del held
+gc.collect()
+print("lived on")
+"""
+
+
+def test_who_holds_a_group_beyond_its_end_does_not_end_the_process() -> None:
+    """An exception on its way does. torch's store opens its file by name when it goes, and aborts when it cannot."""
+    done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "lived on\n"), done.stderr
