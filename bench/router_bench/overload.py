@@ -151,12 +151,12 @@ class Load:
                 tasks.create_task(client(Random(f"{self.seed}.{number}")))
         return done / seconds
 
-    async def open(self, rates: dict[str, float], seconds: float) -> list[Answered]:
-        """Every tenant's arrivals at its rate, all answered at the end."""
+    async def open(self, rates: dict[str, float], seconds: float, *, times: int | None = None) -> list[Answered]:
+        """Every tenant's arrivals at its rate, all answered at the end; those of equal `times` come at equal times."""
         self.seed += 1
         plan: list[tuple[float, str]] = []
         for tenant, rate in rates.items():
-            rng, at_s = Random(f"{self.seed}.{tenant}"), 0.0
+            rng, at_s = Random(f"{self.seed if times is None else times}.{tenant}"), 0.0
             while (at_s := at_s + rng.expovariate(rate)) < seconds:
                 plan.append((at_s, tenant))
         tasks: list[asyncio.Task[Answered]] = []
@@ -206,21 +206,24 @@ async def pressed_rows(load: Load, seconds: float, note: Callable[[str], None]) 
 
 
 async def fairness_rows(load: Load, seconds: float, rounds: int, note: Callable[[str], None]) -> list[Row]:
-    """First tokens of modest tenants beside a greedy one against without it, in turns; medians over the rounds."""
+    """First tokens of modest tenants beside a greedy one against without it, in turns; medians over the rounds.
+
+    They ask at the same times with it and without it: the slowest hundredth is the thickest crowd among themselves.
+    """
     capacity = max(await load.closed(seconds / 2), await load.closed(seconds / 2))
     share = MODEST_LOAD * capacity / NUM_MODEST
     before: list[float] = []
     after: list[float] = []
     served: list[float] = []
     refused = 0
-    for _ in range(rounds):
-        alone = await load.open(dict.fromkeys(modest(), share), seconds)
-        beside = await load.open({**dict.fromkeys(modest(), share), GREEDY: 10 * share}, seconds)
+    for times in range(rounds):
+        alone = await load.open(dict.fromkeys(modest(), share), seconds, times=times)
+        beside = await load.open({**dict.fromkeys(modest(), share), GREEDY: 10 * share}, seconds, times=times)
         others = [a for a in beside if a.tenant != GREEDY]
         greedy = [a for a in beside if a.tenant == GREEDY]
         # Whoever was refused has no first token: it counts as endless.
-        for times, found in ((before, alone), (after, others)):
-            times.append(1e3 * quantile([a.first_s if a.status == 200 else ENDLESS_S for a in found], 0.99))
+        for p99s, found in ((before, alone), (after, others)):
+            p99s.append(1e3 * quantile([a.first_s if a.status == 200 else ENDLESS_S for a in found], 0.99))
         refused += sum(a.status != 200 for a in others)
         served.append(sum(a.status == 200 for a in greedy) / max(1, len(greedy)))
         note(
