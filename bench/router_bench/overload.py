@@ -9,6 +9,7 @@ Load levels are fractions of what the same cluster did just before with a fixed 
 import argparse
 import asyncio
 import json
+import re
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -57,7 +58,8 @@ class Answered:
     first_s: float
     """To the first token of an answer, or to the whole of a refusal."""
     last_s: float
-    retry_after: bool = False
+    retry_after_s: float | None = None
+    """When a refusal says to come back."""
 
     @property
     def is_good(self) -> bool:
@@ -109,13 +111,13 @@ async def ask(port: int, tenant: str, rng: Random) -> Answered:
             if first_s is None and b'"text"' in chunk:
                 first_s = time.monotonic() - sent_s
         last_s = time.monotonic() - sent_s
-        retry = b"\r\nretry-after:" in answer.lower()
+        told = re.search(rb"\r\nretry-after: *([0-9.]+)", answer.lower())
         return Answered(
             tenant=tenant,
             status=status,
             first_s=last_s if first_s is None or status != 200 else first_s,
             last_s=last_s,
-            retry_after=retry,
+            retry_after_s=None if told is None else float(told[1]),
         )
     finally:
         writer.close()
@@ -135,7 +137,7 @@ class Load:
             return (await client.counts("tandem_rejections_total")).get("hopeless", 0.0)
 
     async def closed(self, seconds: float) -> float:
-        """Answers per second with a fixed number of clients."""
+        """Answers per second with a fixed number of clients, who come back when they are told to."""
         ends_s = time.monotonic() + seconds
         done = 0
 
@@ -144,6 +146,7 @@ class Load:
             while time.monotonic() < ends_s:
                 answered = await ask(self.port, modest()[0], rng)
                 done += answered.status == 200 and time.monotonic() <= ends_s
+                await asyncio.sleep(answered.retry_after_s or 0.0)
 
         self.seed += 1
         async with asyncio.TaskGroup() as tasks:
@@ -151,12 +154,12 @@ class Load:
                 tasks.create_task(client(Random(f"{self.seed}.{number}")))
         return done / seconds
 
-    async def open(self, rates: dict[str, float], seconds: float) -> list[Answered]:
-        """Every tenant's arrivals at its rate, all answered at the end."""
+    async def open(self, rates: dict[str, float], seconds: float, *, times: int | None = None) -> list[Answered]:
+        """Every tenant's arrivals at its rate, all answered at the end; those of equal `times` come at equal times."""
         self.seed += 1
         plan: list[tuple[float, str]] = []
         for tenant, rate in rates.items():
-            rng, at_s = Random(f"{self.seed}.{tenant}"), 0.0
+            rng, at_s = Random(f"{self.seed if times is None else times}.{tenant}"), 0.0
             while (at_s := at_s + rng.expovariate(rate)) < seconds:
                 plan.append((at_s, tenant))
         tasks: list[asyncio.Task[Answered]] = []
@@ -190,7 +193,7 @@ async def pressed_rows(load: Load, seconds: float, note: Callable[[str], None]) 
     note(f"load 3: {good:.1f} good answers, {len(refused) / seconds:.1f} refusals per second")
     times_ms, lost = [1e3 * a.last_s for a in refused], len(answered) - len(served) - len(refused)
     at_door = sorted(times_ms)[: len(times_ms) - int(late)]
-    told = sum(a.retry_after for a in refused) / max(1, len(refused))
+    told = sum(a.retry_after_s is not None for a in refused) / max(1, len(refused))
     return [
         figure("overload: capacity", capacity, "requests/s"),
         figure("overload: best goodput", best, "requests/s"),
@@ -206,21 +209,24 @@ async def pressed_rows(load: Load, seconds: float, note: Callable[[str], None]) 
 
 
 async def fairness_rows(load: Load, seconds: float, rounds: int, note: Callable[[str], None]) -> list[Row]:
-    """First tokens of modest tenants beside a greedy one against without it, in turns; medians over the rounds."""
+    """First tokens of modest tenants beside a greedy one against without it, in turns; medians over the rounds.
+
+    They ask at the same times with it and without it: the slowest hundredth is the thickest crowd among themselves.
+    """
     capacity = max(await load.closed(seconds / 2), await load.closed(seconds / 2))
     share = MODEST_LOAD * capacity / NUM_MODEST
     before: list[float] = []
     after: list[float] = []
     served: list[float] = []
     refused = 0
-    for _ in range(rounds):
-        alone = await load.open(dict.fromkeys(modest(), share), seconds)
-        beside = await load.open({**dict.fromkeys(modest(), share), GREEDY: 10 * share}, seconds)
+    for times in range(rounds):
+        alone = await load.open(dict.fromkeys(modest(), share), seconds, times=times)
+        beside = await load.open({**dict.fromkeys(modest(), share), GREEDY: 10 * share}, seconds, times=times)
         others = [a for a in beside if a.tenant != GREEDY]
         greedy = [a for a in beside if a.tenant == GREEDY]
         # Whoever was refused has no first token: it counts as endless.
-        for times, found in ((before, alone), (after, others)):
-            times.append(1e3 * quantile([a.first_s if a.status == 200 else ENDLESS_S for a in found], 0.99))
+        for p99s, found in ((before, alone), (after, others)):
+            p99s.append(1e3 * quantile([a.first_s if a.status == 200 else ENDLESS_S for a in found], 0.99))
         refused += sum(a.status != 200 for a in others)
         served.append(sum(a.status == 200 for a in greedy) / max(1, len(greedy)))
         note(

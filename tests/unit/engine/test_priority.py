@@ -1,12 +1,14 @@
 """An engine's thread gives way to event loops, and nobody else does."""
 
 import os
+import subprocess
 import sys
 import threading
 
 import pytest
 
-from engine.backends.priority import NICENESS, step_back
+from engine.backends import priority
+from engine.backends.priority import NICENESS, session_niceness, step_back
 from tests.unit.engine.kernels.test_cpu_threads import in_a_thread
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="priorities belong to processes there")
@@ -37,3 +39,50 @@ def test_who_is_nicer_already_stays_so():
         return niceness()
 
     assert in_a_thread(work) == nicer
+
+
+STEPS_BACK = """
+from engine.backends.priority import session_niceness, step_back
+step_back()
+try:
+    print(session_niceness())
+except OSError:
+    print("none")
+"""
+
+
+def niceness_of_a_session(*, leads: bool) -> str:
+    """After a process of it has stepped back."""
+    command = [sys.executable, "-c", STEPS_BACK]
+    done = subprocess.run(command, start_new_session=leads, capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.strip()
+
+
+def test_a_session_steps_back_whose_leader_does():
+    try:
+        before = session_niceness()
+    except OSError:
+        # A system without autogroups: there is nothing to set, and nothing is.
+        assert niceness_of_a_session(leads=True) == niceness_of_a_session(leads=False) == "none"
+        return
+    # A new session begins as nice as nobody is.
+    assert niceness_of_a_session(leads=True) == f"{NICENESS}"
+    assert niceness_of_a_session(leads=False) == f"{before}"
+
+
+def test_a_system_that_lets_one_session_be_set_at_a_time_is_asked_again(monkeypatch):
+    written = []
+
+    class Autogroup:
+        def read_text(self, *, encoding):
+            return "/autogroup-7 nice 0"
+
+        def write_text(self, text, *, encoding):
+            written.append(text)
+            if len(written) < 3:
+                raise BlockingIOError
+
+    monkeypatch.setattr(priority, "_AUTOGROUP", Autogroup())
+    monkeypatch.setattr(priority, "_BETWEEN_TRIES_S", 0.0)
+    priority._session_steps_back()
+    assert written == [f"{NICENESS}"] * 3
