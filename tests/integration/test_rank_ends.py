@@ -142,13 +142,15 @@ def test_nobody_survives_a_leader_killed_while_they_start() -> None:
 
 
 HELD = """
-import os, gc, torch
+import gc, os, socket, torch
 from engine.parallel.torch_group import TorchGroup
 
 fd = os.memfd_create("store")
 group = TorchGroup(rank=0, size=1, store_fd=fd, device=torch.device("cpu"), timeout_s=5.0)
 held = group._backend
 group.close()
+ours, theirs = socket.socketpair()
+assert fd in (ours.fileno(), theirs.fileno()), "its number is another file's now"
 del held
 gc.collect()
 print("lived on")
@@ -156,6 +158,6 @@ print("lived on")
 
 
 def test_who_holds_a_group_beyond_its_end_does_not_end_the_process() -> None:
-    """An exception on its way does. torch's store opens its file by name when it goes, and aborts when it cannot."""
+    """An exception on its way does. torch's store opens its file by name when it goes: what has its number by then."""
     done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, "lived on\n"), done.stderr
