@@ -5,14 +5,15 @@ it by having a fresh guide follow the tokens that exist.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from tandem.errors import InternalError, InvalidRequest, ServingError
 
-Bits = npt.NDArray[np.int32]
+if TYPE_CHECKING:  # whoever decides what runs next needs no numpy
+    import numpy as np
+    import numpy.typing as npt
+
+Bits: TypeAlias = "npt.NDArray[np.int32]"
 """One bit a token, the lowest first: `[(vocab_size + 31) // 32]`."""
 
 
