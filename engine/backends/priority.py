@@ -41,17 +41,23 @@ def _session_steps_back() -> None:
     """Nothing changes where the system has no autogroups, or they may not be set."""
     for _ in range(_TRIES):
         try:
-            if session_niceness() < NICENESS:
+            niceness = session_niceness()
+            if niceness is not None and niceness < NICENESS:
                 _AUTOGROUP.write_text(f"{NICENESS}", encoding="ascii")
         except BlockingIOError:
             # Before the engine has anything to do: nobody waits for this thread.
             time.sleep(_BETWEEN_TRIES_S)
-        except (OSError, ValueError):
+        except OSError:
             return
         else:
             return
 
 
-def session_niceness() -> int:
-    """Of the session's autogroup. Raises OSError where there are none."""
-    return int(_AUTOGROUP.read_text(encoding="ascii").rpartition(" ")[2])
+def session_niceness() -> int | None:
+    """Of the session's autogroup. None where there is none: a system without them, one that has them switched off, or
+    the session that it began with, whose file is there and empty."""
+    try:
+        told = _AUTOGROUP.read_text(encoding="ascii")
+    except OSError:
+        return None
+    return int(told.rpartition(" ")[2]) if told.strip() else None
