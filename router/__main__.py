@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from router.admission import Admission
 from router.admission_assembly import hedging_settings, make_gate, make_limits
+from router.asked import ModelInfo
 from router.board import RouterBoard
 from router.board_metrics import BoardMetrics
 from router.canary import CANARY_SALT, Canary
@@ -22,7 +23,7 @@ from router.decisions import DecisionLog
 from router.descriptors import connection_bounds, raise_file_limit
 from router.dispatch import Dispatcher
 from router.fleet import WorkerFleet
-from router.frontend import Frontend, ModelInfo
+from router.frontend import Frontend
 from router.gate import Gate
 from router.grammar_check import GrammarProcess
 from router.grpc.server import GrpcDoor, build_server

@@ -5,120 +5,34 @@ nothing is tokenized for a request that will be refused. The bounds of sampling 
 stop strings in `router.stop_strings`.
 """
 
-import asyncio
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
+from router.asked import ClientFields, ModelInfo, Prepared
 from router.chat_template import Message
 from router.grammar_check import GrammarChecker
+from router.prompts import PromptReader
 from router.requests import ResumePoint, RoutedRequest
 from router.stop_strings import StopStrings
-from router.stream_ids import ChoicePosition, StreamIds, StreamPosition, request_digest
-from router.structure import Structure
+from router.stream_ids import StreamIds
 from router.tokenizer import Tokenizer
 from tandem.block_hash import root_hash
 from tandem.config import RouterConfig
-from tandem.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Overloaded
+from tandem.errors import InvalidRequest, ModelNotFound, Overloaded
 from tandem.ids import BlockHash, RequestId
-from tandem.sampling import SamplingParams
-from tandem.tracing import NoTracer, TraceContext, Tracer
+from tandem.tracing import NoTracer, Tracer
 
-ROLES = frozenset({"system", "developer", "user", "assistant"})
-MAX_MESSAGES = 2048
 MAX_SALT_CHARS = 1024
 MAX_PRIORITY = 2**31 - 1
 MAX_BAD_WORD_CHARS = 64
-MAX_CHARS_PER_TOKEN = 32
-"""A prompt with more characters than this per token of context is refused unread: no real text is so regular."""
 DEFAULT_COMPLETION_TOKENS = 16
 """`max_tokens` of a plain prompt when absent (OpenAI); a conversation gets the rest of the context."""
 _MOST_TOKENS = 2**31 - 1
 _MAX_ROOTS = 1024
-_INLINE_CHARS = 4096  # about a millisecond of tokenizing; longer texts leave the event loop
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInfo:
-    """What the doors must know of the served model."""
-
-    name: str
-    fingerprint: str
-    max_model_len: int
-    """Tokens of prompt and answer together."""
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    created_s: int
-    """Unix time; shown by the list of models."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientFields:
-    """What a client asked for besides its prompt, as it asked: nothing is checked yet."""
-
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    """Its `max_tokens` and `seed` are ignored: they stand below, because absent differs from any value."""
-    max_tokens: int | None = None
-    seed: int | None = None
-    model: str | None = None
-    num_choices: int = 1
-    reads_along: bool = True
-    """Wants text as it comes."""
-    stop: tuple[str, ...] = ()
-    include_stop: bool = False
-    skip_special_tokens: bool = True
-    add_special_tokens: bool = True
-    """Let the tokenizer put its own tokens, such as BOS, around a plain prompt."""
-    add_generation_prompt: bool = True
-    priority: int = 0
-    cache_salt: str | None = None
-    tenant: str = ""
-    trace: TraceContext | None = None
-    """The client's own, from its headers."""
-    time_left_s: float | None = None
-    """The client's own deadline; the router's applies as well."""
-    last_seen: StreamPosition | None = None
-    """Where a stream that this request continues broke."""
-    structure: Structure | None = None
-    """What every answer must be."""
-    truncate_prompt_tokens: int | None = None
-    """Only so many of the prompt's last tokens are kept; -1: as many as the model's context leaves for one more."""
-    bad_words: tuple[str, ...] = ()
-    """Texts that never come, at the beginning of a word or within one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A request ready for dispatch, and what the door needs to show its answer."""
-
-    request: RoutedRequest
-    stops: StopStrings
-    stop_token_ids: frozenset[int]
-    """Ids that end a choice when sampled; their text is not part of the answer."""
-    include_stop: bool
-    skip_special_tokens: bool
-    prompt_text: str | None = None
-    """What the client wrote; None for a conversation or a prompt of token ids."""
-    has: tuple[ChoicePosition, ...] = ()
-    """What the client has of a stream that is continued, by choice."""
-
-    @property
-    def digest(self) -> bytes:
-        """Equal for the same request in the same words, whichever router got it."""
-        request = self.request
-        return request_digest(
-            request.prompt_token_ids,
-            request.sampling,
-            request.hash_root,
-            request.num_choices,
-            self.stops.strings,
-            self.include_stop,
-            self.skip_special_tokens,
-        )
 
 
 class Frontend:
@@ -147,7 +61,7 @@ class Frontend:
         self.grammars: GrammarChecker | None = None
         """Set before the doors open; without it no structure is promised."""
         self._preparing = 0
-        self._max_chars = model.max_model_len * MAX_CHARS_PER_TOKEN
+        self.prompts = PromptReader(model=model, tokenizer=tokenizer, max_prompts=config.max_prompts)
         self._hash_root = lru_cache(maxsize=_MAX_ROOTS)(self._new_hash_root)
 
     async def prepare_chat(self, messages: Sequence[Message], fields: ClientFields) -> Prepared:
@@ -156,7 +70,7 @@ class Frontend:
         self.check_fields(fields)
         with self._preparation():
             fields = await self._structured(fields)
-            ids = await self.encode_chat(messages, add_generation_prompt=fields.add_generation_prompt)
+            ids = await self.prompts.encode_chat(messages, add_generation_prompt=fields.add_generation_prompt)
         return self._traced("chat", self._finish(ids, fields, None), fields, started_s)
 
     async def prepare_prompts(self, prompts: Sequence[str | tuple[int, ...]], fields: ClientFields) -> list[Prepared]:
@@ -168,7 +82,11 @@ class Frontend:
             for prompt in prompts:
                 started_s = self.clock()
                 text = prompt if isinstance(prompt, str) else None
-                ids = prompt if isinstance(prompt, tuple) else await self.encode(prompt, fields.add_special_tokens)
+                ids = (
+                    prompt
+                    if isinstance(prompt, tuple)
+                    else await self.prompts.encode(prompt, fields.add_special_tokens)
+                )
                 one = self._finish(ids, fields, DEFAULT_COMPLETION_TOKENS, num_prompts=len(prompts))
                 one = self._traced("text_completion", one, fields, started_s)
                 prepared.append(replace(one, prompt_text=text))
@@ -221,60 +139,6 @@ class Frontend:
                 found[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
         return tuple(found)
 
-    def parse_prompts(self, value: Any) -> list[str | tuple[int, ...]]:
-        """The prompts of a completions request: text, several texts, token ids, or several lists of them.
-
-        Stops at the first fault, so that a hostile list costs no more than reading it. Raises InvalidRequest.
-        """
-        if isinstance(value, str):
-            return [value]
-        if not isinstance(value, list) or not value:
-            raise InvalidRequest("prompt must be a string, token ids, or a non-empty list of either", param="prompt")
-        if isinstance(value[0], (str, list)):
-            if len(value) > self._config.max_prompts:
-                raise InvalidRequest(f"prompt: at most {self._config.max_prompts} prompts", param="prompt")
-            if not all(isinstance(item, type(value[0])) for item in value):
-                raise InvalidRequest("prompt: texts and token ids cannot be mixed", param="prompt")
-            return [item if isinstance(item, str) else self.parse_ids(item) for item in value]
-        return [self.parse_ids(value)]
-
-    def parse_ids(self, value: Sequence[Any], param: str = "prompt") -> tuple[int, ...]:
-        """Token ids of the model's vocabulary. Raises InvalidRequest or ContextLengthExceeded."""
-        if not value:
-            raise InvalidRequest(f"{param}: empty", param=param)
-        if len(value) > self.model.max_model_len:
-            raise self._too_long(len(value), param)
-        for item in value:
-            if type(item) is not int or not 0 <= item < self.model.vocab_size:
-                raise InvalidRequest(f"{param}: token ids are integers in [0, {self.model.vocab_size})", param=param)
-        return tuple(value)
-
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of one text. Raises InvalidRequest or ContextLengthExceeded."""
-        self._check_size(len(text), "prompt")
-        if len(text) <= _INLINE_CHARS:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-
-    async def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
-        """Token ids of one conversation. Raises InvalidRequest or ContextLengthExceeded."""
-        if not 1 <= len(messages) <= MAX_MESSAGES:
-            raise InvalidRequest(f"messages: 1 to {MAX_MESSAGES} of them", param="messages")
-        for message in messages:
-            if message.role not in ROLES:
-                raise InvalidRequest(f"messages: role must be one of {', '.join(sorted(ROLES))}", param="messages")
-        size = sum(len(m.content) + len(m.name or "") for m in messages)
-        self._check_size(size, "messages")
-
-        def encode() -> list[int]:
-            return self.tokenizer.encode_chat(
-                messages, add_generation_prompt=add_generation_prompt, max_chars=4 * self._max_chars
-            )
-
-        if size <= _INLINE_CHARS and len(messages) <= 64:
-            return encode()
-        return await asyncio.to_thread(encode)
-
     @contextmanager
     def _preparation(self) -> Iterator[None]:
         """Dispatch bounds what it accepts; this bounds the texts that wait for the tokenizer before it."""
@@ -297,7 +161,7 @@ class Frontend:
         room = self.model.max_model_len - len(ids)
         least = max(1, fields.sampling.min_tokens)
         if room < least:
-            raise self._too_long(len(ids), "prompt" if default_max_tokens else "messages", least)
+            raise self.prompts.too_long(len(ids), "prompt" if default_max_tokens else "messages", least)
         asked = fields.max_tokens if fields.max_tokens is not None else default_max_tokens
         most = self._max_tokens(
             fields, room if asked is None else min(asked, room), num_prompts, stated=asked is not None
@@ -383,14 +247,3 @@ class Frontend:
 
     def _new_hash_root(self, salt: str) -> BlockHash:
         return root_hash(secret=self._secret, model_fingerprint=self.model.fingerprint, salt=salt)
-
-    def _check_size(self, chars: int, param: str) -> None:
-        if chars > self._max_chars:
-            context = f"the model's context of {self.model.max_model_len} tokens"
-            raise ContextLengthExceeded(f"{param}: {chars} characters cannot fit {context}", param=param)
-
-    def _too_long(self, tokens: int, param: str, least: int = 1) -> ContextLengthExceeded:
-        context = f"the model's context is {self.model.max_model_len} tokens"
-        return ContextLengthExceeded(
-            f"{param}: {tokens} tokens; {context}, of which at least {least} must be left for the answer", param=param
-        )

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from router.frontend import Prepared
+from router.asked import Prepared
 from router.stream_ids import LAST_EVENT_ID, MAX_CHOICES, ChoicePosition, StreamHead, StreamIds, StreamPosition
 from router.text_stream import TextDelta
 from tandem.errors import InvalidRequest

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-from router.frontend import Prepared
+from router.asked import Prepared
 from router.metrics import RequestMeter
 from router.requests import ChoiceDelta, ChoiceFinish, Generator
 from router.stop_strings import StopMatcher

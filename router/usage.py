@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from router.frontend import Prepared
+from router.asked import Prepared
 from router.requests import ChoiceFinish
 from router.text_stream import TextDelta
 from tandem.outputs import PhaseTimes

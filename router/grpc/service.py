@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from router.asked import ClientFields, Prepared
 from router.auth import ApiKeys
 from router.chat_template import Message
-from router.frontend import ClientFields, Frontend, Prepared
+from router.frontend import Frontend
 from router.grpc.answer_writer import AnswerWriter
 from router.metrics import RequestMeter, RouterMetrics
 from router.requests import Generator
@@ -71,10 +72,10 @@ class InferenceService(InferenceServicer):
         self._frontend.check_model(request.model or None)
         kind = request.WhichOneof("input")
         if kind == "chat":
-            ids = await self._frontend.encode_chat(_messages(request.chat), add_generation_prompt=True)
+            ids = await self._frontend.prompts.encode_chat(_messages(request.chat), add_generation_prompt=True)
         elif kind == "text":
             add = request.add_special_tokens if request.HasField("add_special_tokens") else True
-            ids = await self._frontend.encode(request.text, add)
+            ids = await self._frontend.prompts.encode(request.text, add)
         else:
             raise InvalidRequest("input is missing: send text or chat", param="input")
         return pb.TokenizeResponse(token_ids=ids, max_model_len=self._frontend.model.max_model_len)
@@ -83,7 +84,7 @@ class InferenceService(InferenceServicer):
         """Text of token ids, special tokens included."""
         self._tenant(context)
         self._frontend.check_model(request.model or None)
-        ids = self._frontend.parse_ids(request.token_ids, "token_ids") if request.token_ids else ()
+        ids = self._frontend.prompts.parse_ids(request.token_ids, "token_ids") if request.token_ids else ()
         return pb.DetokenizeResponse(text=self._frontend.tokenizer.decode(ids, skip_special_tokens=False))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
@@ -126,7 +127,7 @@ class InferenceService(InferenceServicer):
         if kind == "prompt":
             return (await self._frontend.prepare_prompts([request.prompt], fields))[0]
         if kind == "prompt_token_ids":
-            ids = self._frontend.parse_ids(request.prompt_token_ids.ids, "prompt_token_ids")
+            ids = self._frontend.prompts.parse_ids(request.prompt_token_ids.ids, "prompt_token_ids")
             return (await self._frontend.prepare_prompts([ids], fields))[0]
         raise InvalidRequest("input is missing: send prompt, prompt_token_ids or chat", param="input")
 

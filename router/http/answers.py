@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from router.frontend import Prepared
+from router.asked import Prepared
 from router.text_stream import TextDelta
 from router.tokenizer import Tokenizer
 from tandem.errors import InternalError

@@ -90,9 +90,9 @@ class _TextRoutes:
         if body.messages is not None:
             messages = [turn.message() for turn in body.messages]
             generation_prompt = body.add_generation_prompt is not False
-            ids = await self._frontend.encode_chat(messages, add_generation_prompt=generation_prompt)
+            ids = await self._frontend.prompts.encode_chat(messages, add_generation_prompt=generation_prompt)
         else:
-            ids = await self._frontend.encode(body.prompt or "", body.add_special_tokens is not False)
+            ids = await self._frontend.prompts.encode(body.prompt or "", body.add_special_tokens is not False)
         texts = None
         if body.return_token_strs:
             texts = [self._frontend.tokenizer.bytes_of(i).decode(errors="replace") for i in ids]
@@ -107,7 +107,7 @@ class _TextRoutes:
         """Text of token ids, special tokens included."""
         body = validate(DetokenizeBody, await self._read(request))
         self._frontend.check_model(body.model)
-        ids = self._frontend.parse_ids(body.tokens, "tokens") if body.tokens else ()
+        ids = self._frontend.prompts.parse_ids(body.tokens, "tokens") if body.tokens else ()
         return {"prompt": self._frontend.tokenizer.decode(ids, skip_special_tokens=False)}
 
     async def _read(self, request: Request) -> dict[str, Any]:

@@ -10,7 +10,8 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.frontend import ClientFields, Frontend, Prepared
+from router.asked import ClientFields, Prepared
+from router.frontend import Frontend
 from router.http.answer_stream import AnswerStream, StreamExtras
 from router.http.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer
 from router.http.json_body import BodyBounds, read_object
@@ -80,7 +81,7 @@ class GenerationRoutes:
         body = validate(CompletionBody, await self._read(request))
         seen = self._seen(request, body)
         fields = _with_headers(body.completion_fields(request.state.tenant), request, seen)
-        prompts = self._frontend.parse_prompts(body.prompt)
+        prompts = self._frontend.prompts.parse_prompts(body.prompt)
 
         async def prepare() -> list[Prepared]:
             return await self._frontend.prepare_prompts(prompts, fields)

@@ -5,10 +5,11 @@ from typing import Annotated, Any, Self, TypeAlias, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
+from router.asked import ClientFields
 from router.chat_template import Message
-from router.frontend import MAX_MESSAGES, ClientFields
 from router.http.strict_body import StrictBody, at_most
 from router.http.structures import ResponseFormat, StructuredOutputs, guided, the_one
+from router.prompts import MAX_MESSAGES
 from router.stop_strings import MAX_STOP_STRINGS
 from router.structure import Structure
 from tandem.errors import InvalidRequest

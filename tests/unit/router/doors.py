@@ -10,8 +10,9 @@ from pathlib import Path
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 
+from router.asked import ModelInfo
 from router.chat_template import ChatTemplate
-from router.frontend import Frontend, ModelInfo
+from router.frontend import Frontend
 from router.grammar_check import GrammarChecker
 from router.metrics import RouterMetrics
 from router.requests import ChoiceDelta, ChoiceFinish, Reader, RoutedRequest

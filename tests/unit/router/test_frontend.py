@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from router.asked import ClientFields
 from router.chat_template import Message
-from router.frontend import MAX_CHARS_PER_TOKEN, MAX_MESSAGES, MAX_SALT_CHARS, ClientFields
+from router.frontend import MAX_SALT_CHARS
+from router.prompts import MAX_CHARS_PER_TOKEN, MAX_MESSAGES
 from router.tokenizer import Tokenizer
 from tandem.config import RouterConfig
 from tandem.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Overloaded
@@ -141,12 +143,12 @@ async def test_messages(parts: doors.Doors) -> None:
 )
 def test_prompt_shapes(parts: doors.Doors, value: object) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        parts.frontend.parse_prompts(value)
+        parts.frontend.prompts.parse_prompts(value)
     assert caught.value.param == "prompt"
 
 
 def test_prompts_parsed(parts: doors.Doors) -> None:
-    parse = parts.frontend.parse_prompts
+    parse = parts.frontend.prompts.parse_prompts
     assert parse("a") == ["a"]
     assert parse(["a", "b"]) == ["a", "b"]
     assert parse([1, 2]) == [(1, 2)]

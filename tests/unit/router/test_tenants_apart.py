@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from engine.scheduler import Scheduler
-from router.frontend import ClientFields
+from router.asked import ClientFields
 from router.prefix_map import PrefixMap
 from router.worker_view import PrefixChange
 from tandem.block_hash import BlockHasher

@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 import pytest
 
-from router.frontend import ClientFields, Prepared
+from router.asked import ClientFields, Prepared
 from router.http import whole_answer
 from router.http.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer
 from router.http.whole_answer import whole_content

@@ -1,0 +1,89 @@
+"""What a client asked for, before and after it was checked, and what the doors know of the model."""
+
+from dataclasses import dataclass, field
+
+from router.requests import RoutedRequest
+from router.stop_strings import StopStrings
+from router.stream_ids import ChoicePosition, StreamPosition, request_digest
+from router.structure import Structure
+from tandem.sampling import SamplingParams
+from tandem.tracing import TraceContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What the doors must know of the served model."""
+
+    name: str
+    fingerprint: str
+    max_model_len: int
+    """Tokens of prompt and answer together."""
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    created_s: int
+    """Unix time; shown by the list of models."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientFields:
+    """What a client asked for besides its prompt, as it asked: nothing is checked yet."""
+
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """Its `max_tokens` and `seed` are ignored: they stand below, because absent differs from any value."""
+    max_tokens: int | None = None
+    seed: int | None = None
+    model: str | None = None
+    num_choices: int = 1
+    reads_along: bool = True
+    """Wants text as it comes."""
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    add_special_tokens: bool = True
+    """Let the tokenizer put its own tokens, such as BOS, around a plain prompt."""
+    add_generation_prompt: bool = True
+    priority: int = 0
+    cache_salt: str | None = None
+    tenant: str = ""
+    trace: TraceContext | None = None
+    """The client's own, from its headers."""
+    time_left_s: float | None = None
+    """The client's own deadline; the router's applies as well."""
+    last_seen: StreamPosition | None = None
+    """Where a stream that this request continues broke."""
+    structure: Structure | None = None
+    """What every answer must be."""
+    truncate_prompt_tokens: int | None = None
+    """Only so many of the prompt's last tokens are kept; -1: as many as the model's context leaves for one more."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that never come, at the beginning of a word or within one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A request ready for dispatch, and what the door needs to show its answer."""
+
+    request: RoutedRequest
+    stops: StopStrings
+    stop_token_ids: frozenset[int]
+    """Ids that end a choice when sampled; their text is not part of the answer."""
+    include_stop: bool
+    skip_special_tokens: bool
+    prompt_text: str | None = None
+    """What the client wrote; None for a conversation or a prompt of token ids."""
+    has: tuple[ChoicePosition, ...] = ()
+    """What the client has of a stream that is continued, by choice."""
+
+    @property
+    def digest(self) -> bytes:
+        """Equal for the same request in the same words, whichever router got it."""
+        request = self.request
+        return request_digest(
+            request.prompt_token_ids,
+            request.sampling,
+            request.hash_root,
+            request.num_choices,
+            self.stops.strings,
+            self.include_stop,
+            self.skip_special_tokens,
+        )

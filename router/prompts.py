@@ -1,0 +1,92 @@
+"""Prompts as clients send them become token ids: bounded before they are read, long ones off the event loop."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from router.asked import ModelInfo
+from router.chat_template import Message
+from router.tokenizer import Tokenizer
+from tandem.errors import ContextLengthExceeded, InvalidRequest
+
+ROLES = frozenset({"system", "developer", "user", "assistant"})
+MAX_MESSAGES = 2048
+MAX_CHARS_PER_TOKEN = 32
+"""A prompt with more characters than this per token of context is refused unread: no real text is so regular."""
+_INLINE_CHARS = 4096  # about a millisecond of tokenizing; longer texts leave the event loop
+
+
+class PromptReader:
+    """Reads prompts for one model. Every door shares it."""
+
+    def __init__(self, *, model: ModelInfo, tokenizer: Tokenizer, max_prompts: int) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._max_prompts = max_prompts
+        self._max_chars = model.max_model_len * MAX_CHARS_PER_TOKEN
+
+    def parse_prompts(self, value: Any) -> list[str | tuple[int, ...]]:
+        """The prompts of a completions request: text, several texts, token ids, or several lists of them.
+
+        Stops at the first fault, so that a hostile list costs no more than reading it. Raises InvalidRequest.
+        """
+        if isinstance(value, str):
+            return [value]
+        if not isinstance(value, list) or not value:
+            raise InvalidRequest("prompt must be a string, token ids, or a non-empty list of either", param="prompt")
+        if isinstance(value[0], (str, list)):
+            if len(value) > self._max_prompts:
+                raise InvalidRequest(f"prompt: at most {self._max_prompts} prompts", param="prompt")
+            if not all(isinstance(item, type(value[0])) for item in value):
+                raise InvalidRequest("prompt: texts and token ids cannot be mixed", param="prompt")
+            return [item if isinstance(item, str) else self.parse_ids(item) for item in value]
+        return [self.parse_ids(value)]
+
+    def parse_ids(self, value: Sequence[Any], param: str = "prompt") -> tuple[int, ...]:
+        """Token ids of the model's vocabulary. Raises InvalidRequest or ContextLengthExceeded."""
+        if not value:
+            raise InvalidRequest(f"{param}: empty", param=param)
+        if len(value) > self._model.max_model_len:
+            raise self.too_long(len(value), param)
+        for item in value:
+            if type(item) is not int or not 0 <= item < self._model.vocab_size:
+                raise InvalidRequest(f"{param}: token ids are integers in [0, {self._model.vocab_size})", param=param)
+        return tuple(value)
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of one text. Raises InvalidRequest or ContextLengthExceeded."""
+        self._check_size(len(text), "prompt")
+        if len(text) <= _INLINE_CHARS:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    async def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
+        """Token ids of one conversation. Raises InvalidRequest or ContextLengthExceeded."""
+        if not 1 <= len(messages) <= MAX_MESSAGES:
+            raise InvalidRequest(f"messages: 1 to {MAX_MESSAGES} of them", param="messages")
+        for message in messages:
+            if message.role not in ROLES:
+                raise InvalidRequest(f"messages: role must be one of {', '.join(sorted(ROLES))}", param="messages")
+        size = sum(len(m.content) + len(m.name or "") for m in messages)
+        self._check_size(size, "messages")
+
+        def encode() -> list[int]:
+            return self._tokenizer.encode_chat(
+                messages, add_generation_prompt=add_generation_prompt, max_chars=4 * self._max_chars
+            )
+
+        if size <= _INLINE_CHARS and len(messages) <= 64:
+            return encode()
+        return await asyncio.to_thread(encode)
+
+    def _check_size(self, chars: int, param: str) -> None:
+        if chars > self._max_chars:
+            context = f"the model's context of {self._model.max_model_len} tokens"
+            raise ContextLengthExceeded(f"{param}: {chars} characters cannot fit {context}", param=param)
+
+    def too_long(self, tokens: int, param: str, least: int = 1) -> ContextLengthExceeded:
+        """What is said to whom so many tokens leave less than `least` for the answer."""
+        context = f"the model's context is {self._model.max_model_len} tokens"
+        return ContextLengthExceeded(
+            f"{param}: {tokens} tokens; {context}, of which at least {least} must be left for the answer", param=param
+        )
