@@ -17,7 +17,7 @@ _Rows = slice | Bools
 """Some workers of a pool."""
 _ALL = slice(None)
 _REMEMBERED_S = 5.0
-"""Of busy time, over which the rate at which a queue drains is measured."""
+"""Over which the rate at which a queue drains is measured."""
 _BELIEVED_S = 0.5
 """Of busy time, that a rate known beforehand counts for beside what was measured."""
 
@@ -151,11 +151,17 @@ class DrainMeter:
         self._cost = 0.0
 
     def passed(self, now_s: float, *, busy: bool) -> None:
-        """Time went by; `busy`: somebody waited all the while."""
-        if busy and now_s > self._now_s:
+        """Time went by; `busy`: somebody waited all the while.
+
+        What was measured is forgotten also while nobody waits: after a slow hour everybody who would have to wait is
+        refused, so that nothing would ever be measured again.
+        """
+        if now_s > self._now_s:
             kept = math.exp((self._now_s - now_s) / _REMEMBERED_S)
-            self._busy_s = self._busy_s * kept + _REMEMBERED_S * (1.0 - kept)
+            self._busy_s *= kept
             self._cost *= kept
+            if busy:
+                self._busy_s += _REMEMBERED_S * (1.0 - kept)
         self._now_s = now_s
 
     def since(self, now_s: float) -> float:

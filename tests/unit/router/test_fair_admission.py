@@ -344,7 +344,7 @@ def test_drafts_penalties_and_pools_in_the_view() -> None:
     assert (unmeasured.prefill_tokens_per_s, unmeasured.measured_tokens_per_s) == (7.0, 0.0)
 
 
-def test_the_drain_is_measured_only_while_somebody_waits() -> None:
+def test_the_drain_is_measured_only_while_somebody_waits_and_forgotten_always() -> None:
     meter = DrainMeter(now_s=0.0)
     assert meter.rate(500.0) == 500.0
     for second in range(1, 30):
@@ -352,5 +352,25 @@ def test_the_drain_is_measured_only_while_somebody_waits() -> None:
         meter.passed(float(second), busy=True)
     measured = meter.rate(500.0)
     assert measured == pytest.approx(100.0, rel=0.5)
+    meter.passed(30.0, busy=False)
+    assert measured < meter.rate(500.0) < 1.2 * measured
     meter.passed(1000.0, busy=False)
-    assert meter.rate(500.0) == measured
+    assert meter.rate(500.0) == pytest.approx(500.0)
+
+
+def test_a_slow_hour_is_not_held_against_who_would_have_to_wait_later() -> None:
+    """If it were, they would all be refused, and that the cluster is fast again would never be measured."""
+    desk = Desk(max_queue_s=4.0)
+    desk.fill()
+    patient = desk.ask(tokens=100)
+    for _ in range(60):
+        desk.now_s += 1.0
+        assert desk.turns() == []
+    desk.workers = [snapshot()]
+    assert desk.turns() == [patient]
+    desk.admission.placed(patient)
+    desk.fill()
+    with pytest.raises(Unavailable):
+        desk.ask(tokens=500)
+    desk.now_s += 30.0
+    assert desk.ask(tokens=500).waiting
