@@ -41,6 +41,11 @@ class Tool:
         """What its arguments are, always an object."""
         return {"type": "object", **self.parameters} if self.parameters else dict(_NO_PARAMETERS)
 
+    @property
+    def num_chars(self) -> int:
+        """As JSON; its depth must be known to be bounded."""
+        return len(json.dumps([self.name, self.description, self.parameters], ensure_ascii=False))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
@@ -69,6 +74,11 @@ class ToolUse:
         """Those that may be called."""
         return tuple(tool for tool in self.tools if self.allowed is None or tool.name in self.allowed)
 
+    @property
+    def num_chars(self) -> int:
+        """Of all tools as JSON."""
+        return sum(tool.num_chars for tool in self.tools)
+
     def check(self, param: str = "tools", choice_param: str = "tool_choice") -> None:
         """Every bound that needs no model. Raises InvalidRequest; the parameters are the door's names of the fields."""
         if not 1 <= len(self.tools) <= MAX_TOOLS:
@@ -76,7 +86,7 @@ class ToolUse:
         left, names = MAX_TOOLS_CHARS, set()
         for tool in self.tools:
             _check_tool(tool, param)
-            left -= len(json.dumps([tool.name, tool.description, tool.parameters], ensure_ascii=False))
+            left -= tool.num_chars
             if left < 0:
                 raise InvalidRequest(f"{param}: more than {MAX_TOOLS_CHARS} characters", param=param)
             if tool.name in names:
