@@ -20,6 +20,13 @@ class CallingChatAnswer(ChatAnswer):
         request = prepared[0].request
         self._readers = [CallReader(calling, request.request_id, i) for i in range(request.num_choices)]
 
+    def opening(self) -> list[dict[str, Any]]:
+        """See ChatAnswer. There is no content as long as none came."""
+        chunks = super().opening()
+        for chunk in chunks:
+            chunk["choices"][0]["delta"]["content"] = None
+        return chunks
+
     def shown(self, delta: TextDelta) -> dict[str, Any]:
         """See ChatAnswer."""
         return _message(self._readers[delta.choice_index].read(delta))
