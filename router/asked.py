@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from router.calling import Calling
+from router.conversation import TemplateOptions
 from router.requests import RoutedRequest
 from router.stop_strings import StopStrings
 from router.stream_ids import ChoicePosition, StreamPosition, request_digest
@@ -44,6 +45,7 @@ class ClientFields:
     add_special_tokens: bool = True
     """Let the tokenizer put its own tokens, such as BOS, around a plain prompt."""
     add_generation_prompt: bool = True
+    template: TemplateOptions = field(default_factory=TemplateOptions)
     priority: int = 0
     cache_salt: str | None = None
     tenant: str = ""

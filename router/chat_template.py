@@ -10,6 +10,7 @@ The template comes with the model, the messages from clients. Neither may hang o
 
 import json
 import resource
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,12 +21,20 @@ from typing import Any
 
 import jinja2
 import jinja2.sandbox
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from router.conversation import Message as Message
-from router.conversation import ToolForm, form_shown_by, hidden, in_plain_words, tool_object, turns_of
+from router.conversation import (
+    TemplateOptions,
+    ToolForm,
+    form_shown_by,
+    hidden,
+    in_plain_words,
+    tool_object,
+    turns_of,
+)
 from router.tools import Tool
 from tandem.errors import ConfigError, InvalidRequest
 
@@ -36,6 +45,8 @@ CHECK_TIMEOUT_S = 10.0
 CHECK_MEMORY_BYTES = 1 << 30
 CHECK_OUTPUT_CHARS = 1 << 20
 _BUDGET = "tandem_loop_budget"
+_OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template", _BUDGET})
+"""Variables that no client gives in other ways than in their own fields."""
 # What a template can provoke with messages that it did not expect; anything else is a bug of ours.
 _RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
 
@@ -137,6 +148,8 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: now().strftime(form)
         try:
+            unassigned = meta.find_undeclared_variables(environment.parse(source))
+            self._variables = unassigned - environment.globals.keys() - special_tokens.keys() - _OURS
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise ConfigError(f"chat template: {error}") from None
@@ -149,6 +162,7 @@ class ChatTemplate:
         max_chars: int,
         tools: Sequence[Tool] = (),
         hide: Callable[[str], str] = _as_it_is,
+        options: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
     ) -> str:
         """The prompt of a conversation; `hide`: what is done first to each text that a client wrote.
 
@@ -156,9 +170,14 @@ class ChatTemplate:
         """
         if self.form is None:
             messages, tools = in_plain_words(messages, tools), ()
+        turns = turns_of(messages, self.form or ToolForm(), hide)
+        end = f"\ufdd2{secrets.token_hex(8)}" if options.continue_final else ""
+        if end:
+            turns[-1]["content"] += end
         context = {
             **self._special_tokens,
-            "messages": turns_of(messages, self.form or ToolForm(), hide),
+            **self._given(options.variables, hide),
+            "messages": turns,
             "tools": [hidden(tool_object(tool), hide) for tool in tools] or None,
             "add_generation_prompt": add_generation_prompt,
             _BUDGET: _Budget(MAX_LOOP_STEPS),
@@ -178,7 +197,24 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"messages: the chat template cannot render them ({type(error).__name__})", param="messages"
             ) from None
-        return "".join(parts)
+        text = "".join(parts)
+        return _cut_at(text, end) if end else text
+
+    def _given(self, variables: Mapping[str, Any], hide: Callable[[str], str]) -> dict[str, Any]:
+        """A client's own variables; only such as the template reads, for no other would do anything."""
+        if unknown := next((name for name in variables if name not in self._variables), None):
+            reason = f"{unknown[:40]!r} is no variable of this model's chat template"
+            raise InvalidRequest(f"chat_template_kwargs: {reason}", param="chat_template_kwargs")
+        return {name: hide(value) if isinstance(value, str) else value for name, value in variables.items()}
+
+
+def _cut_at(text: str, end: str) -> str:
+    """Without what the template writes after the last turn's text."""
+    before, found, _after = text.partition(end)
+    if not found:
+        reason = "this model's chat template does not show the last message as it is"
+        raise InvalidRequest(f"continue_final_message: {reason}", param="continue_final_message")
+    return before
 
 
 def check_template(source: str, special_tokens: Mapping[str, str]) -> ToolForm | None:

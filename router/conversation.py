@@ -7,7 +7,7 @@ in the system message, calls and results in tags, as Hermes writes them.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from router.tools import Tool, ToolCall, arguments_of, check_call_id, check_calls
@@ -15,6 +15,9 @@ from tandem.errors import InvalidRequest
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 MAX_MESSAGES = 2048
+MAX_VARIABLES = 16
+MAX_VARIABLE_CHARS = 256
+_VARIABLES, _CONTINUE = "chat_template_kwargs", "continue_final_message"
 _INSTRUCTIONS = """You can call functions. They are described here in JSON, one a line:
 <tools>
 {tools}
@@ -54,6 +57,29 @@ class ToolForm:
     """Else as an object."""
     empty_is_none: bool = True
     """A turn of calls alone has no content; else an empty one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateOptions:
+    """What else a client says of how its conversation is rendered."""
+
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Of the template's own, such as `enable_thinking`: texts, numbers, booleans."""
+    continue_final: bool = False
+    """The last turn is the assistant's, and the answer goes on with it."""
+
+    def check(self, messages: Sequence[Message]) -> None:
+        """Every bound that needs no template. Raises InvalidRequest."""
+        last = messages[-1]
+        if self.continue_final and (last.role != "assistant" or last.tool_calls):
+            raise InvalidRequest(f"{_CONTINUE}: the last message must be an assistant's text", param=_CONTINUE)
+        if len(self.variables) > MAX_VARIABLES:
+            raise InvalidRequest(f"{_VARIABLES}: at most {MAX_VARIABLES}", param=_VARIABLES)
+        for value in self.variables.values():
+            is_scalar = value is None or isinstance(value, (bool, int, float, str))
+            if not is_scalar or len(str(value)) > MAX_VARIABLE_CHARS:
+                bound = f"a text, number or boolean of at most {MAX_VARIABLE_CHARS} characters"
+                raise InvalidRequest(f"{_VARIABLES}: each is {bound}", param=_VARIABLES)
 
 
 def check_messages(messages: Sequence[Message]) -> None:

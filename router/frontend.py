@@ -75,7 +75,10 @@ class Frontend:
         with self._preparation():
             fields = await self._structured(fields)
             ids = await self.prompts.encode_chat(
-                messages, add_generation_prompt=fields.add_generation_prompt, tools=fields.tools
+                messages,
+                add_generation_prompt=fields.add_generation_prompt,
+                tools=fields.tools,
+                options=fields.template,
             )
         one = replace(self._finish(ids, fields, None), calling=calling)
         return self._traced("chat", one, fields, started_s)

@@ -6,7 +6,7 @@ from typing import Any
 
 from router.asked import ModelInfo
 from router.conversation import MAX_MESSAGES as MAX_MESSAGES
-from router.conversation import Message, check_messages
+from router.conversation import Message, TemplateOptions, check_messages
 from router.tokenizer import Tokenizer
 from router.tools import ToolUse
 from tandem.errors import ContextLengthExceeded, InvalidRequest
@@ -61,10 +61,16 @@ class PromptReader:
         return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
     async def encode_chat(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: ToolUse | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: ToolUse | None = None,
+        options: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
     ) -> list[int]:
         """Token ids of one conversation. Raises InvalidRequest or ContextLengthExceeded."""
         check_messages(messages)
+        options.check(messages)
         size = sum(message.num_chars for message in messages) + (tools.num_chars if tools is not None else 0)
         self._check_size(size, "messages")
 
@@ -74,6 +80,7 @@ class PromptReader:
                 tools=tools.tools if tools is not None else (),
                 add_generation_prompt=add_generation_prompt,
                 max_chars=4 * self._max_chars,
+                options=options,
             )
 
         if size <= _INLINE_CHARS and len(messages) <= 64:

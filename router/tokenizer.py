@@ -18,6 +18,7 @@ from typing import Any
 import tokenizers
 
 from router.chat_template import ChatTemplate, Message, check_template
+from router.conversation import TemplateOptions
 from router.detokenizer import Detokenizer, read_pieces
 from router.tools import Tool
 from tandem.errors import ConfigError, InvalidRequest
@@ -85,7 +86,13 @@ class Tokenizer:
         return self._encode(text, add_special_tokens=add_special_tokens)
 
     def encode_chat(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, max_chars: int, tools: Sequence[Tool] = ()
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        max_chars: int,
+        tools: Sequence[Tool] = (),
+        options: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
     ) -> list[int]:
         """Token ids of a conversation, rendered by the model's template.
 
@@ -94,7 +101,12 @@ class Tokenizer:
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
         text = self._template.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, max_chars=max_chars, hide=self._hidden
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            max_chars=max_chars,
+            hide=self._hidden,
+            options=options,
         )
         alias_ids, lowest = self._alias_ids, self._lowest_alias_id
         return [

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self, TypeAlias, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from router.asked import ClientFields
-from router.chat_template import Message
+from router.conversation import MAX_VARIABLES, Message, TemplateOptions
 from router.http.strict_body import StrictBody, at_most
 from router.http.structures import ResponseFormat, StructuredOutputs, guided, the_one
 from router.http.tool_schemas import CallPart, ToolChoice, ToolSpec, tool_use
@@ -189,6 +189,8 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     tools: Annotated[list[ToolSpec] | None, at_most(MAX_TOOLS)] = None
     tool_choice: str | ToolChoice | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MAX_VARIABLES)] = None
+    continue_final_message: bool | None = None
 
     def chat_fields(self, tenant: str) -> ClientFields:
         """Resolves the pairs of fields that chat has."""
@@ -202,9 +204,23 @@ class ChatBody(GenerationBody):
             tenant=tenant,
             num_logprobs=num_logprobs,
             max_tokens=next(iter(limits), None),
-            add_generation_prompt=self.add_generation_prompt is not False,
+            add_generation_prompt=self.add_generation_prompt is not False and not self.continue_final_message,
         )
-        return replace(fields, tools=tool_use(self.tools, self.tool_choice, self.parallel_tool_calls))
+        return replace(
+            fields,
+            tools=tool_use(self.tools, self.tool_choice, self.parallel_tool_calls),
+            template=self._template_options(),
+        )
+
+    def _template_options(self) -> TemplateOptions:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message: nothing can come after the message that is continued",
+                param="continue_final_message",
+            )
+        return TemplateOptions(
+            variables=self.chat_template_kwargs or {}, continue_final=bool(self.continue_final_message)
+        )
 
 
 class CompletionBody(GenerationBody):
