@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass, field
 
+from router.calling import Calling
+from router.conversation import TemplateOptions
 from router.requests import RoutedRequest
 from router.stop_strings import StopStrings
 from router.stream_ids import ChoicePosition, StreamPosition, request_digest
 from router.structure import Structure
+from router.tools import ToolUse
 from tandem.sampling import SamplingParams
 from tandem.tracing import TraceContext
 
@@ -42,6 +45,7 @@ class ClientFields:
     add_special_tokens: bool = True
     """Let the tokenizer put its own tokens, such as BOS, around a plain prompt."""
     add_generation_prompt: bool = True
+    template: TemplateOptions = field(default_factory=TemplateOptions)
     priority: int = 0
     cache_salt: str | None = None
     tenant: str = ""
@@ -53,6 +57,8 @@ class ClientFields:
     """Where a stream that this request continues broke."""
     structure: Structure | None = None
     """What every answer must be."""
+    tools: ToolUse | None = None
+    """What the model may call, in a conversation."""
     truncate_prompt_tokens: int | None = None
     """Only so many of the prompt's last tokens are kept; -1: as many as the model's context leaves for one more."""
     bad_words: tuple[str, ...] = ()
@@ -74,6 +80,9 @@ class Prepared:
     has: tuple[ChoicePosition, ...] = ()
     """What the client has of a stream that is continued, by choice."""
 
+    calling: Calling | None = None
+    """How calls in the answer's text are read; None: it is text alone."""
+
     @property
     def digest(self) -> bytes:
         """Equal for the same request in the same words, whichever router got it."""
@@ -86,4 +95,5 @@ class Prepared:
             self.stops.strings,
             self.include_stop,
             self.skip_special_tokens,
+            *(() if self.calling is None else (self.calling.use,)),
         )

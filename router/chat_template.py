@@ -10,20 +10,32 @@ The template comes with the model, the messages from clients. Neither may hang o
 
 import json
 import resource
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.sandbox
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
+from router.conversation import Message as Message
+from router.conversation import (
+    TemplateOptions,
+    ToolForm,
+    form_shown_by,
+    hidden,
+    in_plain_words,
+    tool_object,
+    turns_of,
+)
+from router.tools import Tool
 from tandem.errors import ConfigError, InvalidRequest
 
 MAX_LOOP_STEPS = 200_000
@@ -33,17 +45,10 @@ CHECK_TIMEOUT_S = 10.0
 CHECK_MEMORY_BYTES = 1 << 30
 CHECK_OUTPUT_CHARS = 1 << 20
 _BUDGET = "tandem_loop_budget"
+_OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template", _BUDGET})
+"""Variables that no client gives in other ways than in their own fields."""
 # What a template can provoke with messages that it did not expect; anything else is a bug of ours.
 _RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """One turn of a conversation."""
-
-    role: str
-    content: str
-    name: str | None = None
 
 
 class _Refused(jinja2.TemplateError):
@@ -96,18 +101,37 @@ def _refuse(message: str) -> None:
     raise _Refused(str(message)[:MAX_ERROR_CHARS])
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    # jinja2's own filter escapes for HTML; chat templates mean plain JSON.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes for HTML; chat templates mean plain JSON, with these words for it.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _as_it_is(text: str) -> str:
+    return text
 
 
 class ChatTemplate:
     """One compiled template and the names of the model's special tokens."""
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, str], *, now: Callable[[], datetime] = datetime.now
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        *,
+        form: ToolForm | None = None,
+        now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """Raises ConfigError when the template does not parse. `now` serves templates that print the date."""
+        """Raises ConfigError when the template does not parse. `form`: how it shows tools, see `check_template`; None:
+        in plain words. `now` serves templates that print the date.
+        """
+        self.source = source
+        self.form = form
         if len(source) > MAX_TEMPLATE_CHARS:
             raise ConfigError(f"chat template: more than {MAX_TEMPLATE_CHARS} characters")
         self._special_tokens = dict(special_tokens)
@@ -124,19 +148,37 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: now().strftime(form)
         try:
+            unassigned = meta.find_undeclared_variables(environment.parse(source))
+            self._variables = unassigned - environment.globals.keys() - special_tokens.keys() - _OURS
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise ConfigError(f"chat template: {error}") from None
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, max_chars: int) -> str:
-        """The prompt of a conversation.
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        max_chars: int,
+        tools: Sequence[Tool] = (),
+        hide: Callable[[str], str] = _as_it_is,
+        options: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+    ) -> str:
+        """The prompt of a conversation; `hide`: what is done first to each text that a client wrote.
 
         Raises InvalidRequest when the template refuses the messages, or a budget ends.
         """
-        turns = [{"role": m.role, "content": m.content} | ({"name": m.name} if m.name else {}) for m in messages]
+        if self.form is None:
+            messages, tools = in_plain_words(messages, tools), ()
+        turns = turns_of(messages, self.form or ToolForm(), hide)
+        end = f"\ufdd2{secrets.token_hex(8)}" if options.continue_final else ""
+        if end:
+            turns[-1]["content"] += end
         context = {
             **self._special_tokens,
+            **self._given(options.variables, hide),
             "messages": turns,
+            "tools": [hidden(tool_object(tool), hide) for tool in tools] or None,
             "add_generation_prompt": add_generation_prompt,
             _BUDGET: _Budget(MAX_LOOP_STEPS),
         }
@@ -155,11 +197,31 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"messages: the chat template cannot render them ({type(error).__name__})", param="messages"
             ) from None
-        return "".join(parts)
+        text = "".join(parts)
+        return _cut_at(text, end) if end else text
+
+    def _given(self, variables: Mapping[str, Any], hide: Callable[[str], str]) -> dict[str, Any]:
+        """A client's own variables; only such as the template reads, for no other would do anything."""
+        if unknown := next((name for name in variables if name not in self._variables), None):
+            reason = f"{unknown[:40]!r} is no variable of this model's chat template"
+            raise InvalidRequest(f"chat_template_kwargs: {reason}", param="chat_template_kwargs")
+        return {name: hide(value) if isinstance(value, str) else value for name, value in variables.items()}
 
 
-def check_template(source: str, special_tokens: Mapping[str, str]) -> None:
-    """Render sample conversations in a limited child process. Raises ConfigError for a template that cannot."""
+def _cut_at(text: str, end: str) -> str:
+    """Without what the template writes after the last turn's text."""
+    before, found, _after = text.partition(end)
+    if not found:
+        reason = "this model's chat template does not show the last message as it is"
+        raise InvalidRequest(f"continue_final_message: {reason}", param="continue_final_message")
+    return before
+
+
+def check_template(source: str, special_tokens: Mapping[str, str]) -> ToolForm | None:
+    """Render sample conversations in a limited child process, and find out how the template shows tools, if it does.
+
+    Raises ConfigError for a template that cannot render.
+    """
     job = json.dumps({"source": source, "special_tokens": dict(special_tokens)})
     try:
         child = subprocess.run(  # our own interpreter and module
@@ -176,6 +238,8 @@ def check_template(source: str, special_tokens: Mapping[str, str]) -> None:
     if child.returncode != 0:
         last = child.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise ConfigError(f"chat template: {last[0] if last else f'died with status {child.returncode}'}")
+    form = json.loads(child.stdout)
+    return None if form is None else ToolForm(**form)
 
 
 def _samples() -> list[list[Message]]:
@@ -192,9 +256,16 @@ def _check_child() -> int:
         template = ChatTemplate(job["source"], job["special_tokens"])
         for sample in _samples():
             template.render(sample, add_generation_prompt=True, max_chars=CHECK_OUTPUT_CHARS)
+
+        def render(messages: Sequence[Message], tools: Sequence[Tool], form: ToolForm) -> str:
+            template.form = form
+            return template.render(messages, tools=tools, add_generation_prompt=True, max_chars=CHECK_OUTPUT_CHARS)
+
+        form = form_shown_by(render)
     except (ConfigError, InvalidRequest, MemoryError) as error:
         sys.stderr.write(f"a plain conversation does not render: {str(error) or 'out of memory'}\n")
         return 1
+    sys.stdout.write(json.dumps(form and asdict(form)))
     return 0
 
 

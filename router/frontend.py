@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from router.asked import ClientFields, ModelInfo, Prepared
+from router.calling import Calling
 from router.chat_template import Message
 from router.grammar_check import GrammarChecker
 from router.prompts import PromptReader
@@ -20,6 +21,7 @@ from router.requests import ResumePoint, RoutedRequest
 from router.stop_strings import StopStrings
 from router.stream_ids import StreamIds
 from router.tokenizer import Tokenizer
+from router.tooling import Tooling
 from tandem.block_hash import root_hash
 from tandem.config import RouterConfig
 from tandem.errors import InvalidRequest, ModelNotFound, Overloaded
@@ -61,17 +63,25 @@ class Frontend:
         self.grammars: GrammarChecker | None = None
         """Set before the doors open; without it no structure is promised."""
         self._preparing = 0
+        self.tooling = Tooling(tokenizer, config.tool_parser)
         self.prompts = PromptReader(model=model, tokenizer=tokenizer, max_prompts=config.max_prompts)
         self._hash_root = lru_cache(maxsize=_MAX_ROOTS)(self._new_hash_root)
 
     async def prepare_chat(self, messages: Sequence[Message], fields: ClientFields) -> Prepared:
         """A conversation. Raises InvalidRequest, ContextLengthExceeded or ModelNotFound."""
         started_s = self.clock()
+        fields, calling = self._calling(fields)
         self.check_fields(fields)
         with self._preparation():
             fields = await self._structured(fields)
-            ids = await self.prompts.encode_chat(messages, add_generation_prompt=fields.add_generation_prompt)
-        return self._traced("chat", self._finish(ids, fields, None), fields, started_s)
+            ids = await self.prompts.encode_chat(
+                messages,
+                add_generation_prompt=fields.add_generation_prompt,
+                tools=fields.tools,
+                options=fields.template,
+            )
+        one = replace(self._finish(ids, fields, None), calling=calling)
+        return self._traced("chat", one, fields, started_s)
 
     async def prepare_prompts(self, prompts: Sequence[str | tuple[int, ...]], fields: ClientFields) -> list[Prepared]:
         """Plain prompts, each text or token ids. Raises as `prepare_chat`."""
@@ -116,6 +126,14 @@ class Frontend:
             asked = replace(asked, grammar=fields.structure.grammar())
         asked.validate(vocab_size=self.model.vocab_size)
         StopStrings(fields.stop)
+
+    def _calling(self, fields: ClientFields) -> tuple[ClientFields, Calling | None]:
+        """With the structure that keeps calls to what was asked of them, and how they are read."""
+        if fields.tools is None:
+            return fields, None
+        fields.tools.check()
+        structure = self.tooling.structure(fields.tools, fields.structure)
+        return replace(fields, structure=structure), self.tooling.calling(fields.tools)
 
     async def _structured(self, fields: ClientFields) -> ClientFields:
         """With what workers follow: a grammar, words as tokens."""

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from router.asked import ModelInfo
-from router.chat_template import Message
+from router.conversation import MAX_MESSAGES as MAX_MESSAGES
+from router.conversation import Message, TemplateOptions, check_messages
 from router.tokenizer import Tokenizer
+from router.tools import ToolUse
 from tandem.errors import ContextLengthExceeded, InvalidRequest
 
-ROLES = frozenset({"system", "developer", "user", "assistant"})
-MAX_MESSAGES = 2048
 MAX_CHARS_PER_TOKEN = 32
 """A prompt with more characters than this per token of context is refused unread: no real text is so regular."""
 _INLINE_CHARS = 4096  # about a millisecond of tokenizing; longer texts leave the event loop
@@ -60,19 +60,27 @@ class PromptReader:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
-    async def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
+    async def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: ToolUse | None = None,
+        options: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+    ) -> list[int]:
         """Token ids of one conversation. Raises InvalidRequest or ContextLengthExceeded."""
-        if not 1 <= len(messages) <= MAX_MESSAGES:
-            raise InvalidRequest(f"messages: 1 to {MAX_MESSAGES} of them", param="messages")
-        for message in messages:
-            if message.role not in ROLES:
-                raise InvalidRequest(f"messages: role must be one of {', '.join(sorted(ROLES))}", param="messages")
-        size = sum(len(m.content) + len(m.name or "") for m in messages)
+        check_messages(messages)
+        options.check(messages)
+        size = sum(message.num_chars for message in messages) + (tools.num_chars if tools is not None else 0)
         self._check_size(size, "messages")
 
         def encode() -> list[int]:
             return self._tokenizer.encode_chat(
-                messages, add_generation_prompt=add_generation_prompt, max_chars=4 * self._max_chars
+                messages,
+                tools=tools.tools if tools is not None else (),
+                add_generation_prompt=add_generation_prompt,
+                max_chars=4 * self._max_chars,
+                options=options,
             )
 
         if size <= _INLINE_CHARS and len(messages) <= 64:

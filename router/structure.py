@@ -29,6 +29,8 @@ class Shape(Enum):
     CHOICE = "choice"
     GRAMMAR = "grammar"
     """Lark as llguidance writes it, or GBNF, which has `::=`."""
+    LARK = "lark"
+    """Of our own making, for calls of tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +45,8 @@ class Structure:
     def grammar(self) -> str:
         """For GrammarChecker. Raises InvalidRequest naming the field."""
         match self.shape:
-            case Shape.JSON_SCHEMA:
-                found = self._json(self._schema(self.value))
-            case Shape.JSON_OBJECT:
-                found = self._json(_ANY_OBJECT)
+            case Shape.JSON_SCHEMA | Shape.JSON_OBJECT:
+                found = self._json(self.schema)
             case Shape.REGEX:
                 found = _lark(f"start: /{_slashes_escaped(self._text())}/")
             case Shape.CHOICE:
@@ -54,9 +54,16 @@ class Structure:
             case Shape.GRAMMAR:
                 text = self._text()
                 found = text if "::=" in text else _lark(text)
+            case Shape.LARK:
+                found = _lark(self._text())
         if len(found) > MAX_GRAMMAR_CHARS:
             raise self._refusal(f"more than {MAX_GRAMMAR_CHARS} characters")
         return found
+
+    @property
+    def schema(self) -> Any:
+        """Of JSON. Raises InvalidRequest."""
+        return _ANY_OBJECT if self.shape is Shape.JSON_OBJECT else self._schema(self.value)
 
     def _json(self, schema: Any) -> str:
         matcher = importlib.import_module("llguidance").LLMatcher

@@ -38,6 +38,8 @@ class TextDelta(NamedTuple):
     """The decode worker's process that it came from."""
     passed: tuple[SampledToken, ...] = ()
     """Of a stream that is continued: tokens before these that the client has."""
+    passed_text: str = ""
+    """As `passed`: text before this."""
 
 
 class ChoiceText:
@@ -46,7 +48,8 @@ class ChoiceText:
     def __init__(self, index: int, prepared: Prepared, tokenizer: Tokenizer) -> None:
         self._index = index
         self._prepared = prepared
-        self._words = tokenizer.detokenizer(skip_special_tokens=prepared.skip_special_tokens)
+        shown_ids = prepared.calling.shown_ids if prepared.calling is not None else frozenset[int]()
+        self._words = tokenizer.detokenizer(skip_special_tokens=prepared.skip_special_tokens, shown_ids=shown_ids)
         self._matcher = StopMatcher(prepared.stops, include_match=prepared.include_stop)
         self.has_stops = bool(prepared.stops)
         self._stop_token_ids = prepared.stop_token_ids
@@ -128,7 +131,12 @@ class Remainder:
         chars = min(self._num_chars, len(delta.text))
         self._num_tokens -= tokens
         self._num_chars -= chars
-        return delta._replace(tokens=delta.tokens[tokens:], text=delta.text[chars:], passed=delta.tokens[:tokens])
+        return delta._replace(
+            tokens=delta.tokens[tokens:],
+            text=delta.text[chars:],
+            passed=delta.tokens[:tokens],
+            passed_text=delta.text[:chars],
+        )
 
 
 class RequestText:

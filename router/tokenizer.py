@@ -18,7 +18,9 @@ from typing import Any
 import tokenizers
 
 from router.chat_template import ChatTemplate, Message, check_template
+from router.conversation import TemplateOptions
 from router.detokenizer import Detokenizer, read_pieces
+from router.tools import Tool
 from tandem.errors import ConfigError, InvalidRequest
 
 MAX_FILE_BYTES = 256 << 20
@@ -36,6 +38,8 @@ class Tokenizer:
         added = self._library.get_added_tokens_decoder()
         special = {i: token for i, token in added.items() if token.special}
         self.special_ids = frozenset(special)
+        self.added_ids = {token.content: i for i, token in added.items()}
+        """By their texts: tokens that no text is cut into other than whole."""
         self.size = max([self._library.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added)])
         """One above the highest token id that has a text."""
         self._pieces = read_pieces(json.loads(spec).get("decoder"), self.size, self._library.id_to_token)
@@ -60,9 +64,13 @@ class Tokenizer:
         template = None
         if source is not None:
             names = {name: text for name in _TOKEN_NAMES if (text := _text(config.get(name)))}
-            check_template(source, names)
-            template = ChatTemplate(source, names)
+            template = ChatTemplate(source, names, form=check_template(source, names))
         return cls(spec, template)
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The model's own."""
+        return self._template
 
     @property
     def has_chat_template(self) -> bool:
@@ -77,25 +85,38 @@ class Tokenizer:
         check_text(text, "prompt")
         return self._encode(text, add_special_tokens=add_special_tokens)
 
-    def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool, max_chars: int) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        max_chars: int,
+        tools: Sequence[Tool] = (),
+        options: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+    ) -> list[int]:
         """Token ids of a conversation, rendered by the model's template.
 
         Raises InvalidRequest when there is no template, when it refuses the messages, or beyond `max_chars`.
         """
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
-        guarded = []
-        for message in messages:
-            check_text(message.content, "messages")
-            check_text(message.name or "", "messages")
-            name = self._guard.hide(message.name) if message.name else None
-            guarded.append(Message(role=message.role, content=self._guard.hide(message.content), name=name))
-        text = self._template.render(guarded, add_generation_prompt=add_generation_prompt, max_chars=max_chars)
+        text = self._template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            max_chars=max_chars,
+            hide=self._hidden,
+            options=options,
+        )
         alias_ids, lowest = self._alias_ids, self._lowest_alias_id
         return [
             alias_ids.get(i, i) if i >= lowest else i
             for i in self._encode(self._guard.resolve(text), add_special_tokens=False)
         ]
+
+    def _hidden(self, text: str) -> str:
+        check_text(text, "messages")
+        return self._guard.hide(text)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of all tokens at once."""
@@ -103,9 +124,9 @@ class Tokenizer:
         text: str = self._library.decode(known, skip_special_tokens=skip_special_tokens)
         return text
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A stream whose pieces, joined, equal `decode` of its tokens."""
-        return self._pieces.detokenizer(self.special_ids if skip_special_tokens else frozenset())
+    def detokenizer(self, *, skip_special_tokens: bool = True, shown_ids: frozenset[int] = frozenset()) -> Detokenizer:
+        """A stream whose pieces, joined, equal `decode` of its tokens; `shown_ids`: not skipped although special."""
+        return self._pieces.detokenizer(self.special_ids - shown_ids if skip_special_tokens else frozenset())
 
     def bytes_of(self, token_id: int) -> bytes:
         """One token's bytes; for logprobs."""

@@ -17,7 +17,7 @@ from tandem.admission_config import BearerKey, HedgingConfig, LimitsConfig, Queu
 from tandem.board.settings import board_settings
 from tandem.config_section import Seconds, Section
 from tandem.disk_cache import contradiction
-from tandem.door_config import ConnectionsConfig, GrammarsConfig
+from tandem.door_config import ConnectionsConfig, GrammarsConfig, ToolParserName
 from tandem.errors import ConfigError
 from tandem.kv_agreement import cannot_travel_as
 from tandem.kv_layout import AUTO_DTYPE
@@ -191,6 +191,7 @@ class RouterConfig(Section):
     """For how long workers go on with the streams of a router that is gone, for their clients to come to another with a
     `Last-Event-ID`; 0: not at all, then such a stream is generated again."""
     grammars: GrammarsConfig = GrammarsConfig()
+    tool_parser: ToolParserName | None = None
     stream_buffer_tokens: PositiveInt = 4096
     """Tokens waiting for a slow reader before its request is cancelled."""
 

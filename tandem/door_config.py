@@ -1,8 +1,13 @@
-"""The part of the router's configuration that bounds connections, before anybody has said who they are."""
+"""The parts of the router's configuration that the doors alone read."""
+
+from typing import Literal, TypeAlias
 
 from pydantic import Field, PositiveInt
 
 from tandem.config_section import Seconds, Section
+
+ToolParserName: TypeAlias = Literal["hermes", "qwen3_coder", "mistral", "llama3", "deepseek", "pythonic"]
+"""How the model writes calls of functions; null: as its chat template shows."""
 
 
 class ConnectionsConfig(Section):

@@ -78,16 +78,29 @@ class ChatAnswer:
         """Content, then the end."""
         chunks = []
         logprobs = self.logprobs(delta)
-        if delta.text or logprobs or (self._head.return_token_ids and delta.tokens):
-            choice = _chat_choice(delta.choice_index, {"content": delta.text})
+        shown = self.shown(delta)
+        if shown or logprobs or (self._head.return_token_ids and delta.tokens):
+            choice = _chat_choice(delta.choice_index, shown or {"content": ""})
             choice["logprobs"] = logprobs
             if self._head.return_token_ids:
                 choice["token_ids"] = [token.token_id for token in delta.tokens]
             chunks.append(self._chunk([choice]))
         if delta.finish is not None:
-            choice = _chat_choice(delta.choice_index, {}) | _ending(delta)
-            chunks.append(self._chunk([choice]))
+            ending = _ending(delta) | {"finish_reason": self.reason(delta)}
+            chunks.append(self._chunk([_chat_choice(delta.choice_index, {}) | ending]))
         return chunks
+
+    def shown(self, delta: TextDelta) -> dict[str, Any]:
+        """What a chunk says of the delta's text; nothing when it says nothing."""
+        return {"content": delta.text} if delta.text else {}
+
+    def reason(self, delta: TextDelta) -> str | None:
+        """Why the choice ended, once the delta was shown."""
+        return delta.finish.reason.value if delta.finish else None
+
+    def whole_message(self, delta: TextDelta) -> dict[str, Any]:
+        """What the message says of a choice's whole text."""
+        return {"content": delta.text}
 
     def ending(self) -> dict[str, Any]:
         """No choices."""
@@ -108,9 +121,10 @@ class ChatAnswer:
     def _whole_choice(self, delta: TextDelta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": delta.choice_index,
-            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "message": {"role": "assistant", **self.whole_message(delta), "refusal": None},
             "logprobs": logprobs,
             **_ending(delta),
+            "finish_reason": self.reason(delta),
         }
         if self._head.return_token_ids:
             choice["token_ids"] = [token.token_id for token in delta.tokens]

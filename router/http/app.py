@@ -16,6 +16,7 @@ from router.http.json_body import BodyBounds, read_object
 from router.http.middleware import Envelope
 from router.http.routes import Handler, Routes
 from router.http.schemas import DetokenizeBody, TokenizeBody, validate
+from router.http.tool_schemas import tool_use
 from router.metrics import RouterMetrics
 from router.requests import Generator
 from tandem.config import RouterConfig
@@ -90,7 +91,10 @@ class _TextRoutes:
         if body.messages is not None:
             messages = [turn.message() for turn in body.messages]
             generation_prompt = body.add_generation_prompt is not False
-            ids = await self._frontend.prompts.encode_chat(messages, add_generation_prompt=generation_prompt)
+            tools = tool_use(body.tools, None, None)
+            ids = await self._frontend.prompts.encode_chat(
+                messages, add_generation_prompt=generation_prompt, tools=tools
+            )
         else:
             ids = await self._frontend.prompts.encode(body.prompt or "", body.add_special_tokens is not False)
         texts = None

@@ -19,6 +19,7 @@ from router.http.link import WhileConnected
 from router.http.middleware import check_request_id
 from router.http.schemas import ChatBody, CompletionBody, GenerationBody, validate
 from router.http.sse import EventStream, SseResponse
+from router.http.tool_answer import CallingChatAnswer
 from router.http.usage_json import timing_object, usage_object
 from router.http.whole_answer import WholeResponse, whole_content
 from router.metrics import RequestMeter, RouterMetrics
@@ -72,7 +73,10 @@ class GenerationRoutes:
 
         def show(prepared: list[Prepared]) -> Answer:
             head = _head(body, "chatcmpl", prepared[0], seen, self._frontend.model.name)
-            return ChatAnswer(head, prepared, self._frontend.tokenizer)
+            calling, tokenizer = prepared[0].calling, self._frontend.tokenizer
+            if calling is None:
+                return ChatAnswer(head, prepared, tokenizer)
+            return CallingChatAnswer(head, prepared, tokenizer, calling)
 
         return await self._respond(request, body, prepare, show, seen)
 

@@ -1,17 +1,20 @@
 """What clients may send over HTTP: types here, bounds in the frontend."""
 
 import re
+from dataclasses import replace
 from typing import Annotated, Any, Self, TypeAlias, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
 from router.asked import ClientFields
-from router.chat_template import Message
+from router.conversation import MAX_VARIABLES, Message, TemplateOptions
 from router.http.strict_body import StrictBody, at_most
 from router.http.structures import ResponseFormat, StructuredOutputs, guided, the_one
+from router.http.tool_schemas import CallPart, ToolChoice, ToolSpec, tool_use
 from router.prompts import MAX_MESSAGES
 from router.stop_strings import MAX_STOP_STRINGS
 from router.structure import Structure
+from router.tools import MAX_CALLS, MAX_TOOLS
 from tandem.errors import InvalidRequest
 from tandem.sampling import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, SamplingParams
 
@@ -153,6 +156,8 @@ class ChatTurn(StrictBody):
     """One message."""
 
     role: str
+    tool_calls: Annotated[list[CallPart] | None, at_most(MAX_CALLS)] = None
+    tool_call_id: str | None = None
     content: Annotated[str | list[TextPart] | None, at_most(_MAX_PARTS)] = None
     name: str | None = None
 
@@ -165,7 +170,10 @@ class ChatTurn(StrictBody):
             content = "\n".join(part.text for part in content)
         if content is None and self.role != "assistant":
             raise InvalidRequest("messages: content is missing", param="messages")
-        return Message(role=self.role, content=content or "", name=self.name)
+        calls = tuple(part.call() for part in self.tool_calls or ())
+        return Message(
+            role=self.role, content=content or "", name=self.name, tool_calls=calls, tool_call_id=self.tool_call_id
+        )
 
 
 _Turns: TypeAlias = Annotated[list[ChatTurn], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -179,6 +187,10 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+    tools: Annotated[list[ToolSpec] | None, at_most(MAX_TOOLS)] = None
+    tool_choice: str | ToolChoice | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MAX_VARIABLES)] = None
+    continue_final_message: bool | None = None
 
     def chat_fields(self, tenant: str) -> ClientFields:
         """Resolves the pairs of fields that chat has."""
@@ -188,11 +200,26 @@ class ChatBody(GenerationBody):
         if len(limits) > 1:
             raise InvalidRequest("max_tokens and max_completion_tokens differ", param="max_completion_tokens")
         num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self.fields(
+        fields = self.fields(
             tenant=tenant,
             num_logprobs=num_logprobs,
             max_tokens=next(iter(limits), None),
-            add_generation_prompt=self.add_generation_prompt is not False,
+            add_generation_prompt=self.add_generation_prompt is not False and not self.continue_final_message,
+        )
+        return replace(
+            fields,
+            tools=tool_use(self.tools, self.tool_choice, self.parallel_tool_calls),
+            template=self._template_options(),
+        )
+
+    def _template_options(self) -> TemplateOptions:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message: nothing can come after the message that is continued",
+                param="continue_final_message",
+            )
+        return TemplateOptions(
+            variables=self.chat_template_kwargs or {}, continue_final=bool(self.continue_final_message)
         )
 
 
@@ -225,6 +252,7 @@ class TokenizeBody(StrictBody):
     model: str | None = None
     prompt: str | None = None
     messages: _Turns | None = None
+    tools: Annotated[list[ToolSpec] | None, at_most(MAX_TOOLS)] = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -233,6 +261,8 @@ class TokenizeBody(StrictBody):
     def _one_input(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
+        if self.tools and self.messages is None:
+            raise InvalidRequest("tools: they stand in a conversation", param="tools")
         return self
 
 

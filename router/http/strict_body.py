@@ -38,8 +38,6 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "store": (None, False),
     "service_tier": (None, "auto", "default"),
     # In a message.
-    "tool_calls": (None, []),
-    "tool_call_id": (None,),
     "refusal": (None,),
     "annotations": (None, []),
 }

@@ -179,12 +179,13 @@ def make_doors(
     mint_seed: Callable[[], int] = lambda: 99,
     tracer: Tracer | None = None,
     grammars: GrammarChecker | None = None,
+    context: int = CONTEXT,
 ) -> Doors:
     config = config or RouterConfig(max_body_bytes=1 << 20)
     model = ModelInfo(
         name=MODEL,
         fingerprint="f" * 32,
-        max_model_len=CONTEXT,
+        max_model_len=context,
         vocab_size=tokenizer.size,
         eos_token_ids=frozenset({END}),
         created_s=1_700_000_000,

@@ -81,7 +81,7 @@ async def client(parts: doors.Doors) -> AsyncIterator[httpx.AsyncClient]:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": "a\0b"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages"),
         ({"messages": [{}] * 100_000}, "messages"),
         ({"model": "gpt-4"}, "model"),
         ({"model": 5}, "model"),

@@ -1,0 +1,61 @@
+"""chat.completion and chat.completion.chunk of answers in which the model may call functions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from router.asked import Prepared
+from router.call_reader import CallReader, Piece, TextPiece
+from router.calling import Calling
+from router.http.answers import AnswerHead, ChatAnswer
+from router.text_stream import TextDelta
+from router.tokenizer import Tokenizer
+
+
+class CallingChatAnswer(ChatAnswer):
+    """All that one delta brings stands in one chunk: between two chunks a client may have to be able to go on."""
+
+    def __init__(self, head: AnswerHead, prepared: Sequence[Prepared], tokenizer: Tokenizer, calling: Calling) -> None:
+        super().__init__(head, prepared, tokenizer)
+        self.is_text_only = False
+        request = prepared[0].request
+        self._readers = [CallReader(calling, request.request_id, i) for i in range(request.num_choices)]
+
+    def opening(self) -> list[dict[str, Any]]:
+        """See ChatAnswer. There is no content as long as none came."""
+        chunks = super().opening()
+        for chunk in chunks:
+            chunk["choices"][0]["delta"]["content"] = None
+        return chunks
+
+    def shown(self, delta: TextDelta) -> dict[str, Any]:
+        """See ChatAnswer."""
+        return _message(self._readers[delta.choice_index].read(delta))
+
+    def reason(self, delta: TextDelta) -> str | None:
+        """See ChatAnswer."""
+        return self._readers[delta.choice_index].finish(delta.finish.reason) if delta.finish else None
+
+    def whole_message(self, delta: TextDelta) -> dict[str, Any]:
+        """See ChatAnswer."""
+        message = self.shown(delta)
+        calls = message.get("tool_calls")
+        content = {"content": message.get("content", "" if calls is None else None)}
+        if calls is None:
+            return content
+        return content | {"tool_calls": [{k: v for k, v in call.items() if k != "index"} for call in calls]}
+
+
+def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """What is shown of them, an entry for each call."""
+    texts = list[str]()
+    calls = dict[int, dict[str, Any]]()
+    for piece in pieces:
+        if isinstance(piece, TextPiece):
+            texts.append(piece.text)
+            continue
+        call = calls.setdefault(piece.call, {"index": piece.call, "function": {"arguments": ""}})
+        if piece.id is not None:
+            call |= {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
+        call["function"]["arguments"] += piece.arguments
+    message: dict[str, Any] = {"content": "".join(texts)} if texts else {}
+    return message | ({"tool_calls": list(calls.values())} if calls else {})

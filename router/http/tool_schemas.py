@@ -1,0 +1,123 @@
+"""Tools, the choice among them, and calls, as OpenAI's chat writes them."""
+
+from typing import Annotated, Any
+
+from router.http.strict_body import StrictBody, at_most
+from router.tools import MAX_TOOLS, Tool, ToolCall, ToolUse
+from tandem.errors import InvalidRequest
+
+_CHOICE = "tool_choice"
+
+
+class FunctionSpec(StrictBody):
+    """A function that may be called."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def tool(self) -> Tool:
+        """The same for every door."""
+        return Tool(name=self.name, description=self.description, parameters=self.parameters, strict=bool(self.strict))
+
+
+class ToolSpec(StrictBody):
+    """One of `tools`."""
+
+    type: str
+    function: FunctionSpec
+
+    def tool(self) -> Tool:
+        """Raises InvalidRequest for what is no function."""
+        if self.type != "function":
+            raise InvalidRequest("tools: type must be function", param="tools")
+        return self.function.tool()
+
+
+class FunctionName(StrictBody):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(StrictBody):
+    """One of the tools."""
+
+    type: str
+    function: FunctionName
+
+
+class AllowedTools(StrictBody):
+    """Some of the tools."""
+
+    mode: str
+    tools: Annotated[list[NamedTool], at_most(MAX_TOOLS)]
+
+
+class ToolChoice(StrictBody):
+    """One function that must be called, or some that may."""
+
+    type: str
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+class CalledFunction(StrictBody):
+    """What was called."""
+
+    name: str
+    arguments: str
+
+
+class CallPart(StrictBody):
+    """One of an assistant message's `tool_calls`, as it was sent."""
+
+    id: str
+    type: str = "function"
+    function: CalledFunction
+    index: int | None = None
+
+    def call(self) -> ToolCall:
+        """The same for every door."""
+        if self.type != "function":
+            raise InvalidRequest("messages: type of a tool call must be function", param="messages")
+        return ToolCall(id=self.id, name=self.function.name, arguments=self.function.arguments)
+
+
+def tool_use(tools: list[ToolSpec] | None, choice: str | ToolChoice | None, parallel: bool | None) -> ToolUse | None:
+    """What `tools`, `tool_choice` and `parallel_tool_calls` say together. Raises InvalidRequest."""
+    if isinstance(choice, ToolChoice):
+        mode, allowed = _chosen(choice)
+    else:
+        mode, allowed = choice or "auto", None
+    made = tuple(tool.tool() for tool in tools or ())
+    return use_of(made, mode, allowed, parallel is not False and not _is_named(choice))
+
+
+def use_of(tools: tuple[Tool, ...], mode: str, allowed: frozenset[str] | None, parallel: bool) -> ToolUse | None:
+    """`mode`: none, auto or required. Nothing where no tool may be called. Raises InvalidRequest."""
+    if mode not in ("none", "auto", "required"):
+        raise InvalidRequest(f"{_CHOICE}: none, auto, required, or an object that names a function", param=_CHOICE)
+    if not tools and (mode == "required" or allowed is not None):
+        raise InvalidRequest(f"{_CHOICE}: there are no tools to call", param=_CHOICE)
+    if not tools:
+        return None
+    use = ToolUse(tools=tools, must_call=mode == "required", allowed=allowed, parallel=parallel)
+    use.check()
+    return use if mode != "none" else None
+
+
+def _is_named(choice: str | ToolChoice | None) -> bool:
+    return isinstance(choice, ToolChoice) and choice.type == "function"
+
+
+def _chosen(choice: ToolChoice) -> tuple[str, frozenset[str]]:
+    if choice.type == "function" and choice.function is not None and choice.allowed_tools is None:
+        return "required", frozenset({choice.function.name})
+    some = choice.allowed_tools
+    if choice.type == "allowed_tools" and some is not None and choice.function is None:
+        if some.mode not in ("auto", "required") or any(tool.type != "function" for tool in some.tools):
+            raise InvalidRequest(f"{_CHOICE}: allowed_tools has mode auto or required, and functions", param=_CHOICE)
+        return some.mode, frozenset(tool.function.name for tool in some.tools)
+    raise InvalidRequest(f"{_CHOICE}: type function with function, or allowed_tools with it", param=_CHOICE)

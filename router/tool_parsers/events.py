@@ -1,0 +1,92 @@
+"""What a model's text says, as text for the reader and calls of functions."""
+
+from typing import NamedTuple, Protocol, TypeAlias
+
+
+class Content(NamedTuple):
+    """Text that belongs to no call."""
+
+    text: str
+
+
+class CallBegan(NamedTuple):
+    """A call of a function that was offered; the arguments follow."""
+
+    call: int
+    """Its number within the answer."""
+    name: str
+
+
+class CallArguments(NamedTuple):
+    """More of the arguments' JSON."""
+
+    call: int
+    text: str
+
+
+ToolEvent: TypeAlias = Content | CallBegan | CallArguments
+
+
+class ToolParser(Protocol):
+    """Reads one answer as it grows.
+
+    What it has told after some text depends on that text alone, never on how it came in pieces: a stream that goes on
+    elsewhere is parsed again from its beginning.
+    """
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that began."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the last call has begun and not ended."""
+
+    def feed(self, text: str) -> list[ToolEvent]:
+        """What more of the answer says."""
+
+    def flush(self) -> list[ToolEvent]:
+        """The answer is over: what was held back."""
+
+
+class EventList:
+    """Events in the making; what continues the last one is put together with it."""
+
+    def __init__(self) -> None:
+        self._events: list[ToolEvent] = []
+        self._parts: list[str] = []
+        self._index: int | None = None
+        """Of the call whose arguments the parts are; None: they are content."""
+
+    def content(self, text: str) -> None:
+        """More text."""
+        self._part(None, text)
+
+    def began(self, index: int, name: str) -> None:
+        """A call."""
+        self._close()
+        self._events.append(CallBegan(index, name))
+
+    def arguments(self, index: int, text: str) -> None:
+        """More of a call's arguments."""
+        self._part(index, text)
+
+    def take(self) -> list[ToolEvent]:
+        """All since the last time."""
+        self._close()
+        events, self._events = self._events, []
+        return events
+
+    def _part(self, index: int | None, text: str) -> None:
+        if not text:
+            return
+        if index != self._index:
+            self._close()
+            self._index = index
+        self._parts.append(text)
+
+    def _close(self) -> None:
+        if self._parts:
+            text = "".join(self._parts)
+            self._events.append(Content(text) if self._index is None else CallArguments(self._index, text))
+            self._parts.clear()

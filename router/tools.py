@@ -1,0 +1,174 @@
+"""Functions that a client lets the model call, what the model called, and what may be said of both. Every door shares
+these.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from tandem.errors import InvalidRequest
+
+MAX_TOOLS = 128
+MAX_TOOLS_CHARS = 128 * 1024
+"""Of all tools of a request, as JSON."""
+MAX_DESCRIPTION_CHARS = 16 * 1024
+MAX_SCHEMA_DEPTH = 48
+MAX_CALLS = 128
+"""In one message."""
+MAX_CALL_ID_CHARS = 256
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_CALL_ID = re.compile(r"[!-~]+")
+_DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None
+    """JSON schema of its arguments, which are an object; None: it takes none."""
+    strict: bool = False
+    """Its arguments obey the schema also when the model itself decides to call it."""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """What its arguments are, always an object."""
+        return {"type": "object", **self.parameters} if self.parameters else dict(_NO_PARAMETERS)
+
+    @property
+    def num_chars(self) -> int:
+        """As JSON; its depth must be known to be bounded."""
+        return len(json.dumps([self.name, self.description, self.parameters], ensure_ascii=False))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One call in an assistant's message."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON, as the model wrote it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """The tools of one request, and how they may be used. A client that wants none called has no ToolUse."""
+
+    tools: tuple[Tool, ...]
+    must_call: bool = False
+    """The answer is calls and nothing else."""
+    allowed: frozenset[str] | None = None
+    """Names of the tools that may be called; None: all."""
+    parallel: bool = True
+    """More than one call in an answer."""
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """Those that may be called."""
+        return tuple(tool for tool in self.tools if self.allowed is None or tool.name in self.allowed)
+
+    @property
+    def num_chars(self) -> int:
+        """Of all tools as JSON."""
+        return sum(tool.num_chars for tool in self.tools)
+
+    def check(self, param: str = "tools", choice_param: str = "tool_choice") -> None:
+        """Every bound that needs no model. Raises InvalidRequest; the parameters are the door's names of the fields."""
+        if not 1 <= len(self.tools) <= MAX_TOOLS:
+            raise InvalidRequest(f"{param}: 1 to {MAX_TOOLS} of them", param=param)
+        left, names = MAX_TOOLS_CHARS, set()
+        for tool in self.tools:
+            _check_tool(tool, param)
+            left -= tool.num_chars
+            if left < 0:
+                raise InvalidRequest(f"{param}: more than {MAX_TOOLS_CHARS} characters", param=param)
+            if tool.name in names:
+                raise InvalidRequest(f"{param}: {tool.name!r} stands twice", param=param)
+            names.add(tool.name)
+        if self.allowed is not None and not (self.allowed and self.allowed <= names):
+            raise InvalidRequest(f"{choice_param}: names no tool of this request", param=choice_param)
+
+
+def _check_tool(tool: Tool, param: str) -> None:
+    check_name(tool.name, param)
+    if len(tool.description or "") > MAX_DESCRIPTION_CHARS:
+        raise InvalidRequest(f"{param}: a description has at most {MAX_DESCRIPTION_CHARS} characters", param=param)
+    if tool.parameters is None:
+        return
+    if tool.parameters.get("type", "object") != "object":
+        raise InvalidRequest(f"{param}: parameters must be a schema of type object", param=param)
+    if _is_deeper(tool.parameters, MAX_SCHEMA_DEPTH):
+        raise InvalidRequest(f"{param}: parameters are nested deeper than {MAX_SCHEMA_DEPTH}", param=param)
+
+
+def check_name(name: str, param: str) -> None:
+    """Raise InvalidRequest unless it can be a function's."""
+    if not _NAME.fullmatch(name):
+        raise InvalidRequest(f"{param}: a name has 1 to 128 of the characters A-Z a-z 0-9 _ -", param=param)
+
+
+def check_call_id(text: str, param: str) -> None:
+    """Raise InvalidRequest unless it can be a call's: whoever made it, it is in the prompt of some templates."""
+    if len(text) > MAX_CALL_ID_CHARS or not _CALL_ID.fullmatch(text):
+        bound = f"1 to {MAX_CALL_ID_CHARS} visible ASCII characters"
+        raise InvalidRequest(f"{param}: the id of a call has {bound}", param=param)
+
+
+def check_calls(calls: Sequence[ToolCall], param: str) -> None:
+    """Of a message that a client sends back."""
+    if len(calls) > MAX_CALLS:
+        raise InvalidRequest(f"{param}: at most {MAX_CALLS} calls in a message", param=param)
+    for call in calls:
+        check_call_id(call.id, param)
+        check_name(call.name, param)
+        arguments_of(call, param)
+
+
+def arguments_of(call: ToolCall, param: str = "messages") -> dict[str, Any]:
+    """The arguments as an object; none where the client left the text empty."""
+    try:
+        value = json.loads(call.arguments or "{}", parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict) or _is_deeper(value, MAX_SCHEMA_DEPTH):
+        raise InvalidRequest(f"{param}: the arguments of a call are a JSON object", param=param)
+    return value
+
+
+def call_id(request_id: str, choice_index: int, index: int, *, is_short: bool = False) -> str:
+    """The same for the same call of the same request, whichever router shows it.
+
+    `is_short`: nine letters and digits, as templates of Mistral's want it.
+    """
+    found = blake2b(f"{request_id}:{choice_index}:{index}".encode(), digest_size=12)
+    if not is_short:
+        return f"call_{found.hexdigest()}"
+    number, text = int.from_bytes(found.digest()), ""
+    for _ in range(9):
+        number, digit = divmod(number, len(_DIGITS))
+        text += _DIGITS[digit]
+    return text
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    level = [value]
+    for _ in range(depth):
+        level = [
+            inner
+            for one in level
+            for inner in (one.values() if isinstance(one, Mapping) else one if isinstance(one, list) else ())
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _no_number(_text: str) -> Any:
+    raise ValueError("JSON has no such number")

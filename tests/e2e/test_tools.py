@@ -1,0 +1,141 @@
+"""Tools over a real cluster with the `openai` package: calls that were asked for come, and obey their schemas."""
+
+import json
+import signal
+
+import jsonschema
+import openai
+import pytest
+import pytest_asyncio
+
+from tests.e2e.running_cluster import WAIT_S, running
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+MODEL = "tandem-tiny"
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "minLength": 1, "maxLength": 20},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "units": {"enum": ["C", "F"]},
+    },
+    "required": ["city", "units"],
+    "additionalProperties": False,
+}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+SCHEMAS = {"get_weather": WEATHER, "clock": NOTHING}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "description": "Of a city.", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "clock"}},
+]
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+ASKED = [{"role": "user", "content": "What is the weather in the valley of the fox? " * 6}]
+"""So that a prefill worker computes it."""
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def cluster():
+    async with running(decode__replicas=2) as made:
+        yield made
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def client(cluster):
+    async with openai.AsyncOpenAI(base_url=f"{cluster.local.http_url}/v1", api_key="none", timeout=WAIT_S) as made:
+        yield made
+
+
+def asked(choice, **more):
+    return {"model": MODEL, "messages": ASKED, "tools": TOOLS, "tool_choice": choice, "max_tokens": 600} | more
+
+
+def check(message, names):
+    assert not message.content
+    assert message.tool_calls
+    for call in message.tool_calls:
+        assert call.type == "function"
+        assert call.function.name in names
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+
+
+@pytest.mark.parametrize(("choice", "names"), [("required", set(SCHEMAS)), (NAMED, {"get_weather"})])
+async def test_forced_calls(cluster, client, choice, names):
+    for seed in range(3):
+        answer = await client.chat.completions.create(**asked(choice, n=2, temperature=1.0, seed=seed))
+        for one in answer.choices:
+            assert one.finish_reason == "tool_calls"
+            check(one.message, names)
+        assert len({call.id for one in answer.choices for call in one.message.tool_calls}) == sum(
+            len(one.message.tool_calls) for one in answer.choices
+        )
+    assert await cluster.disaggregated(), "a prefill worker drew a first token"
+
+
+@pytest.mark.parametrize(("choice", "names"), [("required", set(SCHEMAS)), (NAMED, {"get_weather"})])
+async def test_forced_calls_in_a_stream(client, choice, names):
+    """Put together by the client itself, as users do it; the same answer as whole but for its ids."""
+    for seed in range(2):
+        body = asked(choice, temperature=1.0, seed=seed)
+        whole = (await client.chat.completions.create(**body)).choices[0]
+        async with client.chat.completions.stream(**body) as stream:
+            kinds = [event.type async for event in stream]
+            one = (await stream.get_final_completion()).choices[0]
+        assert "tool_calls.function.arguments.delta" in kinds
+        assert "content.delta" not in kinds
+        assert one.finish_reason == "tool_calls"
+        check(one.message, names)
+        assert [call.function.arguments for call in one.message.tool_calls] == [
+            call.function.arguments for call in whole.message.tool_calls
+        ]
+
+
+@pytest.mark.slow
+async def test_a_call_goes_on_when_its_worker_dies(cluster, client):
+    many = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 60, "maxItems": 60}
+    schema = NOTHING | {"properties": {"colours": many}, "required": ["colours"]}
+    tool = {"type": "function", "function": {"name": "paint", "parameters": schema}}
+    body = asked("required", tools=[tool], temperature=1.0, seed=3, parallel_tool_calls=False)
+    whole = (await client.chat.completions.create(**body)).choices[0].message
+    text, struck = "", None
+    async for chunk in await client.chat.completions.create(**body, stream=True):
+        for call in chunk.choices[0].delta.tool_calls or ():
+            text += call.function.arguments
+        if len(text) > 40 and struck is None:
+            struck = await cluster.kill_the_busiest(signal.SIGKILL)
+    assert struck is not None
+    assert text == whole.tool_calls[0].function.arguments
+    jsonschema.validate(json.loads(text), schema)
+    await cluster.comes_back(*struck)
+
+
+async def test_the_result_goes_back_and_an_answer_comes(client):
+    first = (await client.chat.completions.create(**asked("required", seed=1))).choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in first.tool_calls]
+    again = asked("auto", messages=[*ASKED, first, *results], max_tokens=20)
+    answer = await client.chat.completions.create(**again)
+    assert answer.choices[0].message.content is not None
+    assert answer.usage.completion_tokens <= 20
+
+
+async def test_strict_tools_and_a_format_beside_them(client):
+    """What the small model says of itself is text, in the format that was asked for."""
+    strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+    plain = await client.chat.completions.create(**asked("auto", tools=strict, max_tokens=30))
+    assert plain.choices[0].message.content or plain.choices[0].message.tool_calls
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema["additionalProperties"] = False
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    for seed in range(4):
+        one = (await client.chat.completions.create(**asked("auto", response_format=form, seed=seed))).choices[0]
+        if one.message.tool_calls:
+            check(one.message, set(SCHEMAS))
+        else:
+            jsonschema.validate(json.loads(one.message.content), schema)
+
+
+async def test_a_schema_that_cannot_be_kept_is_refused(client):
+    parameters = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
+        await client.chat.completions.create(**asked("required", tools=[tool]))
+    assert caught.value.param == "tools"
