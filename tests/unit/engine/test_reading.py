@@ -92,7 +92,8 @@ def test_a_preempted_reading_goes_on_where_it_was(model, reference, num_top):
     advance(serve, 1)
     assert (read.num_preemptions, read.num_computed_tokens) == (1, 0)
     advance(serve, 200)
-    assert read.finish_reason is not None and urgent.finish_reason is not None
+    assert read.finish_reason is not None
+    assert urgent.finish_reason is not None
     assert_read(reference, read)
 
 
