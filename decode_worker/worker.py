@@ -21,6 +21,7 @@ from decode_worker.taskbook import TaskBook
 from decode_worker.told import ToldTokens
 from engine.guide import unusable
 from engine.host import EngineHost
+from engine.read_orders import ReadOrders
 from engine.request import Request, SampledToken, TokenEvent
 from engine.scheduler import Scheduler
 from engine.step import StepOutput
@@ -66,6 +67,7 @@ class DecodeWorker:
         self._idle = asyncio.Event()
         self._idle.set()
         self._book = TaskBook(self._idle.set)
+        self._reads = ReadOrders(host)
         self._takeovers = Takeovers(self._book, keep_s=takeover_s, cancel=self._cancel, go_on_here=self._go_on_here)
         self.handoffs = Handoffs(
             host,
@@ -98,6 +100,8 @@ class DecodeWorker:
 
     def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
         """About a request, a cache that is left by somebody, or what is cached here."""
+        if self._reads.take(port, message):
+            return
         kind = message.WhichOneof("kind")
         if kind == "submit":
             self._submit(port, message.submit)
@@ -119,6 +123,7 @@ class DecodeWorker:
     def closed(self, port: SessionPort) -> None:
         """A router left: its requests go on for a while, in case that another one takes them over."""
         self._takeovers.router_left(port)
+        self._reads.closed(port)
 
     async def load(self) -> pb.LoadSnapshot:
         """How busy this worker is."""
@@ -305,6 +310,7 @@ class DecodeWorker:
 
     def on_output(self, output: StepOutput) -> None:
         """One engine step."""
+        self._reads.on_output(output)
         now_s = time.monotonic()
         for admission in output.admissions:
             task = self._book.of_engine(admission.request_id)
@@ -342,6 +348,7 @@ class DecodeWorker:
     async def finish(self) -> None:
         """Take no new work; wait for what is here."""
         self._draining = True
+        await self._reads.finish()
         await self._idle.wait()
         if self.fabric is not None:
             await self.fabric.finish()

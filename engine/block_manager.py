@@ -121,12 +121,12 @@ class BlockManager:
     def match(self, request: Request, *, max_tokens: int | None = None) -> PrefixMatch:
         """Look up the request's longest held prefix, leaving at least one token to compute; takes nothing.
 
-        `max_tokens` bounds the prefix, for a caller who has told a peer already how much is held.
+        `max_tokens` bounds the prefix, for a caller who has told a peer already how much is held, or wants no more.
         """
         num_full = (request.num_tokens - 1) // self.block_size
+        self._extend_names(request, num_full)
         if max_tokens is not None:
             num_full = min(num_full, max_tokens // self.block_size)
-        self._extend_names(request, num_full)
         hashes, per_block = request.block_hashes, self._hashes_per_block
         found, in_use = self.index.measure(lambda i: hashes[(i + 1) * per_block - 1], num_full)
         missing = self.blocks_for(request.num_tokens) - found

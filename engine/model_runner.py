@@ -6,6 +6,7 @@ the next one can compute tokens that the host does not know yet.
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from engine.launched import ComingKeys, ComingTokens
 from engine.layers.attention import AttentionBackend
 from engine.models.decoder import Decoder
 from engine.request import Batch, SampledToken
+from engine.row_reader import ComingRows, RowsRead, read_rows
 from engine.runner import LaunchedStep
 from engine.sampler import Sampler, SampleRow
 from engine.staging import Staging
@@ -73,14 +75,18 @@ class ModelRunner:
             inputs = self._inputs.build(batch)
             if self._announce is not None:
                 self._announce(inputs)
-            logits = self._compute(inputs, on_layers if self._is_on_host else None)
-            if logits is None:
-                self._sampled = None
-                return ComingKeys(self._queue)
-            rows = [SampleRow(item.request, item.start + item.num_tokens) for item in batch.items if item.samples]
-            chosen = self._sampler.choose(logits, rows)
-            self._sampled = chosen.token_ids
-            return ComingTokens(self._queue, chosen)
+            logits, read = self._compute(inputs, on_layers if self._is_on_host else None)
+            step = self._sample(logits, batch)
+            return step if read is None else ComingRows(step, read, batch, self._queue)
+
+    def _sample(self, logits: Tensor | None, batch: Batch) -> LaunchedStep:
+        if logits is None:
+            self._sampled = None
+            return ComingKeys(self._queue)
+        rows = [SampleRow(item.request, item.start + item.num_tokens) for item in batch.items if item.samples]
+        chosen = self._sampler.choose(logits, rows)
+        self._sampled = chosen.token_ids
+        return ComingTokens(self._queue, chosen)
 
     def execute(self, batch: Batch) -> Sequence[SampledToken]:
         """Launch a batch and wait for it; for whoever has no scheduler.
@@ -112,7 +118,7 @@ class ModelRunner:
         Of a model on several ranks, rank 0 has the logits.
         """
         with self._staging.step():
-            return self._compute(inputs)
+            return self._compute(inputs)[0]
 
     def hidden_states(self, inputs: StepInputs, wanted: IntArray | None = None) -> Tensor:
         """Last hidden states of the wanted rows, or of all in their order; fills the cache on the way."""
@@ -120,8 +126,13 @@ class ModelRunner:
             rows = None if wanted is None else self._staging.put(wanted)
             return self.model.forward(self._token_ids(inputs), self._attention.plan(inputs), rows)
 
-    def _compute(self, inputs: StepInputs, on_layers: Callable[[int], None] | None = None) -> Tensor | None:
+    def _compute(
+        self, inputs: StepInputs, on_layers: Callable[[int], None] | None = None
+    ) -> tuple[Tensor | None, RowsRead | None]:
+        """Logits of the rows that sample, and what others told that are read."""
         self.blocks.move(inputs)
+        if len(inputs.scores) or len(inputs.pooled):
+            return self._compute_and_read(inputs, on_layers)
         wanted = inputs.sample_rows
         everyone = len(wanted) == len(inputs.token_ids) and bool((wanted[1:] > wanted[:-1]).all())
         rows = None if everyone else self._staging.put(wanted)
@@ -129,9 +140,20 @@ class ModelRunner:
         if self.graphs is not None and len(wanted):
             logits = self.graphs.logits(inputs, token_ids, rows)
             if logits is not None:
-                return logits
+                return logits, None
         hidden = self.model.forward(token_ids, self._attention.plan(inputs), rows, on_layers)
-        return self.model.logits(hidden) if len(wanted) else None
+        return (self.model.logits(hidden) if len(wanted) else None), None
+
+    def _compute_and_read(
+        self, inputs: StepInputs, on_layers: Callable[[int], None] | None
+    ) -> tuple[Tensor | None, RowsRead]:
+        num_samples = len(inputs.sample_rows)
+        wanted = np.concatenate((inputs.sample_rows, inputs.scores[:, 0], inputs.pooled[:, 0]))
+        plan = self._attention.plan(inputs)
+        hidden = self.model.forward(self._token_ids(inputs), plan, self._staging.put(wanted), on_layers)
+        read = read_rows(self.model, hidden[num_samples:], inputs, self._staging)
+        # Last: logits hold until the next ones are made.
+        return (self.model.logits(hidden[:num_samples]) if num_samples else None), read
 
     def _token_ids(self, inputs: StepInputs) -> Tensor:
         """Of every row, int64 `[num_rows]`; those that only the device knows come from the step before."""

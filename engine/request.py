@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from engine.block_moves import BlockCopy, BlockLoad, BlockOffload
 from engine.guide import TokenGuide
+from engine.reading import Reading
 from tandem.errors import InvariantError
 from tandem.ids import BlockHash, BlockId, RequestId
 from tandem.outputs import FinishReason as FinishReason
@@ -128,6 +129,8 @@ class Request:
     finish_reason: FinishReason | None = None
     guide: TokenGuide | None = None
     """Follows the answer's grammar, if it has one."""
+    reading: Reading | None = None
+    """What is asked of the prompt's own tokens; such a request samples one token, which nobody wants."""
     end_rule: EndRule | None = None
     """The scheduler's, from `params` and the model; None before it has seen the request."""
 

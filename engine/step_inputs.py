@@ -48,6 +48,10 @@ class StepInputs:
     copies: IntArray = field(default_factory=_no_moves)  # [num_copies, 2], blocks (source, target)
     feeds: IntArray = field(default_factory=_no_moves)  # [num_feeds, 2], row whose token id only the device knows,
     # and which sample of the step before it is
+    scores: IntArray = field(default_factory=_no_moves)  # [num_scores, 2], row to read, and the token that follows it
+    pooled: IntArray = field(default_factory=_no_moves)  # [num_pooled, 2], row to read, and whose it is, counted from 0
+    num_top: int = 0
+    """How many of the most likely tokens are wanted of each scored row."""
 
     @property
     def lengths(self) -> IntArray:
@@ -93,6 +97,7 @@ class StepInputBuilder:
         blocks = tables[sequence, positions // self._block_size]
         last_row = np.empty(len(ordered), dtype=np.int64)
         last_row[order] = ends - 1
+        scores, pooled, num_top = _reads(batch, (last_row + 1 - np.array(counts_given)).tolist())
         return StepInputs(
             token_ids=_gather_tokens(ordered, starts, counts, num_single),
             feeds=_feeds(last, ordered, np.flatnonzero(awaited[order])) if awaited.any() else _no_moves(),
@@ -107,6 +112,9 @@ class StepInputBuilder:
             offloads=_pairs(batch.offloads),
             loads=_pairs(batch.loads),
             copies=_pairs(batch.copies),
+            scores=scores,
+            pooled=pooled,
+            num_top=num_top,
         )
 
     def _gather_tables(self, requests: list[Request], needed: IntArray) -> IntArray:
@@ -154,6 +162,23 @@ class StepInputBuilder:
         else:
             self._tables[row, needed:filled] = 0
         self._filled[row] = needed
+
+
+def _reads(batch: Batch, first_rows: list[int]) -> tuple[IntArray, IntArray, int]:
+    """What `scores`, `pooled` and `num_top` are, of items with these first rows; for each in the batch's order."""
+    scores: list[tuple[int, int]] = []
+    pooled: list[tuple[int, int]] = []
+    num_top = num_pooling = 0
+    for (request, start, num_tokens, _), first in zip(batch.items, first_rows, strict=True):
+        if (reading := request.reading) is None or not (rows := reading.rows(start, num_tokens)):
+            continue
+        if reading.num_top is None:
+            pooled += [(first + position - start, num_pooling) for position in rows]
+            num_pooling += 1
+        else:
+            scores += [(first + position - start, request.token_ids[position + 1]) for position in rows]
+            num_top = max(num_top, reading.num_top)
+    return _pairs(scores), _pairs(pooled), num_top
 
 
 def _pairs(moves: Sequence[tuple[int, int]]) -> IntArray:

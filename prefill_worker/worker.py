@@ -10,6 +10,7 @@ from array import array
 
 from engine.guide import unusable
 from engine.host import EngineHost
+from engine.read_orders import ReadOrders
 from engine.request import Request, TokenEvent
 from engine.scheduler import Scheduler
 from engine.step import LayersDone, PrefillProgress, StepOutput
@@ -39,6 +40,7 @@ class PrefillWorker:
         self.legator: Legator | None = None
         self._host = host
         self._tasks: dict[TransferId, PrefillTask] = {}
+        self._reads = ReadOrders(host)
 
     # SessionHandler
 
@@ -52,7 +54,9 @@ class PrefillWorker:
             self._host.send_snapshot(port)
 
     def order(self, port: SessionPort, message: pb.RouterMessage) -> None:
-        """Routers order from decode workers; this pool hears only of prompts, from those."""
+        """Routers order answers from decode workers, and prompts from those; here only prompts that are read."""
+        if self._reads.take(port, message):
+            return
         if message.HasField("submit"):
             error = InvalidRequest("this is a prefill worker: submit to a decode worker")
             submit = message.submit
@@ -67,6 +71,7 @@ class PrefillWorker:
 
     def closed(self, port: SessionPort) -> None:
         """A router left; its requests end with their decode workers."""
+        self._reads.closed(port)
 
     async def load(self) -> pb.LoadSnapshot:
         """How busy this worker is."""
@@ -137,6 +142,7 @@ class PrefillWorker:
 
     def on_output(self, output: StepOutput) -> None:
         """One engine step."""
+        self._reads.on_output(output)
         if self.fabric is None:
             return
         hub = self.fabric.sender_hub
@@ -197,5 +203,6 @@ class PrefillWorker:
 
     async def finish(self) -> None:
         """Take no new prompts; serve what is outstanding."""
+        await self._reads.finish()
         if self.fabric is not None:
             await self.fabric.finish()

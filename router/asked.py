@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from router.calling import Calling
 from router.conversation import TemplateOptions
+from router.reading import ReadAsk
 from router.requests import RoutedRequest
 from router.stop_strings import StopStrings
 from router.stream_ids import ChoicePosition, StreamPosition, request_digest
@@ -61,8 +62,15 @@ class ClientFields:
     """What the model may call, in a conversation."""
     truncate_prompt_tokens: int | None = None
     """Only so many of the prompt's last tokens are kept; -1: as many as the model's context leaves for one more."""
+    reads: ReadAsk | None = None
+    """What is asked of the prompt itself."""
     bad_words: tuple[str, ...] = ()
     """Texts that never come, at the beginning of a word or within one."""
+
+    @property
+    def least_tokens(self) -> int:
+        """That an answer must have room for."""
+        return 0 if self.reads is not None and self.reads.only else max(1, self.sampling.min_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

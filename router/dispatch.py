@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 from router.admission import Admission
@@ -14,6 +15,7 @@ from router.attempts import RetryBudget
 from router.hedging import Hedging
 from router.observer import DispatchObserver, SilentObserver
 from router.placer import Placer
+from router.prompt_reads import AfterReading, PromptReads, tell_end
 from router.request_run import RequestRun
 from router.requests import ChoiceDelta, Reader, RoutedRequest
 from router.surroundings import DispatchSettings, Surroundings
@@ -67,6 +69,7 @@ class Dispatcher:
         )
         # Canaries are no requests of clients, so nothing of them is counted.
         self._unseen = replace(self._around, observer=SilentObserver())
+        self._reads = PromptReads(self._around)
         self._runs: dict[RequestId, RequestRun] = {}
         self._ended = asyncio.Event()
 
@@ -93,8 +96,10 @@ class Dispatcher:
         """Stream all choices, interleaved. Closing the iterator early cancels the request on every worker.
 
         Raises Overloaded, Unavailable, RequestTooLarge, DeadlineExceeded or InternalError, or what a worker found wrong
-        with the request.
+        with the request. Reads no prompts.
         """
+        if request.reads is not None:
+            raise InvariantError(f"request {request.request_id}: only `run` has prompts read")
         with self._running(request, taken) as run:
             while not run.done:
                 for delta in await run.step():
@@ -105,34 +110,53 @@ class Dispatcher:
 
         Raises as `generate`, and what the reader raises.
         """
-        with self._running(request, taken) as run:
-            await run.follow(reader)
+        if request.reads is None:
+            with self._running(request, taken) as run:
+                await run.follow(reader)
+            return
+        with self._admitted(request):
+            reading = await self._reads.read(request, request.reads, partial(taken, frozenset()))
+            reader.take(ChoiceDelta(0, reading=reading))
+            if request.reads.only:
+                tell_end(request, reading, reader)
+                return
+            with self._under_way(request, taken) as run:
+                await run.follow(AfterReading(reader, reading))
 
     @contextlib.contextmanager
     def _running(self, request: RoutedRequest, taken: Taken) -> Iterator[RequestRun]:
-        """Admitted and under way while inside."""
+        with self._admitted(request), self._under_way(request, taken) as run:
+            yield run
+
+    @contextlib.contextmanager
+    def _admitted(self, request: RoutedRequest) -> Iterator[None]:
+        """Has a place while inside."""
+        self.health.check(request)
+        try:
+            with self._admission.admit(request.priority, promised=bool(request.resume)):
+                yield
+        finally:
+            # Last, when its place is free again.
+            self._ended.set()
+
+    @contextlib.contextmanager
+    def _under_way(self, request: RoutedRequest, taken: Taken) -> Iterator[RequestRun]:
         former = self._former(request)
         if former is not None and former.resumptions >= request.resumptions:
             # The same id again, from a client whose former connection is half open: attempts are numbered on.
             request = replace(request, resumptions=former.resumptions + 1)
-        self.health.check(request)
+        around = self._around if request.only_worker is None else self._unseen
+        around.budget.earn()
+        run = self._runs[request.request_id] = RequestRun(request, around)
         try:
-            with self._admission.admit(request.priority, promised=bool(request.resume)):
-                around = self._around if request.only_worker is None else self._unseen
-                around.budget.earn()
-                run = self._runs[request.request_id] = RequestRun(request, around)
-                try:
-                    self._start(run, former)
-                    yield run
-                finally:
-                    if self._runs.get(request.request_id) is run:
-                        del self._runs[request.request_id]
-                    run.close()
-                    if run.was_taken:
-                        taken(run.adopted)
+            self._start(run, former)
+            yield run
         finally:
-            # Last, when its place is free again.
-            self._ended.set()
+            if self._runs.get(request.request_id) is run:
+                del self._runs[request.request_id]
+            run.close()
+            if run.was_taken:
+                taken(run.adopted)
 
     def _workers_changed(self) -> None:
         self.health.keep({worker.info.key for worker in self._registry.snapshots()})

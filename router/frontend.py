@@ -17,6 +17,7 @@ from router.calling import Calling
 from router.chat_template import Message
 from router.grammar_check import GrammarChecker
 from router.prompts import PromptReader
+from router.reading_asked import check_reading_sizes
 from router.requests import ResumePoint, RoutedRequest
 from router.stop_strings import StopStrings
 from router.stream_ids import StreamIds
@@ -81,6 +82,7 @@ class Frontend:
                 options=fields.template,
             )
         one = replace(self._finish(ids, fields, None), calling=calling)
+        check_reading_sizes([one], self._config.max_answer_values)
         return self._traced("chat", one, fields, started_s)
 
     async def prepare_prompts(self, prompts: Sequence[str | tuple[int, ...]], fields: ClientFields) -> list[Prepared]:
@@ -100,6 +102,7 @@ class Frontend:
                 one = self._finish(ids, fields, DEFAULT_COMPLETION_TOKENS, num_prompts=len(prompts))
                 one = self._traced("text_completion", one, fields, started_s)
                 prepared.append(replace(one, prompt_text=text))
+        check_reading_sizes(prepared, self._config.max_answer_values)
         return prepared
 
     def check_model(self, name: str | None) -> None:
@@ -177,12 +180,12 @@ class Frontend:
             keep = fields.truncate_prompt_tokens
             ids = ids[-(self.model.max_model_len - 1 if keep == -1 else keep) :]
         room = self.model.max_model_len - len(ids)
-        least = max(1, fields.sampling.min_tokens)
+        least = fields.least_tokens
         if room < least:
             raise self.prompts.too_long(len(ids), "prompt" if default_max_tokens else "messages", least)
         asked = fields.max_tokens if fields.max_tokens is not None else default_max_tokens
         most = self._max_tokens(
-            fields, room if asked is None else min(asked, room), num_prompts, stated=asked is not None
+            fields, room if asked is None else max(1, min(asked, room)), num_prompts, stated=asked is not None
         )
         sampling = replace(fields.sampling, max_tokens=most, seed=self._seed(fields))
         if fields.max_tokens is None:
@@ -204,6 +207,7 @@ class Frontend:
             # Text that may end the answer is read as it comes.
             reads_along=fields.reads_along or bool(fields.stop),
             priority=fields.priority,
+            reads=fields.reads,
             deadline_s=self.clock() + time_left_s,
             resume=tuple(ResumePoint(worker=c.worker, num_tokens=c.num_tokens) for c in seen.choices) if seen else (),
             resumptions=seen.head.resumptions + 1 if seen else 0,

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from router.reading import PromptReading, ReadAsk
 from router.worker_view import WorkerKey
 from tandem.ids import BlockHash, Incarnation, RequestId
 from tandem.outputs import FinishReason, PhaseTimes, SampledToken
@@ -52,6 +53,8 @@ class RoutedRequest:
     """Of a stream that is continued, by choice."""
     resumptions: int = 0
     """How often the stream has been continued."""
+    reads: ReadAsk | None = None
+    """What is asked of the prompt itself; it is told before any token."""
     span: Span | None = field(default=None, compare=False)
     """Of the whole request, when it is traced; its door ends it."""
 
@@ -74,6 +77,8 @@ class ChoiceDelta(NamedTuple):
     finish: ChoiceFinish | None = None
     worker: Incarnation = Incarnation(0)
     """The decode worker's process that it came from; 0: from none."""
+    reading: PromptReading | None = None
+    """Of the prompt, before everything else; of no choice alone."""
 
 
 class Reader(Protocol):

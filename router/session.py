@@ -20,8 +20,10 @@ from router.session_events import (
     CLOSED_HERE,
     Bequest,
     Deliver,
+    DeliverRead,
     Inheritance,
     PrefillRoute,
+    ReadOrder,
     SubmitOrder,
     WorkerLost,
     WorkerPort,
@@ -37,6 +39,8 @@ from router.session_wire import (
     leaver_from_pb,
     load_from_pb,
     prefix_change_from_pb,
+    read_part_from_pb,
+    read_to_pb,
     refused_from_pb,
     reroute_to_pb,
     resync_to_pb,
@@ -104,6 +108,12 @@ class _Attempt:
     deliver: Deliver
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    number: int
+    deliver: DeliverRead
+
+
 class WorkerSession:
     """The live conversation; a WorkerPort for dispatch."""
 
@@ -112,6 +122,7 @@ class WorkerSession:
         self._call = call
         self._settings = settings
         self._attempts: dict[RequestId, _Attempt] = {}
+        self._reads: dict[RequestId, _Read] = {}
         # Bounded: submits by `max_queued_submits`, reroutes and cancels by the attempts that they concern. Inherits
         # and settles by the workers that drain: each is heard once, and names this worker once. Resyncs by time.
         self._outgoing: deque[pb.RouterMessage] = deque()
@@ -156,12 +167,20 @@ class WorkerSession:
 
     def submit(self, order: SubmitOrder, deliver: Deliver) -> None:
         """See WorkerPort."""
-        self._begin(order.request_id, _Attempt(number=order.attempt, deliver=deliver))
+        self._require_room()
+        self._attempts[order.request_id] = _Attempt(number=order.attempt, deliver=deliver)
         self._send(submit_to_pb(order))
+
+    def read(self, order: ReadOrder, deliver: DeliverRead) -> None:
+        """See WorkerPort."""
+        self._require_room()
+        self._reads[order.request_id] = _Read(number=order.attempt, deliver=deliver)
+        self._send(read_to_pb(order))
 
     def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, deliver: Deliver) -> None:
         """See WorkerPort."""
-        self._begin(request_id, _Attempt(number=attempt, deliver=deliver))
+        self._require_room()
+        self._attempts[request_id] = _Attempt(number=attempt, deliver=deliver)
         self._send(adopt_to_pb(request_id, attempt, num_shown))
 
     def reroute(self, request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> None:
@@ -173,7 +192,11 @@ class WorkerSession:
         """See WorkerPort."""
         if self._attempt(request_id, attempt) is not None:
             del self._attempts[request_id]
-            self._send(cancel_to_pb(request_id, attempt))
+        elif self._read_of(request_id, attempt) is not None:
+            del self._reads[request_id]
+        else:
+            return
+        self._send(cancel_to_pb(request_id, attempt))
 
     def inherit(self, share: Inheritance, *, within_s: float, prefill_tokens_per_s: float) -> None:
         """See WorkerPort."""
@@ -187,17 +210,21 @@ class WorkerSession:
         """See WorkerPort."""
         self._send(resync_to_pb())
 
-    def _begin(self, request_id: RequestId, attempt: _Attempt) -> None:
+    def _require_room(self) -> None:
         if self._ended:
             raise Unavailable(f"worker {self.info.key.worker_id} has left")
         if len(self._outgoing) >= self._settings.max_queued_submits:
             raise Unavailable(f"the connection to worker {self.info.key.worker_id} is too slow")
-        self._attempts[request_id] = attempt
 
     def _attempt(self, request_id: str, number: int) -> _Attempt | None:
         """The live attempt, or None for one that has ended or been followed by another."""
         attempt = self._attempts.get(RequestId(request_id))
         return attempt if attempt is not None and attempt.number == number else None
+
+    def _read_of(self, request_id: str, number: int) -> _Read | None:
+        """As `_attempt`, of readings."""
+        read = self._reads.get(RequestId(request_id))
+        return read if read is not None and read.number == number else None
 
     def _send(self, message: pb.RouterMessage) -> None:
         self._outgoing.append(message)
@@ -242,10 +269,9 @@ class WorkerSession:
             case "kv_events":
                 listener.prefix_changed(key, prefix_change_from_pb(message.kv_events))
             case "refused":
-                refused = message.refused
-                if (attempt := self._attempt(refused.request_id, refused.attempt)) is not None:
-                    del self._attempts[RequestId(refused.request_id)]
-                    attempt.deliver(refused_from_pb(refused))
+                self._take_refusal(message.refused)
+            case "read":
+                self._take_read(message.read)
             case "transfer_failed":
                 failed = message.transfer_failed
                 if (attempt := self._attempt(failed.request_id, failed.attempt)) is not None:
@@ -274,6 +300,23 @@ class WorkerSession:
             del self._attempts[RequestId(delta.request_id)]
         attempt.deliver(arrived)
 
+    def _take_refusal(self, refused: pb.Refused) -> None:
+        request_id = RequestId(refused.request_id)
+        if (attempt := self._attempt(request_id, refused.attempt)) is not None:
+            del self._attempts[request_id]
+            attempt.deliver(refused_from_pb(refused))
+        elif (read := self._read_of(request_id, refused.attempt)) is not None:
+            del self._reads[request_id]
+            read.deliver(refused_from_pb(refused))
+
+    def _take_read(self, message: pb.ReadPart) -> None:
+        if (read := self._read_of(message.request_id, message.attempt)) is None:
+            return
+        part = read_part_from_pb(message)
+        if part.times is not None:
+            del self._reads[RequestId(message.request_id)]
+        read.deliver(part)
+
     def _end(self, listener: SessionListener, reason: str) -> None:
         self._ended = True
         self._outgoing.clear()
@@ -283,3 +326,6 @@ class WorkerSession:
         attempts, self._attempts = self._attempts, {}
         for attempt in attempts.values():
             attempt.deliver(WorkerLost(reason=reason))
+        reads, self._reads = self._reads, {}
+        for read in reads.values():
+            read.deliver(WorkerLost(reason=reason))

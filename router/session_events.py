@@ -1,6 +1,6 @@
 """What passes between dispatch and one worker's session: orders down, events of one attempt up."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -106,6 +106,32 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOrder:
+    """One attempt at reading one prompt; see `router.reading.ReadAsk`."""
+
+    request_id: RequestId
+    """Of the reading, not of the client's request."""
+    attempt: int
+    prompt_token_ids: tuple[int, ...]
+    num_top: int | None
+    hash_root: BlockHash
+    priority: int
+    timeout_s: float | None
+
+
+class ReadPart(NamedTuple):
+    """More of what was read of a prompt; see `router.reading.PromptReading`."""
+
+    logprobs: Sequence[float]
+    ranks: Sequence[int]
+    top_ids: Sequence[int]
+    top_logprobs: Sequence[float]
+    mean: Sequence[float]
+    times: PhaseTimes | None
+    """With the last part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bequest:
     """What a draining worker has cached, hottest first, and for how long it lends it."""
 
@@ -126,6 +152,8 @@ class Inheritance:
 
 AttemptEvent = TokensArrived | AttemptRefused | TransferFailed | WorkerLost
 Deliver = Callable[[AttemptEvent], None]
+ReadEvent = ReadPart | AttemptRefused | WorkerLost
+DeliverRead = Callable[[ReadEvent], None]
 
 
 class WorkerPort(Protocol):
@@ -151,6 +179,13 @@ class WorkerPort(Protocol):
 
     def cancel(self, request_id: RequestId, attempt: int) -> None:
         """End an attempt; no event of it is delivered from now on. No-op once ended."""
+        ...
+
+    def read(self, order: ReadOrder, deliver: DeliverRead) -> None:
+        """Have a prompt read; what comes of it goes to `deliver` until it has ended or is cancelled.
+
+        Raises Unavailable when the session has ended or its queue is full.
+        """
         ...
 
     def inherit(self, share: Inheritance, *, within_s: float, prefill_tokens_per_s: float) -> None:

@@ -9,6 +9,8 @@ from router.session_events import (
     Bequest,
     Inheritance,
     PrefillRoute,
+    ReadOrder,
+    ReadPart,
     SubmitOrder,
     TokensArrived,
     TransferFailed,
@@ -111,6 +113,32 @@ def submit_to_pb(order: SubmitOrder) -> pb.RouterMessage:
         tokens_per_message=order.tokens_per_message,
     )
     return pb.RouterMessage(submit=submit)
+
+
+def read_to_pb(order: ReadOrder) -> pb.RouterMessage:
+    """One attempt at reading one prompt."""
+    read = pb.Read(
+        request_id=order.request_id,
+        attempt=order.attempt,
+        prompt_token_ids=order.prompt_token_ids,
+        hash_root=order.hash_root,
+        priority=order.priority,
+        timeout_s=order.timeout_s,
+        num_top=order.num_top,
+    )
+    return pb.RouterMessage(read=read)
+
+
+def read_part_from_pb(part: pb.ReadPart) -> ReadPart:
+    """A part of what was read."""
+    return ReadPart(
+        logprobs=part.logprobs,
+        ranks=part.ranks,
+        top_ids=part.top_ids,
+        top_logprobs=part.top_logprobs,
+        mean=part.mean,
+        times=times_from_pb(part.times) if part.HasField("times") else None,
+    )
 
 
 def take_together(waiting: deque[pb.RouterMessage]) -> pb.RouterMessage:

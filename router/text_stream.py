@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from router.asked import Prepared
 from router.metrics import RequestMeter
+from router.reading import PromptReading
 from router.requests import ChoiceDelta, ChoiceFinish, Generator
 from router.stop_strings import StopMatcher
 from router.stream_ids import ChoicePosition
@@ -40,6 +41,8 @@ class TextDelta(NamedTuple):
     """Of a stream that is continued: tokens before these that the client has."""
     passed_text: str = ""
     """As `passed`: text before this."""
+    reading: PromptReading | None = None
+    """Of the prompt whose first choice this is, before its tokens."""
 
 
 class ChoiceText:
@@ -154,6 +157,7 @@ class RequestText:
         request = prepared.request
         self._generator = generator
         self._request_id = request.request_id
+        self._first_index = first_index
         self._choices = [ChoiceText(first_index + i, prepared, tokenizer) for i in range(request.num_choices)]
         self._remainders = [Remainder(has) for has in prepared.has]
         self._meter = meter
@@ -164,6 +168,8 @@ class RequestText:
         `num_measured`: leading tokens that were measured when they came.
         """
         index = delta.choice_index
+        if delta.reading is not None:
+            return TextDelta(self._first_index, reading=delta.reading)
         choice = self._choices[index]
         was_stopped = choice.has_stops and choice.stopped
         shown = choice.feed(delta)
@@ -223,6 +229,8 @@ class _EndReader:
         """There is always room: an answer is bounded by `max_tokens`."""
 
     def take(self, delta: ChoiceDelta) -> bool:
+        if delta.reading is not None:
+            return _AlongReader(self._text, self._show).take(delta)
         index, held = delta.choice_index, self._held[delta.choice_index]
         whole = delta._replace(tokens=(*held, *delta.tokens)) if held else delta
         if delta.finish is None:
@@ -301,12 +309,17 @@ class WholeText:
 
     def __init__(self) -> None:
         self._parts: dict[int, list[TextDelta]] = {}
+        self.readings: dict[int, PromptReading] = {}
+        """Of prompts, by the index of the first choice of each."""
 
     async def ready(self) -> None:
         """There is always room."""
 
     def take(self, delta: TextDelta) -> bool:
         """See TextReader."""
+        if delta.reading is not None:
+            self.readings[delta.choice_index] = delta.reading
+            return False
         self._parts.setdefault(delta.choice_index, []).append(delta)
         return False
 

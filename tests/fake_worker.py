@@ -100,6 +100,38 @@ class Submission:
         self._send(pb.WorkerMessage(transfer_failed=failed))
 
 
+class ReadAttempt:
+    """One prompt to read as the worker sees it, with the ways to answer it."""
+
+    def __init__(self, order: pb.Read, send: Callable[[pb.WorkerMessage], None]) -> None:
+        self.order = order
+        self.cancelled = asyncio.Event()
+        self._send = send
+
+    def give(self, begin: int = 0, end: int | None = None) -> None:
+        """Scores of the tokens behind the first, each minus its id; or their mean. `end`: not all of them yet."""
+        order, prompt = self.order, self.order.prompt_token_ids[1:]
+        part = pb.ReadPart(request_id=order.request_id, attempt=order.attempt)
+        if order.HasField("num_top"):
+            scored = prompt[begin:end]
+            part.logprobs.extend(-float(token) for token in scored)
+            part.ranks.extend(range(begin + 1, begin + 1 + len(scored)))
+            part.top_ids.extend(top for _ in scored for top in range(order.num_top))
+            part.top_logprobs.extend(-float(top) for _ in scored for top in range(order.num_top))
+        elif end is None:
+            part.mean.extend([float(len(prompt) + 1), 3.0, 4.0])
+        if end is None:
+            part.times.CopyFrom(common.PhaseTimes(prefill_s=0.25))
+        self._send(pb.WorkerMessage(read=part))
+
+    def refuse(self, code: str, retry_after_s: float | None = None) -> None:
+        """Refuse with a class of tandem.errors."""
+        failure = common.Failure(code=code, message="no", retry_after_s=retry_after_s)
+        order = self.order
+        refused = pb.Refused(request_id=order.request_id, attempt=order.attempt, failure=failure)
+        self._send(pb.WorkerMessage(refused=refused))
+
+
 Script = Callable[[Submission], Awaitable[None]]
 
 
@@ -157,10 +189,11 @@ class FakeWorker(WorkerServicer):
         self.first_messages: list[pb.WorkerMessage] = []
         """Sent on each session right after HELLO, and again when asked for the whole prefix cache."""
         self.num_resyncs = 0
-        self.num_superseded = 0
-        """Sessions whose router said that its earlier ones are over."""
+        self.num_superseded = 0  # sessions whose router said that its earlier ones are over
         self.submissions: asyncio.Queue[Submission] = asyncio.Queue()
         """Every submit that arrived, in order."""
+        self.reads: asyncio.Queue[ReadAttempt] = asyncio.Queue()
+        self.read_script: Callable[[ReadAttempt], None] = ReadAttempt.give
         self.adoptions: asyncio.Queue[pb.Adopt] = asyncio.Queue()
         """Every wish of a router to take a stream over, in order."""
         self.keeps: dict[str, list[int]] = {}
@@ -168,7 +201,7 @@ class FakeWorker(WorkerServicer):
         self.port = port
         self._server: grpc.aio.Server | None = None
         self._outgoing: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
-        self._live: dict[str, Submission] = {}
+        self._live: dict[str, Submission | ReadAttempt] = {}
 
     @property
     def address(self) -> str:
@@ -200,7 +233,9 @@ class FakeWorker(WorkerServicer):
 
     def submission(self, request_id: str) -> Submission:
         """A live attempt."""
-        return self._live[request_id]
+        found = self._live[request_id]
+        assert isinstance(found, Submission)
+        return found
 
     async def Session(self, request_iterator: Any, context: Any) -> None:
         first = await context.read()
@@ -225,6 +260,10 @@ class FakeWorker(WorkerServicer):
                 self._live[message.submit.request_id] = submission
                 self.submissions.put_nowait(submission)
                 return [tasks.create_task(self.script(submission))]
+            case "read":
+                reading = self._live[message.read.request_id] = ReadAttempt(message.read, self.send)
+                self.reads.put_nowait(reading)
+                self.read_script(reading)
             case "adopt":
                 self._give_away(message.adopt)
             case "cancel":

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from random import Random
 
 from router.prefix_map import PrefixMap
-from router.session_events import Deliver, Inheritance, PrefillRoute, SubmitOrder
+from router.session_events import Deliver, DeliverRead, Inheritance, PrefillRoute, ReadOrder, SubmitOrder
 from router.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
 from router.workers import WorkerRegistry
 from tandem.ids import BlockHash, Incarnation, RequestId, WorkerId
@@ -28,6 +28,9 @@ class NoPort:
         """See WorkerPort."""
 
     def cancel(self, request_id: RequestId, attempt: int) -> None:
+        """See WorkerPort."""
+
+    def read(self, order: ReadOrder, deliver: DeliverRead) -> None:
         """See WorkerPort."""
 
     def inherit(self, share: Inheritance, *, within_s: float, prefill_tokens_per_s: float) -> None:

@@ -61,6 +61,11 @@ class Norm(Protocol):
     """Residual addition and root-mean-square normalisation in one pass."""
 
     @property
+    def weight(self) -> Tensor:
+        """The scale, `[size]`."""
+        ...
+
+    @property
     def nbytes(self) -> int:
         """Memory that the weight holds."""
         ...

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.backends.backend import Backend, Closing, Embedding, Norm, Projection
@@ -116,6 +117,18 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """`[num_rows, hidden_size]` from `forward` to float32 `[num_rows, vocab_size]`."""
         return self.head(self.norm(hidden))
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this process has the logits."""
+        return self._group.rank == 0
+
+    def final_states(self, hidden: Tensor) -> Tensor:
+        """`[num_rows, hidden_size]` from `forward` to float32 states behind the final norm, for readers of rows.
+
+        Not by the backend's norm: how its rows lie is between it and the head.
+        """
+        return F.rms_norm(hidden.float(), hidden.shape[1:], self.norm.weight.float(), self.config.rms_norm_eps)
 
     def logits_of_embedded(self, embedded: Tensor, plan: AttentionPlan) -> Tensor:
         """The same for every row from its embedding on, `[num_rows, hidden_size]`, which is overwritten."""

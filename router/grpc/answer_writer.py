@@ -36,7 +36,7 @@ class AnswerWriter:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def put(self, message: Any) -> bool:
-        """The next message, without waiting; whether `flush` should be awaited before more."""
+        """The next message, or what makes it, without waiting; whether `flush` should be awaited before more."""
         self._unsent.append(message)
         self._arrived.set()
         return len(self._unsent) >= _MOST_UNSENT
@@ -52,7 +52,8 @@ class AnswerWriter:
     async def _send(self) -> None:
         while True:
             while self._unsent:
-                await self._write(self._unsent[0])
+                message = self._unsent[0]
+                await self._write(message() if callable(message) else message)
                 self._unsent.popleft()
                 self._moved.set()
             self._arrived.clear()

@@ -8,7 +8,10 @@ from router.auth import ApiKeys
 from router.chat_template import Message
 from router.frontend import Frontend
 from router.grpc.answer_writer import AnswerWriter
+from router.grpc.prompt_scores import prompt_responses
 from router.metrics import RequestMeter, RouterMetrics
+from router.reading import ReadAsk
+from router.reading_asked import read_ask
 from router.requests import Generator
 from router.slow_reader import WRITE_TIMEOUT_S
 from router.stream_cursor import StreamCursor
@@ -104,9 +107,11 @@ class InferenceService(InferenceServicer):
 
     def _fields(self, request: pb.GenerateRequest, context: Any, seen: StreamPosition | None) -> ClientFields:
         sampling = request.sampling
+        max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else None
+        reads = _reads(request, max_tokens)
         return ClientFields(
             sampling=wire.sampling_from_pb(sampling),
-            max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
+            max_tokens=1 if reads is not None and reads.only else max_tokens,
             seed=sampling.seed if sampling.HasField("seed") else None,
             model=request.model or None,
             num_choices=request.n if request.HasField("n") else 1,
@@ -118,6 +123,7 @@ class InferenceService(InferenceServicer):
             time_left_s=context.time_remaining(),
             last_seen=seen,
             structure=_structure(request),
+            reads=reads,
         )
 
     async def _prepare(self, request: pb.GenerateRequest, fields: ClientFields) -> Prepared:
@@ -143,9 +149,21 @@ class _AnswerStream:
         self.ready = writer.flush
 
     def take(self, delta: TextDelta) -> bool:
+        if delta.reading is not None:
+            request = self._prepared.request
+            parts = prompt_responses(request.request_id, request.prompt_token_ids, delta.reading)
+            return any([self._writer.put(part) for part in parts])
         self._usage.add(delta)
         response = _response(self._prepared, delta, self._usage, self._cursor)
         return response is not None and self._writer.put(response)
+
+
+def _reads(request: pb.GenerateRequest, max_tokens: int | None) -> ReadAsk | None:
+    if not request.HasField("prompt_logprobs"):
+        return None
+    if request.stream_ids or request.last_stream_id:
+        raise InvalidRequest("prompt_logprobs: not of a stream that can be continued", param="prompt_logprobs")
+    return read_ask(prompt_logprobs=request.prompt_logprobs, streams=False, max_tokens=max_tokens, echo=False)
 
 
 def _structure(request: pb.GenerateRequest) -> Structure | None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from router.asked import Prepared
 from router.text_stream import TextDelta
 from router.tokenizer import Tokenizer
-from tandem.errors import InternalError
+from tandem.errors import InternalError, InvariantError
 from tandem.outputs import SampledToken
 
 LEAST_LOGPROB = -9999.0
@@ -44,6 +44,10 @@ class Answer(Protocol):
 
     def ending(self) -> dict[str, Any]:
         """A chunk without choices, for usage."""
+        ...
+
+    def echoed_first(self, index: int) -> dict[str, Any]:
+        """Log probabilities of the first token of a prompt that is echoed, by choice."""
         ...
 
     def logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
@@ -105,6 +109,10 @@ class ChatAnswer:
     def ending(self) -> dict[str, Any]:
         """No choices."""
         return self._chunk([])
+
+    def echoed_first(self, index: int) -> dict[str, Any]:
+        """A conversation is not echoed."""
+        raise InvariantError(f"choice {index} of a conversation was to be echoed")
 
     def logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
         """See Answer."""
@@ -202,6 +210,12 @@ class CompletionAnswer:
             return prompt.prompt_text
         return self._tokenizer.decode(prompt.request.prompt_token_ids)
 
+    def echoed_first(self, index: int) -> dict[str, Any]:
+        """Log probabilities of the first token of a choice's prompt: none. Those of its others follow."""
+        text = self._logprobs.text(self._of(index).request.prompt_token_ids[0])
+        self._offsets[index] = len(text)
+        return {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+
     def logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
         """See Answer."""
         offset = self._offsets.get(delta.choice_index, 0)
@@ -233,29 +247,29 @@ class _Logprobs:
         known = [token for token in tokens if token.logprob is not None]
         if not known:
             return None, offset
-        texts = [self._text(token.token_id) for token in known]
+        texts = [self.text(token.token_id) for token in known]
         offsets = [offset]
         for text in texts:
             offsets.append(offsets[-1] + len(text))
         logprobs = {
             "tokens": texts,
-            "token_logprobs": [_finite(token.logprob or 0.0) for token in known],
-            "top_logprobs": [
-                {self._text(t.token_id): _finite(t.logprob) for t in token.top_logprobs} for token in known
-            ],
+            "token_logprobs": [finite(token.logprob or 0.0) for token in known],
+            "top_logprobs": [{self.text(t.token_id): finite(t.logprob) for t in token.top_logprobs} for token in known],
             "text_offset": offsets[:-1],
         }
         return logprobs, offsets[-1]
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.bytes_of(token_id)
-        return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
+        return {"token": data.decode(errors="replace"), "logprob": finite(logprob), "bytes": list(data)}
 
-    def _text(self, token_id: int) -> str:
+    def text(self, token_id: int) -> str:
+        """Of one token."""
         return self._tokenizer.bytes_of(token_id).decode(errors="replace")
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """As JSON can say it. Raises InternalError when it is not a number."""
     if math.isnan(logprob):
         raise InternalError("a log probability is not a number")
     return max(logprob, LEAST_LOGPROB)

@@ -17,6 +17,7 @@ from router.http.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer
 from router.http.json_body import BodyBounds, read_object
 from router.http.link import WhileConnected
 from router.http.middleware import check_request_id
+from router.http.prompt_scores import PromptScores, ScoresShown
 from router.http.schemas import ChatBody, CompletionBody, GenerationBody, validate
 from router.http.sse import EventStream, SseResponse
 from router.http.tool_answer import CallingChatAnswer
@@ -48,6 +49,7 @@ class _Call:
     extras: StreamExtras
     ids: StreamIds | None
     seen: StreamPosition | None
+    scores: ScoresShown
 
 
 class GenerationRoutes:
@@ -125,6 +127,7 @@ class GenerationRoutes:
             extras=extras,
             ids=self._frontend.stream_ids if _wants_ids(request) else None,
             seen=seen,
+            scores=body.scores_shown(),
         )
         if body.stream:
             return SseResponse(partial(self._stream, call))
@@ -152,7 +155,8 @@ class GenerationRoutes:
         choices = text.choices()
         for choice in choices:
             usage.add(choice)
-        content = await whole_content(call.show(prepared), choices)
+        scores = PromptScores(call.scores, prepared, text.readings, self._frontend.tokenizer)
+        content = await whole_content(call.show(prepared), choices, scores)
         content["usage"] = usage_object(usage)
         if call.extras.timing:
             content["timing"] = timing_object(usage)

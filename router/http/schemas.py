@@ -8,10 +8,12 @@ from pydantic import Field, ValidationError, model_validator
 
 from router.asked import ClientFields
 from router.conversation import MAX_VARIABLES, Message, TemplateOptions
+from router.http.prompt_scores import ScoresShown
 from router.http.strict_body import StrictBody, at_most
 from router.http.structures import ResponseFormat, StructuredOutputs, guided, the_one
 from router.http.tool_schemas import CallPart, ToolChoice, ToolSpec, tool_use
 from router.prompts import MAX_MESSAGES
+from router.reading_asked import read_ask
 from router.stop_strings import MAX_STOP_STRINGS
 from router.structure import Structure
 from router.tools import MAX_CALLS, MAX_TOOLS
@@ -63,6 +65,7 @@ class GenerationBody(StrictBody):
     truncate_prompt_tokens: int | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: Annotated[list[str] | None, at_most(MAX_BAD_WORDS)] = None
+    prompt_logprobs: int | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -102,10 +105,18 @@ class GenerationBody(StrictBody):
         tenant: str,
         num_logprobs: int | None,
         max_tokens: int | None,
+        echo: bool = False,
         add_special_tokens: bool = True,
         add_generation_prompt: bool = True,
     ) -> ClientFields:
         """What the frontend validates."""
+        reads = read_ask(
+            prompt_logprobs=self.prompt_logprobs,
+            echoed_logprobs=num_logprobs if echo else None,
+            streams=bool(self.stream),
+            max_tokens=max_tokens,
+            echo=echo,
+        )
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         sampling = SamplingParams(
             **given,
@@ -116,7 +127,7 @@ class GenerationBody(StrictBody):
         )
         return ClientFields(
             sampling=sampling,
-            max_tokens=max_tokens,
+            max_tokens=1 if reads is not None and reads.only else max_tokens,
             seed=self.seed,
             model=self.model,
             num_choices=self.n if self.n is not None else 1,
@@ -131,8 +142,13 @@ class GenerationBody(StrictBody):
             add_generation_prompt=add_generation_prompt,
             structure=self._structure(),
             bad_words=tuple(self.bad_words or ()),
+            reads=reads,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
         )
+
+    def scores_shown(self) -> ScoresShown:
+        """What the answer shows of the prompts' log probabilities."""
+        return ScoresShown(prompt_logprobs=self.prompt_logprobs)
 
     def _structure(self) -> Structure | None:
         """What answers must be. Raises InvalidRequest when it is said twice."""
@@ -233,17 +249,20 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool | None = None
 
     def completion_fields(self, tenant: str) -> ClientFields:
-        """Refuses what would need the prompt's logprobs."""
+        """What the frontend validates."""
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
             raise InvalidRequest(f"logprobs must be an integer in [0, {MAX_TOP_LOGPROBS}]", param="logprobs")
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest("echo together with logprobs is not supported yet", param="echo")
         return self.fields(
             tenant=tenant,
             num_logprobs=self.logprobs,
             max_tokens=self.max_tokens,
+            echo=bool(self.echo),
             add_special_tokens=self.add_special_tokens is not False,
         )
+
+    def scores_shown(self) -> ScoresShown:
+        """See GenerationBody."""
+        return ScoresShown(prompt_logprobs=self.prompt_logprobs, echoed=self.logprobs if self.echo else None)
 
 
 class TokenizeBody(StrictBody):

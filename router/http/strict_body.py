@@ -18,7 +18,6 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "function_call": (None, "none", "auto"),
     "suffix": (None, ""),
     "echo": (None, False),
-    "prompt_logprobs": (None,),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1.0),
     "early_stopping": (None, False),

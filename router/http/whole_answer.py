@@ -3,7 +3,7 @@ go on in between.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -11,26 +11,39 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.http.answers import Answer
+from router.http.prompt_scores import SLICE_VALUES, PromptScores
 from router.text_stream import TextDelta
 
-_SLICE_VALUES = 2048
-"""Tokens and alternatives that are shown in one turn of the loop: some milliseconds."""
 _PIECE_BYTES = 256 << 10
 
 
-async def whole_content(answer: Answer, choices: Sequence[TextDelta]) -> dict[str, Any]:
-    """The answer, for orjson."""
-    logprobs = [await _logprobs(answer, choice) for choice in choices]
-    return answer.whole(choices, logprobs)
+async def whole_content(
+    answer: Answer, choices: Sequence[TextDelta], scores: PromptScores | None = None
+) -> dict[str, Any]:
+    """The answer, for orjson; with what is wanted of the prompts' log probabilities."""
+    logprobs = [await _logprobs(answer, choice, scores) for choice in choices]
+    content = answer.whole(choices, logprobs)
+    if scores is not None:
+        await scores.add_to(content)
+    return content
 
 
-async def _logprobs(answer: Answer, choice: TextDelta) -> dict[str, Any] | None:
+def _slices(answer: Answer, choice: TextDelta, scores: PromptScores | None) -> Iterator[dict[str, Any] | None]:
+    """Of a prompt that is echoed, then of the answer's tokens."""
+    if scores is not None and scores.echoes:
+        yield answer.echoed_first(choice.choice_index)
+        for echoed in scores.echoed(choice.choice_index):
+            yield answer.logprobs(choice._replace(tokens=echoed))
+    tokens = choice.tokens
+    step = max(1, SLICE_VALUES // (1 + len(tokens[0].top_logprobs))) if tokens else 1
+    for start in range(0, len(tokens), step):
+        yield answer.logprobs(choice._replace(tokens=tokens[start : start + step]))
+
+
+async def _logprobs(answer: Answer, choice: TextDelta, scores: PromptScores | None) -> dict[str, Any] | None:
     lists: dict[str, list[bytes]] = {}
     others: dict[str, Any] = {}
-    tokens = choice.tokens
-    step = max(1, _SLICE_VALUES // (1 + len(tokens[0].top_logprobs))) if tokens else 1
-    for start in range(0, len(tokens), step):
-        shown = answer.logprobs(choice._replace(tokens=tokens[start : start + step]))
+    for shown in _slices(answer, choice, scores):
         if shown is None:
             break
         for name, value in shown.items():

@@ -18,7 +18,7 @@ WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
 
 class RouterMessage(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "reroute", "inherit", "settled", "adopt", "resync", "orders", "supersede")
+    __slots__ = ("hello", "submit", "cancel", "reroute", "inherit", "settled", "adopt", "resync", "orders", "supersede", "read")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class RouterMessage(_message.Message):
     RESYNC_FIELD_NUMBER: _ClassVar[int]
     ORDERS_FIELD_NUMBER: _ClassVar[int]
     SUPERSEDE_FIELD_NUMBER: _ClassVar[int]
+    READ_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     submit: Submit
     cancel: Cancel
@@ -39,7 +40,8 @@ class RouterMessage(_message.Message):
     resync: Resync
     orders: Orders
     supersede: Supersede
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., reroute: _Optional[_Union[Reroute, _Mapping]] = ..., inherit: _Optional[_Union[Inherit, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ..., orders: _Optional[_Union[Orders, _Mapping]] = ..., supersede: _Optional[_Union[Supersede, _Mapping]] = ...) -> None: ...
+    read: Read
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., reroute: _Optional[_Union[Reroute, _Mapping]] = ..., inherit: _Optional[_Union[Inherit, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ..., orders: _Optional[_Union[Orders, _Mapping]] = ..., supersede: _Optional[_Union[Supersede, _Mapping]] = ..., read: _Optional[_Union[Read, _Mapping]] = ...) -> None: ...
 
 class Orders(_message.Message):
     __slots__ = ("orders",)
@@ -103,6 +105,24 @@ class Submit(_message.Message):
     tokens_per_message: int
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choice_index: _Optional[int] = ..., hash_root: _Optional[bytes] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., prefill: _Optional[_Union[PrefillRoute, _Mapping]] = ..., holder: _Optional[_Union[_common_pb2.PrefixHolder, _Mapping]] = ..., trace: _Optional[str] = ..., tokens_per_message: _Optional[int] = ...) -> None: ...
 
+class Read(_message.Message):
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "hash_root", "priority", "timeout_s", "num_top")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    HASH_ROOT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOP_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    hash_root: bytes
+    priority: int
+    timeout_s: float
+    num_top: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., hash_root: _Optional[bytes] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., num_top: _Optional[int] = ...) -> None: ...
+
 class Supersede(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -136,7 +156,7 @@ class Reroute(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prefill: _Optional[_Union[PrefillRoute, _Mapping]] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("hello", "tokens", "refused", "transfer_failed", "kv_events", "load", "draining", "bequest", "inherited")
+    __slots__ = ("hello", "tokens", "refused", "transfer_failed", "kv_events", "load", "draining", "bequest", "inherited", "read")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +166,7 @@ class WorkerMessage(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     BEQUEST_FIELD_NUMBER: _ClassVar[int]
     INHERITED_FIELD_NUMBER: _ClassVar[int]
+    READ_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     tokens: StepTokens
     refused: Refused
@@ -155,7 +176,8 @@ class WorkerMessage(_message.Message):
     draining: Draining
     bequest: Bequest
     inherited: Inherited
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., transfer_failed: _Optional[_Union[TransferFailed, _Mapping]] = ..., kv_events: _Optional[_Union[KVEvents, _Mapping]] = ..., load: _Optional[_Union[LoadSnapshot, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., bequest: _Optional[_Union[Bequest, _Mapping]] = ..., inherited: _Optional[_Union[Inherited, _Mapping]] = ...) -> None: ...
+    read: ReadPart
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., transfer_failed: _Optional[_Union[TransferFailed, _Mapping]] = ..., kv_events: _Optional[_Union[KVEvents, _Mapping]] = ..., load: _Optional[_Union[LoadSnapshot, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., bequest: _Optional[_Union[Bequest, _Mapping]] = ..., inherited: _Optional[_Union[Inherited, _Mapping]] = ..., read: _Optional[_Union[ReadPart, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("protocol_version", "worker_id", "incarnation", "role", "model_name", "max_model_len", "num_blocks", "layout", "handoff_address", "transports", "vocab_size", "eos_token_ids", "num_blocks_below")
@@ -230,6 +252,26 @@ class Finish(_message.Message):
     cached_tokens: int
     times: _common_pb2.PhaseTimes
     def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., times: _Optional[_Union[_common_pb2.PhaseTimes, _Mapping]] = ...) -> None: ...
+
+class ReadPart(_message.Message):
+    __slots__ = ("request_id", "attempt", "logprobs", "ranks", "top_ids", "top_logprobs", "mean", "times")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    top_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    mean: _containers.RepeatedScalarFieldContainer[float]
+    times: _common_pb2.PhaseTimes
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ..., ranks: _Optional[_Iterable[int]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., mean: _Optional[_Iterable[float]] = ..., times: _Optional[_Union[_common_pb2.PhaseTimes, _Mapping]] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("request_id", "attempt", "failure")

@@ -33,6 +33,17 @@ class Oracle:
         )
         return out[:, ids.shape[1] :].tolist()
 
+    @torch.no_grad()
+    def logprobs(self, prompt: Sequence[int]) -> torch.Tensor:
+        """Of every token in the place of each one but the first, `[num_tokens - 1, vocab_size]`."""
+        return self._model(torch.tensor([list(prompt)])).logits[0, :-1].log_softmax(-1)
+
+    @torch.no_grad()
+    def mean_state(self, prompt: Sequence[int]) -> torch.Tensor:
+        """The mean of the last hidden states, behind the final norm."""
+        out = self._model(torch.tensor([list(prompt)]), output_hidden_states=True)
+        return out.hidden_states[-1][0].mean(0)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
         return list(self._tokenizer.encode(text))

@@ -26,6 +26,7 @@ from engine.ranks import leader as leading
 from engine.ranks.channel import Channel, Kind
 from engine.ranks.leader import Leader
 from engine.ranks.messages import RankSetup
+from engine.reading import Reading
 from engine.request import Batch, BatchItem, BlockTable, Request, SampledToken
 from kv_transfer.transports.shared_pool import SharedPool
 from tandem.errors import ConfigError
@@ -134,6 +135,18 @@ def say_with_logprobs(parts: EngineParts) -> Iterator[SampledToken]:
         yield from run_step(parts, [request])
 
 
+def read_prompt(parts: EngineParts) -> tuple[list[float], list[int], list[float]]:
+    """What is read of a prompt in two chunks: log probabilities, the most likely tokens, the mean hidden state."""
+    readings = [Reading(num_prompt_tokens=37, num_top=num_top) for num_top in (3, None)]
+    requests = [request_of(range(3, 40), f"read {i}") for i in range(2)]
+    for i, (request, reading) in enumerate(zip(requests, readings, strict=True)):
+        request.reading = reading
+        request.block_table.extend(BlockId(8 * i + j) for j in range(8))
+    while any(request.num_output_tokens < 1 for request in requests):
+        run_step(parts, requests)
+    return [*readings[0].logprobs, *readings[0].top_logprobs], list(readings[0].top_ids), readings[1].mean()
+
+
 def compare_logprobs(ours, expected) -> None:
     """The same tokens; sums over ranks are made in another order, so that log-probabilities are only close."""
     for one, other in zip(ours, expected, strict=True):
@@ -183,6 +196,9 @@ def test_processes_together_say_what_one_says(architecture: str, size: int, tmp_
         for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, top_p=0.9, seed=7), ODD):
             assert say(together, params) == say(alone, params)
         compare_logprobs(say_with_logprobs(together), say_with_logprobs(alone))
+        for ours, expected in zip(read_prompt(together), read_prompt(alone), strict=True):
+            assert len(expected) > 0
+            assert ours == pytest.approx(expected, abs=1e-4)
         assert together.layout.tp_size == size
         assert together.model == alone.model
         assert together.budget.num_blocks == alone.budget.num_blocks == 40

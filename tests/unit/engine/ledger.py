@@ -13,6 +13,7 @@ from typing import Any
 
 from engine.block_moves import BlockLoad, BlockOffload
 from engine.config import EngineConfig
+from engine.reading import Reading
 from engine.request import Batch, Request, SampledToken
 from engine.scheduler import Scheduler
 from engine.tier_counts import Traffic
@@ -127,6 +128,8 @@ class LedgerRunner:
                 state = (state * 1_000_003 + request.token_ids[position] + 1) % (2**61 - 1)
                 self.write(request.block_table, position, state)
             self.num_computed += item.num_tokens
+            if request.reading is not None:
+                read(request, request.reading, item.start, item.num_tokens)
             if item.samples:
                 sampled.append(SampledToken(token_id=next_token(self.read(request.block_table, end))))
         return sampled
@@ -163,6 +166,20 @@ class LedgerRunner:
         entries = kv_of(tokens)
         for position in range(start, end):
             self.write(blocks, position, entries[position])
+
+
+def read(request: Request, reading: Reading, start: int, num_tokens: int) -> None:
+    """Figures that tell where in which prompt they were read."""
+    for position in reading.rows(start, num_tokens):
+        token = request.token_ids[position]
+        if reading.num_top is None:
+            reading.pooled(1, [float(token), float(position)])
+        else:
+            top = range(reading.num_top)
+            own = -float(request.token_ids[position + 1])
+            reading.scored(
+                1, logprobs=[own], ranks=[position + 1], top_ids=list(top), top_logprobs=[-float(i) for i in top]
+            )
 
 
 _ids = count()

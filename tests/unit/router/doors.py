@@ -15,6 +15,7 @@ from router.chat_template import ChatTemplate
 from router.frontend import Frontend
 from router.grammar_check import GrammarChecker
 from router.metrics import RouterMetrics
+from router.reading import PromptReading
 from router.requests import ChoiceDelta, ChoiceFinish, Reader, RoutedRequest
 from router.tokenizer import Tokenizer
 from tandem.config import RouterConfig
@@ -106,6 +107,10 @@ class FakeGenerator:
         self.began.set()
         script = self.script
         try:
+            if request.reads is not None:
+                yield ChoiceDelta(0, reading=reading_of(request))
+                if request.reads.only:
+                    script = Script(reason=FinishReason.LENGTH)
             for done in range(0, len(script.tokens) + 1, script.per_delta):
                 if script.error is not None and done >= script.error_after:
                     raise script.error
@@ -139,6 +144,22 @@ class FakeGenerator:
             return SampledToken(token_id=token_id)
         top = (TokenLogprob(token_id=token_id, logprob=-0.5), TokenLogprob(token_id=5, logprob=float("-inf")))
         return SampledToken(token_id=token_id, logprob=-0.5, top_logprobs=top)
+
+
+def reading_of(request: RoutedRequest) -> PromptReading:
+    """Each token scores minus its id and is the third; the most likely are the first ids."""
+    ask, prompt = request.reads, request.prompt_token_ids
+    assert ask is not None
+    if ask.num_top is None:
+        return PromptReading(mean=[3.0 * len(prompt), 0.0, -4.0 * len(prompt)], times=TIMES)
+    return PromptReading(
+        num_top=ask.num_top,
+        logprobs=[-float(token) for token in prompt[1:]],
+        ranks=[3 for _ in prompt[1:]],
+        top_ids=[top for _ in prompt[1:] for top in range(ask.num_top)],
+        top_logprobs=[-float(top) for _ in prompt[1:] for top in range(ask.num_top)],
+        times=TIMES,
+    )
 
 
 class Ready:

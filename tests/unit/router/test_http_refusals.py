@@ -39,7 +39,11 @@ async def client(parts: doors.Doors) -> AsyncIterator[httpx.AsyncClient]:
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"structured_outputs": {"regex": "(a+)+b"}}, "structured_outputs"),
         ({"best_of": 2}, "best_of"),
-        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"allowed_token_ids": [2**31]}, "allowed_token_ids"),
         ({"bad_words": [""]}, "bad_words"),
@@ -182,7 +186,9 @@ async def test_context_and_model_errors(client: httpx.AsyncClient) -> None:
     answer = await client.post(PLAIN, json={"prompt": [5] * doors.CONTEXT})
     assert error_of(answer)["code"] == "context_length_exceeded"
     assert str(doors.CONTEXT) in error_of(answer)["message"]
-    assert error_of(await client.post(PLAIN, json={"prompt": "a", "echo": True, "logprobs": 1}))["param"] == "echo"
+    streamed = {"prompt": "a", "echo": True, "logprobs": 1, "stream": True}
+    assert error_of(await client.post(PLAIN, json=streamed))["param"] == "echo"
+    assert error_of(await client.post(PLAIN, json={"prompt": "a", "max_tokens": 0}))["param"] == "max_tokens"
     assert error_of(await client.post(PLAIN, json={"prompt": "a", "logprobs": 21}))["param"] == "logprobs"
     assert error_of(await client.post(PLAIN, json={}))["param"] == "prompt"
 

@@ -9,6 +9,7 @@ import pytest
 
 from engine.block_moves import BlockCopy, BlockLoad, BlockOffload
 from engine.ranks.step_wire import decode_step, encode_step
+from engine.reading import Reading
 from engine.request import Batch, BatchItem, BlockTable, Request
 from engine.step_inputs import StepInputs, build_step_inputs
 from tandem.errors import InvariantError
@@ -29,6 +30,8 @@ def step(rng: random.Random) -> StepInputs:
             hash_root=BlockHash(b""),
             block_table=BlockTable([BlockId(rng.randrange(2**24)) for _ in range(num_blocks)]),
         )
+        if rng.random() < 0.3:
+            request.reading = Reading(num_prompt_tokens=start + count, num_top=rng.choice([None, 0, 7]))
         items.append(BatchItem(request=request, start=start, num_tokens=count, samples=rng.random() < 0.5))
     offloads = tuple(BlockOffload(BlockId(rng.randrange(99)), rng.randrange(99)) for _ in range(rng.randrange(3)))
     loads = tuple(BlockLoad(rng.randrange(99), BlockId(rng.randrange(99))) for _ in range(rng.randrange(3)))

@@ -1,0 +1,195 @@
+"""Prompts that routers want read and not continued: both kinds of worker take such orders here.
+
+Life of one: order → engine queue → chunks → all that was read, in messages of bounded size → gone. Whatever goes wrong,
+the router is told Refused and asks another worker: nothing of a reading is worth keeping.
+"""
+
+import asyncio
+import logging
+import time
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+
+from engine.guide import unusable
+from engine.host import EngineHost
+from engine.reading import Reading
+from engine.request import FinishReason, Request
+from engine.step import StepOutput
+from tandem.block_hash import HASH_BYTES
+from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, ServingError, Unavailable
+from tandem.ids import BlockHash, RequestId
+from tandem.outputs import PhaseTimes
+from tandem.sampling import MAX_TOP_LOGPROBS, SamplingParams
+from tandem.session_port import SessionPort
+from tandem.v1 import session_pb2 as pb
+from tandem.wire import failure_to_pb, times_to_pb
+
+_log = logging.getLogger(__name__)
+_VALUES_PER_MESSAGE = 16_384
+_MAX_ID_CHARS = 256
+_ENDS = {
+    FinishReason.DEADLINE: DeadlineExceeded("the prompt's time ran out in the queue"),
+    FinishReason.ABORT: InternalError("the engine ended the request"),
+    FinishReason.ERROR: unusable(None),
+}
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Task:
+    port: SessionPort
+    request_id: str
+    attempt: int
+    request: Request
+    reading: Reading
+    queued_s: float = 0.0
+
+
+class ReadOrders:
+    """One worker's. On the event loop's thread."""
+
+    def __init__(self, host: EngineHost) -> None:
+        self._host = host
+        self._serial = count(1)
+        self._tasks: dict[RequestId, _Task] = {}
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def take(self, port: SessionPort, message: pb.RouterMessage) -> bool:
+        """Whether an order was about a reading; then it has been seen to."""
+        if message.HasField("read"):
+            self._begin(port, message.read)
+            return True
+        if message.HasField("cancel"):
+            cancel = message.cancel
+            for task in [t for t in self._tasks.values() if _is(t, port, cancel.request_id, cancel.attempt)]:
+                self._abandon(task)
+                return True
+        return False
+
+    def closed(self, port: SessionPort) -> None:
+        """A router left: it asks elsewhere."""
+        for task in [task for task in self._tasks.values() if task.port is port]:
+            self._abandon(task)
+
+    async def finish(self) -> None:
+        """Take no more; wait for those here."""
+        self._draining = True
+        await self._idle.wait()
+
+    def on_output(self, output: StepOutput) -> None:
+        """One engine step."""
+        if not self._tasks:
+            return
+        for admission in output.admissions:
+            if (task := self._tasks.get(admission.request_id)) is not None:
+                task.queued_s = admission.queued_s
+        for event in output.events:
+            task = self._tasks.get(event.request_id)
+            if task is None or event.finish_reason is None:
+                continue
+            self._remove(task)
+            if (error := _ENDS.get(event.finish_reason)) is not None:
+                _refuse(task.port, task.request_id, task.attempt, error)
+                continue
+            for part in _parts(task):
+                task.port.send(pb.WorkerMessage(read=part))
+
+    def _begin(self, port: SessionPort, order: pb.Read) -> None:
+        try:
+            if self._draining:
+                raise Unavailable("this worker is draining", retry_after_s=1.0)
+            if any(_is(task, port, order.request_id, order.attempt) for task in self._tasks.values()):
+                raise InvalidRequest(f"attempt {order.attempt} of this request is here already", param="request_id")
+            reading = self._reading(order)
+            request = self._request(order, reading)
+        except ServingError as error:
+            _refuse(port, order.request_id, order.attempt, error)
+            return
+        task = _Task(port=port, request_id=order.request_id, attempt=order.attempt, request=request, reading=reading)
+        self._tasks[request.request_id] = task
+        self._idle.clear()
+        added = asyncio.ensure_future(self._host.call(lambda scheduler: scheduler.add(request)))
+        added.add_done_callback(lambda future: self._added(task, future))
+
+    def _reading(self, order: pb.Read) -> Reading:
+        num_top = order.num_top if order.HasField("num_top") else None
+        if num_top is not None and num_top > min(MAX_TOP_LOGPROBS, self._host.parts.model.vocab_size):
+            raise InvalidRequest(f"num_top must be at most {MAX_TOP_LOGPROBS}", param="num_top")
+        return Reading(num_prompt_tokens=len(order.prompt_token_ids), num_top=num_top)
+
+    def _request(self, order: pb.Read, reading: Reading) -> Request:
+        vocab_size = self._host.parts.model.vocab_size
+        if len(order.hash_root) != HASH_BYTES or not 0 < len(order.request_id) <= _MAX_ID_CHARS:
+            raise InvalidRequest(f"hash_root has {HASH_BYTES} bytes, request_id at most {_MAX_ID_CHARS} characters")
+        if order.prompt_token_ids and max(order.prompt_token_ids) >= vocab_size:
+            raise InvalidRequest(f"prompt_token_ids must be below the vocabulary's {vocab_size}", param="prompt")
+        now_s = time.monotonic()
+        return Request(
+            request_id=RequestId(f"read {next(self._serial)}:{order.request_id}"),
+            token_ids=array("i", order.prompt_token_ids),
+            num_prompt_tokens=len(order.prompt_token_ids),
+            params=SamplingParams(max_tokens=1, temperature=0.0),
+            hash_root=BlockHash(order.hash_root),
+            arrival_s=now_s,
+            priority=order.priority,
+            deadline_s=now_s + order.timeout_s if order.HasField("timeout_s") else None,
+            reading=reading,
+        )
+
+    def _added(self, task: _Task, future: "asyncio.Future[None]") -> None:
+        """The engine may not have taken it."""
+        if future.cancelled() or (error := future.exception()) is None:
+            return
+        if task.request.request_id in self._tasks:
+            self._remove(task)
+            told = error if isinstance(error, ServingError) else InternalError("the engine has failed")
+            _refuse(task.port, task.request_id, task.attempt, told)
+
+    def _abandon(self, task: _Task) -> None:
+        self._remove(task)
+        self._host.post(lambda scheduler: scheduler.abort(task.request.request_id))
+
+    def _remove(self, task: _Task) -> None:
+        del self._tasks[task.request.request_id]
+        if not self._tasks:
+            self._idle.set()
+
+
+def _is(task: _Task, port: SessionPort, request_id: str, attempt: int) -> bool:
+    return task.port is port and task.request_id == request_id and task.attempt == attempt
+
+
+def _refuse(port: SessionPort, request_id: str, attempt: int, error: ServingError) -> None:
+    refused = pb.Refused(request_id=request_id, attempt=attempt, failure=failure_to_pb(error))
+    port.send(pb.WorkerMessage(refused=refused))
+
+
+def _parts(task: _Task) -> Iterator[pb.ReadPart]:
+    """All that was read; the last part says that it is."""
+    reading, top = task.reading, task.reading.num_top or 0
+    rows = len(reading.logprobs)
+    step = max(1, _VALUES_PER_MESSAGE // (2 + 2 * top))
+    last = max(0, rows - 1) // step * step
+    for begin in range(0, last + 1, step):
+        end = min(rows, begin + step)
+        part = pb.ReadPart(
+            request_id=task.request_id,
+            attempt=task.attempt,
+            logprobs=reading.logprobs[begin:end],
+            ranks=reading.ranks[begin:end],
+            top_ids=reading.top_ids[begin * top : end * top],
+            top_logprobs=reading.top_logprobs[begin * top : end * top],
+        )
+        if begin == last:
+            if reading.num_top is None:
+                part.mean.extend(reading.mean())
+            now_s = time.monotonic()
+            prefill_s = max(0.0, now_s - task.request.arrival_s - task.queued_s)
+            part.times.CopyFrom(times_to_pb(PhaseTimes(prefill_queue_s=task.queued_s, prefill_s=prefill_s)))
+        yield part

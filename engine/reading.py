@@ -1,0 +1,71 @@
+"""What is asked of a prompt's own tokens, and what has come of it so far.
+
+A request that carries a `Reading` computes its prompt as any other does, in chunks and between preemptions; the rows of
+each chunk are looked at before they are forgotten. KV that is in the cache has no rows to look at, so such a request
+takes over nothing of a prefix but what it has read itself. Belongs to the engine thread until its request has ended.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tandem.errors import InvariantError
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Reading:
+    """Either log probabilities of the prompt's tokens behind the first one, or the mean of its last hidden states."""
+
+    num_prompt_tokens: int
+    num_top: int | None
+    """Of each token also so many of the most likely in its place; None: hidden states, and no log probabilities."""
+    num_read: int = 0
+    """Leading rows that have been looked at."""
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))  # [num_read]
+    ranks: "array[int]" = field(default_factory=lambda: array("i"))  # [num_read], 1: no token was more likely
+    top_ids: "array[int]" = field(default_factory=lambda: array("i"))  # [num_read * num_top]
+    top_logprobs: "array[float]" = field(default_factory=lambda: array("f"))  # [num_read * num_top]
+    hidden_sum: "array[float]" = field(default_factory=lambda: array("d"))  # [hidden_size], once a row has been read
+
+    @property
+    def num_wanted(self) -> int:
+        """Rows to look at: a row tells of the token behind it, so of log probabilities the last row has none."""
+        return self.num_prompt_tokens - (self.num_top is not None)
+
+    def rows(self, start: int, num_tokens: int) -> range:
+        """Positions to look at in a step over so many tokens; those known from before a preemption are left out."""
+        return range(max(start, self.num_read), min(start + num_tokens, self.num_wanted))
+
+    def scored(
+        self,
+        count: int,
+        *,
+        logprobs: Sequence[float],
+        ranks: Sequence[int],
+        top_ids: Sequence[int],
+        top_logprobs: Sequence[float],
+    ) -> None:
+        """So many rows more, in order."""
+        width = count * (self.num_top or 0)
+        if (len(logprobs), len(ranks), len(top_ids), len(top_logprobs)) != (count, count, width, width):
+            raise InvariantError(f"{len(logprobs)} scores of {count} rows")
+        self.logprobs.extend(logprobs)
+        self.ranks.extend(ranks)
+        self.top_ids.extend(top_ids)
+        self.top_logprobs.extend(top_logprobs)
+        self._read(count)
+
+    def pooled(self, count: int, hidden_sum: Sequence[float]) -> None:
+        """So many rows more, and the sum of their hidden states."""
+        before = self.hidden_sum or array("d", bytes(8 * len(hidden_sum)))
+        self.hidden_sum = array("d", map(float.__add__, before, hidden_sum))
+        self._read(count)
+
+    def mean(self) -> list[float]:
+        """The mean of all rows' hidden states."""
+        return [total / self.num_read for total in self.hidden_sum]
+
+    def _read(self, count: int) -> None:
+        self.num_read += count
+        if self.num_read > self.num_wanted:
+            raise InvariantError(f"{self.num_read} rows read of {self.num_wanted}")

@@ -1,0 +1,203 @@
+"""Has prompts read by workers: one after another until one of them has done it.
+
+A reading has no state worth keeping: whoever refuses or dies is left out, and the next worker begins anew.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from router.reader_choice import choose_reader
+from router.reading import PromptReading, ReadAsk, ReadingInParts
+from router.requests import ChoiceDelta, ChoiceFinish, Reader, RoutedRequest
+from router.session_events import AttemptRefused, ReadEvent, ReadOrder, ReadPart, WorkerLost
+from router.surroundings import Surroundings
+from router.worker_view import WorkerKey
+from router.workers import FAILURE_PENALTY_S
+from tandem.errors import DeadlineExceeded, InternalError, RequestTooLarge, ServingError, Unavailable
+from tandem.ids import RequestId
+from tandem.outputs import FinishReason
+
+_MOST_LOST = 2
+"""Workers that may die under one prompt: it may be what ends them."""
+_LATEST_RETRY_S = 1.0
+
+
+class PromptReads:
+    """One router's."""
+
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+
+    async def read(self, request: RoutedRequest, ask: ReadAsk, on_sent: Callable[[], None]) -> PromptReading:
+        """What was asked of the request's prompt. Cancelling it ends the reading; `on_sent` hears of each try.
+
+        Raises Overloaded, Unavailable, RequestTooLarge, DeadlineExceeded, InternalError, or what a worker found wrong.
+        """
+        left_s = None if request.deadline_s is None else max(0.0, request.deadline_s - self._around.clock())
+        try:
+            async with asyncio.timeout(left_s):
+                return await self._until_read(request, ask, on_sent)
+        except TimeoutError:
+            raise DeadlineExceeded("the request's time ran out") from None
+
+    async def _until_read(self, request: RoutedRequest, ask: ReadAsk, on_sent: Callable[[], None]) -> PromptReading:
+        excluded: set[WorkerKey] = set()
+        error: ServingError | None = None
+        lost = attempt = 0
+        while lost < _MOST_LOST:
+            key = self._choose(request, excluded)
+            if key is None:
+                await self._wait_for_worker(request, excluded, error)
+                continue
+            attempt += 1
+            found = await self._ask(request, ask, key, attempt, on_sent)
+            if isinstance(found, PromptReading):
+                return found
+            excluded.add(key)
+            if isinstance(found, WorkerLost):
+                lost += 1
+                continue
+            error = found
+            if not error.retryable and not isinstance(error, InternalError):
+                raise error
+        raise Unavailable("two workers were lost while they read this prompt", retry_after_s=_LATEST_RETRY_S)
+
+    def _choose(self, request: RoutedRequest, excluded: set[WorkerKey]) -> WorkerKey | None:
+        around = self._around
+        workers = around.placer.registry.snapshots()
+        shunned = around.health.breakers.closed_to(around.clock())
+        num_tokens = len(request.prompt_token_ids)
+        found = choose_reader(workers, num_tokens, excluded=excluded, shunned=shunned)
+        if found is None and workers and num_tokens > max(worker.info.pool_tokens for worker in workers):
+            raise RequestTooLarge(
+                f"prompt: {num_tokens} tokens are more than any worker's KV pool holds", param="prompt"
+            )
+        return None if found is None else found.info.key
+
+    async def _wait_for_worker(
+        self, request: RoutedRequest, excluded: set[WorkerKey], error: ServingError | None
+    ) -> None:
+        """Until one comes that has not been asked. Raises what the last one said, or Unavailable after a while."""
+        if error is not None:
+            raise error
+        registry, settings = self._around.placer.registry, self._around.settings
+        changed = asyncio.Event()
+        registry.watch(changed.set)
+        try:
+            async with asyncio.timeout(settings.rejoin_s):
+                while self._choose(request, excluded) is None:
+                    changed.clear()
+                    await changed.wait()
+        except TimeoutError:
+            raise Unavailable("no worker can read the prompt", retry_after_s=settings.retry_after_s) from None
+        finally:
+            registry.unwatch(changed.set)
+
+    async def _ask(
+        self, request: RoutedRequest, ask: ReadAsk, key: WorkerKey, attempt: int, on_sent: Callable[[], None]
+    ) -> PromptReading | ServingError | WorkerLost:
+        around, registry = self._around, self._around.placer.registry
+        port = registry.port(key)
+        if port is None:
+            return Unavailable("the worker has left", retry_after_s=around.settings.retry_after_s)
+        order = _order(request, ask, attempt, around.clock())
+        coming = _Coming(ask, len(request.prompt_token_ids))
+        booked = registry.assign(key, len(request.prompt_token_ids))
+        breakers = around.health.breakers
+        breakers.began(key, around.clock())
+        try:
+            port.read(order, coming.take)
+            on_sent()
+            found = await coming.outcome
+        except Unavailable as refusal:
+            breakers.released(key)
+            return refusal
+        except asyncio.CancelledError:
+            breakers.released(key)
+            raise
+        finally:
+            port.cancel(order.request_id, attempt)
+            booked.end()
+        if isinstance(found, PromptReading):
+            breakers.succeeded(key, around.clock())
+        elif isinstance(found, InternalError | WorkerLost):
+            breakers.failed(key, around.clock())
+            registry.penalise(key, FAILURE_PENALTY_S)
+        else:
+            breakers.released(key)
+        return found
+
+
+class AfterReading:
+    """A `Reader` of what is generated once the prompt was read: that was computed for this very request.
+
+    So it is no cache hit, and its time counts.
+    """
+
+    def __init__(self, reader: Reader, reading: PromptReading) -> None:
+        self._take = reader.take
+        self._times = reading.times
+        self.ready = reader.ready
+
+    def take(self, delta: ChoiceDelta) -> bool:
+        """See Reader."""
+        if (finish := delta.finish) is not None:
+            times = replace(
+                finish.times,
+                prefill_queue_s=finish.times.prefill_queue_s + self._times.prefill_queue_s,
+                prefill_s=finish.times.prefill_s + self._times.prefill_s,
+            )
+            delta = delta._replace(finish=replace(finish, cached_tokens=0, times=times))
+        return self._take(delta)
+
+
+def tell_end(request: RoutedRequest, reading: PromptReading, reader: Reader) -> None:
+    """Of all choices, where nothing is generated."""
+    finish = ChoiceFinish(reason=FinishReason.LENGTH, cached_tokens=0, times=reading.times)
+    for index in range(request.num_choices):
+        reader.take(ChoiceDelta(index, finish=finish))
+
+
+class _Coming:
+    """One reading at one worker, as its parts arrive."""
+
+    def __init__(self, ask: ReadAsk, num_tokens: int) -> None:
+        self.outcome: asyncio.Future[PromptReading | ServingError | WorkerLost] = (
+            asyncio.get_running_loop().create_future()
+        )
+        self._parts = ReadingInParts(ask, num_tokens)
+
+    def take(self, event: ReadEvent) -> None:
+        """The next thing that the worker, or its session, has to say."""
+        if self.outcome.done():
+            return
+        match event:
+            case ReadPart():
+                self._parts.add(
+                    logprobs=event.logprobs,
+                    ranks=event.ranks,
+                    top_ids=event.top_ids,
+                    top_logprobs=event.top_logprobs,
+                    mean=event.mean,
+                )
+                if event.times is not None:
+                    whole = self._parts.whole(event.times)
+                    wrong = InternalError("a worker read something else than was asked for")
+                    self.outcome.set_result(wrong if whole is None else whole)
+            case AttemptRefused():
+                self.outcome.set_result(event.error)
+            case WorkerLost():
+                self.outcome.set_result(event)
+
+
+def _order(request: RoutedRequest, ask: ReadAsk, attempt: int, now_s: float) -> ReadOrder:
+    return ReadOrder(
+        request_id=RequestId(f"{request.request_id}/prompt"),
+        attempt=attempt,
+        prompt_token_ids=request.prompt_token_ids,
+        num_top=ask.num_top,
+        hash_root=request.hash_root,
+        priority=request.priority,
+        timeout_s=None if request.deadline_s is None else max(0.0, request.deadline_s - now_s),
+    )
