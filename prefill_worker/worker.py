@@ -10,6 +10,7 @@ from array import array
 
 from engine.guide import unusable
 from engine.host import EngineHost
+from engine.pin_desk import PinDesk
 from engine.request import Request, TokenEvent
 from engine.scheduler import Scheduler
 from engine.step import LayersDone, PrefillProgress, StepOutput
@@ -38,6 +39,7 @@ class PrefillWorker:
         self.fabric: Fabric | None = None
         self.legator: Legator | None = None
         self._host = host
+        self._pins = PinDesk(host)
         self._tasks: dict[TransferId, PrefillTask] = {}
 
     # SessionHandler
@@ -48,6 +50,7 @@ class PrefillWorker:
 
     def opened(self, port: SessionPort) -> None:
         """A router joined."""
+        self._pins.opened(port)
         if port.wants_events:
             self._host.send_snapshot(port)
 
@@ -64,9 +67,12 @@ class PrefillWorker:
             self.legator.settled(port)
         elif message.HasField("resync"):
             self._host.send_snapshot(port)
+        else:
+            self._pins.order(port, message)
 
     def closed(self, port: SessionPort) -> None:
         """A router left; its requests end with their decode workers."""
+        self._pins.closed(port)
 
     async def load(self) -> pb.LoadSnapshot:
         """How busy this worker is."""
@@ -137,6 +143,7 @@ class PrefillWorker:
 
     def on_output(self, output: StepOutput) -> None:
         """One engine step."""
+        self._pins.lost(output.lost_pins)
         if self.fabric is None:
             return
         hub = self.fabric.sender_hub
