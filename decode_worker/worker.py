@@ -21,6 +21,7 @@ from decode_worker.taskbook import TaskBook
 from decode_worker.told import ToldTokens
 from engine.guide import unusable
 from engine.host import EngineHost
+from engine.pin_desk import PinDesk
 from engine.read_orders import ReadOrders
 from engine.request import Request, SampledToken, TokenEvent
 from engine.scheduler import Scheduler
@@ -60,6 +61,7 @@ class DecodeWorker:
         self.fabric: Fabric | None = None
         self.legator: Legator | None = None
         self._host = host
+        self._pins = PinDesk(host)
         self._group = tasks
         self._serial = count(1)
         self._reports = StepReports(time.monotonic)
@@ -94,6 +96,7 @@ class DecodeWorker:
 
     def opened(self, port: SessionPort) -> None:
         """A router joined."""
+        self._pins.opened(port)
         self._takeovers.router_came(port)
         if port.wants_events:
             self._host.send_snapshot(port)
@@ -119,9 +122,12 @@ class DecodeWorker:
             self.legator.settled(port)
         elif kind == "resync":
             self._host.send_snapshot(port)
+        else:
+            self._pins.order(port, message)
 
     def closed(self, port: SessionPort) -> None:
         """A router left: its requests go on for a while, in case that another one takes them over."""
+        self._pins.closed(port)
         self._takeovers.router_left(port)
         self._reads.closed(port)
 
@@ -321,6 +327,7 @@ class DecodeWorker:
             if task is not None:
                 self._on_event(task, event, now_s)
         self._reports.send()
+        self._pins.lost(output.lost_pins)
 
     def _on_event(self, task: DecodeTask, event: TokenEvent, now_s: float) -> None:
         if task.cached_tokens is None:

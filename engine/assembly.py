@@ -25,6 +25,7 @@ from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.models.loader import Progress, load_model
 from engine.parallel.shard import Shard
+from engine.prefix_pins import PinBounds
 from engine.ranks.leader import open_ranks
 from engine.ranks.messages import PoolMemory, RankFacts, RankSetup
 from engine.ranks.ranks import Ranks, SoloRanks
@@ -79,6 +80,8 @@ class EngineSpec:
     max_step_s: float | None = None
     stall_s: float | None = None
     kv_dtype: str = AUTO_DTYPE
+    pinned_share: float = 0.0
+    pinned_tenant_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,8 +266,9 @@ def _scheduler(
     spec: EngineSpec, config: EngineConfig, hasher: BlockHasher, runner: ModelRunner, slots: HostSlots
 ) -> tuple[Scheduler, DiskStore | None]:
     """With the tiers that have room: what copying takes is measured here, computing as the worker runs."""
+    pins = PinBounds.of(config.num_blocks, share=spec.pinned_share, tenant_share=spec.pinned_tenant_share)
     if not slots.num_slots:
-        return Scheduler(config, hasher), None
+        return Scheduler(config, hasher, pins=pins), None
     layout, mover = runner.kv_cache.layout, runner.blocks
     # What else changes the bits: blocks on disk outlive the process, and perhaps its settings.
     computed_by = (spec.dtype, spec.quantization, spec.kernels, str(spec.deterministic), runner.model.device.type)
@@ -275,6 +279,7 @@ def _scheduler(
         tier=HostTier(slots.num_offload) if slots.num_offload else None,
         block_bytes=layout.block_bytes,
         cache=tier_spec(slots, mover, layout, None if disk is None else disk[1]),
+        pins=pins,
     )
     rates = mover.measure()
     if scheduler.offloading is not None:

@@ -5,7 +5,7 @@ evictable blocks never fall below the blocks promised, so whoever was promised a
 preempted for it, and a request that grows must find room in what is left (`num_available`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine.block_moves import BlockCopy
@@ -132,6 +132,11 @@ class BlockManager:
         missing = self.blocks_for(request.num_tokens) - found
         return PrefixMatch(num_blocks=found, num_parked=found - in_use, num_missing=missing)
 
+    def found(self, request: Request, match: PrefixMatch) -> Iterator[BlockId]:
+        """The blocks of a prefix just matched."""
+        names = (self.name(request, i) for i in range(match.num_blocks))
+        return (block for name in names if (block := self.index.find(name)) is not None)
+
     def take_prefix(self, request: Request, match: PrefixMatch) -> None:
         """Start the request's table with a prefix just matched; PoolExhausted takes nothing."""
         self._require(match.num_parked)
@@ -144,6 +149,13 @@ class BlockManager:
             self.index.use(block)
             request.block_table.append(block)
         request.num_computed_tokens = match.num_blocks * self.block_size
+
+    def share(self, blocks: Sequence[BlockId]) -> None:
+        """Add a reference to each block of a chain, from its root on; PoolExhausted takes none."""
+        self._require(sum(1 for block in blocks if not self.pool.num_refs(block)))
+        for block in blocks:
+            if self.pool.acquire(block) == 1:
+                self.index.unpark(block)
 
     def fork(self, request: Request, source: BlockId) -> BlockCopy:
         """Append the request's own copy of a block in use, which stays referenced until the step is done.

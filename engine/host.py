@@ -25,6 +25,7 @@ from engine.step import LayersDone, Load, StepOutput
 from engine.tier_assembly import keep_cached
 from engine.wire import events_to_pb, load_to_pb, stored_to_pb
 from tandem.errors import InvalidRequest, ServingError
+from tandem.prefix_pin import PinOrder, PinTold
 from tandem.session_port import LOAD_PERIOD_S, EventSink
 from tandem.v1 import session_pb2 as pb
 
@@ -106,6 +107,10 @@ class EngineHost:
     def post(self, fn: Callable[[Scheduler], object]) -> None:
         """Run `fn` between two steps; a refusal is nobody's concern. Keeps its place among other calls."""
         self._engine.call(fn).add_done_callback(_drop_refusal)
+
+    def pin(self, order: PinOrder, told: Callable[[PinTold], None]) -> None:
+        """Make or renew a pin between two steps; `told` hears of it on the event loop."""
+        self.post(lambda scheduler: self._tell(told, scheduler.pins.pin(order, time.monotonic())))
 
     def next_read(self) -> asyncio.Event:
         """Set when the disk has read another block than those so far."""

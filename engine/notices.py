@@ -4,12 +4,21 @@ from engine.kv_events import KVEventLog
 from engine.request import FinishReason, Request, SampledToken, TokenEvent
 from engine.step import Admission, Load, PrefillProgress, StepOutput
 from tandem.ids import RequestId
+from tandem.prefix_pin import PinKey
 
 
 class Notices:
     """Everything since the last output, told once."""
 
-    __slots__ = ("_admissions", "_events", "_kv_events", "_num_reported_blocks", "_preemptions", "_progress")
+    __slots__ = (
+        "_admissions",
+        "_events",
+        "_kv_events",
+        "_lost_pins",
+        "_num_reported_blocks",
+        "_preemptions",
+        "_progress",
+    )
 
     def __init__(self, kv_events: KVEventLog) -> None:
         self._kv_events = kv_events
@@ -17,6 +26,7 @@ class Notices:
         self._admissions: list[Admission] = []
         self._progress: list[PrefillProgress] = []
         self._preemptions: list[RequestId] = []
+        self._lost_pins: list[PinKey] = []
         self._num_reported_blocks: dict[RequestId, int] = {}
 
     @property
@@ -25,7 +35,8 @@ class Notices:
         return bool(self._admissions)
 
     def __bool__(self) -> bool:
-        return bool(self._events or self._admissions or self._progress or self._preemptions or len(self._kv_events))
+        told = self._events or self._admissions or self._progress or self._preemptions or self._lost_pins
+        return bool(told or len(self._kv_events))
 
     def token(self, request: Request, index: int, token: SampledToken, reason: FinishReason | None) -> None:
         """The request's output token at `index` was sampled just now; it may also be its end."""
@@ -51,6 +62,10 @@ class Notices:
     def preemption(self, request: Request) -> None:
         """The request lost its blocks and queues again."""
         self._preemptions.append(request.request_id)
+
+    def pin_lost(self, key: PinKey) -> None:
+        """A pinned prefix gave way."""
+        self._lost_pins.append(key)
 
     def progress(self, request: Request, block_size: int) -> None:
         """A `prefill_only` request computed a chunk: tell the source blocks that it completed."""
@@ -81,7 +96,8 @@ class Notices:
             preemptions=tuple(self._preemptions),
             kv_events=self._kv_events.drain(),
             load=load,
+            lost_pins=tuple(self._lost_pins),
         )
-        for told in (self._events, self._admissions, self._progress, self._preemptions):
+        for told in (self._events, self._admissions, self._progress, self._preemptions, self._lost_pins):
             told.clear()
         return output

@@ -24,6 +24,7 @@ from engine.lookahead import Lookahead, ends_the_plan
 from engine.notices import Notices
 from engine.pace import ChunkPace
 from engine.preemption import Offloading
+from engine.prefix_pins import PrefixPins
 from engine.queue_order import QueueOrder
 from engine.request import Batch, Request, RequestState
 from engine.request_queue import Rank
@@ -33,9 +34,11 @@ from tandem.ids import RequestId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Below:
-    """Where KV may go that leaves the pool; without either it is computed again."""
+class Beside:
+    """What has KV beside the requests; what leaves the pool for nowhere is computed again."""
 
+    pins: PrefixPins
+    """Prefixes that stay in the pool."""
     offloading: Offloading | None = None
     """Of preempted requests."""
     tiers: CacheTiers | None = None
@@ -54,22 +57,23 @@ class Planner:
         notices: Notices,
         ahead: Lookahead,
         pace: ChunkPace,
-        below: Below,
+        beside: Beside,
     ) -> None:
         self.head_is_blocked = False
         """The first of the queue finds no room: nothing may enter before it."""
         self._config = config
         self._blocks = blocks
+        self._pins = beside.pins
         self._roster = roster
         self._notices = notices
         self._ahead = ahead
         self._pace = pace
         self._must_settle = False
-        self._offloading = below.offloading
-        self._tiers = below.tiers
+        self._offloading = beside.offloading
+        self._tiers = beside.tiers
         self._in_flight = InFlight(blocks)
         self._order = QueueOrder(
-            roster.waiting, blocks, self._in_flight, max_overtakes=config.max_overtakes, tiers=below.tiers
+            roster.waiting, blocks, self._in_flight, max_overtakes=config.max_overtakes, tiers=beside.tiers
         )
         self._was_admitted: set[RequestId] = set()
 
@@ -177,6 +181,8 @@ class Planner:
         num_tokens = request.num_tokens + request.num_awaited_tokens
         num_missing = self._blocks.blocks_for(num_tokens) - len(request.block_table)
         while num_missing > self._blocks.num_available:
+            if self._pins.make_way(self._blocks.blocks_for(num_tokens), request.block_table):
+                continue
             if self._ahead:
                 self._must_settle = True
                 return
@@ -222,14 +228,9 @@ class Planner:
                 return
             head = choice.head
             if not self._fits(head.match):
-                victim = self._last_preemptible()
-                if victim is None or not self._yields(victim, head.request):
+                if not self._make_room(head.request, head.match, plan):
                     self.head_is_blocked = True
                     return
-                if self._ahead:
-                    self._must_settle = self.head_is_blocked = True
-                    return
-                self._preempt(victim, plan)
                 continue
             best = choice.best
             if not self._fits(best.match):
@@ -244,6 +245,19 @@ class Planner:
     def _next_ranks_after(self, rank: Rank) -> bool:
         waiting = self._roster.waiting
         return not len(waiting) or self._roster.rank(waiting.first()) > rank
+
+    def _make_room(self, head: Request, match: PrefixMatch, plan: StepPlan) -> bool:
+        """Whether something gave its blocks up for the queue's head: pins beside which it never fits, or a request."""
+        if self._pins.make_way(match.num_blocks + match.num_missing, self._blocks.found(head, match)):
+            return True
+        victim = self._last_preemptible()
+        if victim is None or not self._yields(victim, head):
+            return False
+        if self._ahead:
+            self._must_settle = True
+            return False
+        self._preempt(victim, plan)
+        return True
 
     def _yields(self, victim: Request, request: Request) -> bool:
         """Whether a running request makes room for a waiting one: only for a higher priority, and one before it."""

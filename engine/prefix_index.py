@@ -51,6 +51,18 @@ class PrefixIndex:
         """Whether `block` is some name's canonical block."""
         return block in self._held
 
+    def chain_to(self, name: BlockHash) -> list[BlockId] | None:
+        """Blocks from the chain's root to the one of that name; None when it is not here."""
+        entry = self._entries.get(name)
+        if entry is None:
+            return None
+        blocks = [entry.block]
+        while not entry.is_first:
+            entry = self._entries[entry.parent]
+            blocks.append(entry.block)
+        blocks.reverse()
+        return blocks
+
     def is_parked(self, name: BlockHash) -> bool:
         """Whether the name's block is unreferenced."""
         entry = self._entries.get(name)

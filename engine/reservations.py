@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from engine.block_manager import BlockManager, PrefixMatch
 from engine.cache_tiers import CacheTiers
 from engine.lifting import raise_promised
+from engine.prefix_pins import PrefixPins
 from engine.request import Request
 from tandem.errors import InvalidRequest, TransferError
 from tandem.ids import BlockId, RequestId, TransferId
@@ -56,6 +57,7 @@ class Reservations:
     def __init__(
         self,
         blocks: BlockManager,
+        pins: PrefixPins,
         *,
         screen: Callable[[Request], None],
         adopt: Callable[[Request], None],
@@ -63,6 +65,7 @@ class Reservations:
     ) -> None:
         """`screen` raises when a request may not enter now; `adopt` takes over one that leaves here to be run."""
         self._blocks = blocks
+        self._pins = pins
         self._tiers = tiers
         self._screen = screen
         self._adopt = adopt
@@ -93,6 +96,11 @@ class Reservations:
             raise InvalidRequest(f"transfer {transfer_id} or its request is already here")
         self._screen(request)
         match = self._blocks.match(request, max_tokens=max_held_tokens)
+        if match.cost > self._blocks.num_available:
+            found = self._blocks.found(request, match)
+            self._pins.make_way(match.num_blocks + match.num_missing, found)
+            # What it found may have been kept by a pin alone, and counts as evictable now.
+            match = self._blocks.match(request, max_tokens=max_held_tokens)
         # One test for both, so that a refusal takes nothing; the promise that follows cannot fail.
         self._blocks.promise(match.cost)
         self._blocks.unpromise(match.num_parked)

@@ -24,8 +24,9 @@ from engine.limits import check_size, end_rule, finish_reason, reason_of
 from engine.lookahead import Lookahead
 from engine.notices import Notices
 from engine.pace import ChunkPace, has_decodes
-from engine.planner import Below, Planner
+from engine.planner import Beside, Planner
 from engine.preemption import Offloading
+from engine.prefix_pins import PinBounds, PrefixPins
 from engine.quiet import NO_RUN, QuietRun, quiet_run, take_quiet_steps
 from engine.rates import RateMeter
 from engine.request import Batch, FinishReason, Request, RequestState, SampledToken
@@ -57,30 +58,29 @@ class Scheduler:
         tier: OffloadTier | None = None,
         block_bytes: int = 0,
         cache: TierSpec | None = None,
+        pins: PinBounds | None = None,
     ) -> None:
         """`tier` takes the KV of preempted requests where that costs less than computing it again; `block_bytes` is
         then the size of a block over all layers, and `offloading.copies_at` must be told. `cache` takes evicted blocks;
         `tiers.costs.copies_at` must be told, and `patience_s` be heeded where there is a disk. Whoever has one of them,
-        or bounds steps by time (`max_step_s`), calls `observe` after every `commit`.
+        or bounds steps by time (`max_step_s`), calls `observe` after every `commit`. Without `pins` none is taken.
         """
         self._config = config
         kv_events = KVEventLog(config.kv_event_capacity)
+        policy, size = eviction_policy(config.eviction), config.block_size
         self.blocks = BlockManager(
-            num_blocks=config.num_blocks,
-            block_size=config.block_size,
-            hasher=hasher,
-            events=kv_events,
-            policy=eviction_policy(config.eviction),
+            num_blocks=config.num_blocks, block_size=size, hasher=hasher, events=kv_events, policy=policy
         )
         self.tiers = CacheTiers(self.blocks, cache) if cache is not None else None
         if self.tiers is not None:
             self.blocks.put_below(self.tiers)
+        self._notices = Notices(kv_events)
+        self.pins = PrefixPins(self.blocks, pins or PinBounds(), lost=self._notices.pin_lost)
         self.reservations = Reservations(
-            self.blocks, screen=self._screen_reservation, adopt=self._adopt_reserved, tiers=self.tiers
+            self.blocks, self.pins, screen=self._screen_reservation, adopt=self._adopt_reserved, tiers=self.tiers
         )
         self.offloading = Offloading(self.blocks, tier, block_bytes=block_bytes) if tier is not None else None
         self._roster = Roster(Ranking(config.priority_aging_s))
-        self._notices = Notices(kv_events)
         self._ahead = Lookahead()
         self._rates = RateMeter()
         self._pace = ChunkPace(max_step_s=config.max_step_s, max_tokens=config.prefill_chunk_tokens)
@@ -95,7 +95,7 @@ class Scheduler:
             notices=self._notices,
             ahead=self._ahead,
             pace=self._pace,
-            below=Below(offloading=self.offloading, tiers=self.tiers),
+            beside=Beside(pins=self.pins, offloading=self.offloading, tiers=self.tiers),
         )
 
     # Entering and leaving
@@ -203,6 +203,7 @@ class Scheduler:
         """
         for request in self._roster.deadlines.expired(now):
             self._end(request, FinishReason.DEADLINE)
+        self.pins.expire(now)
         batch = self._planner.plan(now)
         if batch is not None:
             self._ahead.launch(batch)
@@ -254,6 +255,7 @@ class Scheduler:
                 self._retire(request)
         for request in failed:
             _log.warning("%s: no token can be chosen from its logits", request.request_id)
+            self.pins.distrust(request)
             self.blocks.condemn(request)
             self._end(request, FinishReason.ERROR)
         return self.drain()
@@ -361,6 +363,7 @@ class Scheduler:
             num_promised_blocks=self.blocks.num_promised,
             num_quarantined_blocks=self.reservations.num_quarantined_blocks,
             tiers=() if self.tiers is None else self.tiers.counts(),
+            pins=self.pins.totals(),
         )
 
     def check_invariants(self) -> None:
@@ -370,7 +373,7 @@ class Scheduler:
         self._ahead.check_invariants()
         if self.tiers is not None:
             self.tiers.check_invariants()
-        owned = self.reservations.references() + self.blocks.pinned_blocks()
+        owned = self.reservations.references() + self.blocks.pinned_blocks() + self.pins.references()
         for request in self._roster.requests.values():
             owned.extend(request.block_table)
         owners = Counter(owned)

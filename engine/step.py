@@ -10,6 +10,7 @@ from engine.kv_events import KVEventBatch
 from engine.request import TokenEvent
 from engine.tier_counts import TierCounts
 from tandem.ids import BlockId, RequestId
+from tandem.prefix_pin import PinKey, PinTotals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,7 @@ class Load(NamedTuple):
     num_quarantined_blocks: int
     tiers: tuple[TierCounts, ...] = ()
     """Below the pool, the nearest first."""
+    pins: PinTotals = PinTotals()
 
 
 class StepTimings(NamedTuple):
@@ -107,3 +109,5 @@ class StepOutput(NamedTuple):
     load: Load
     timings: StepTimings | None = None
     """None when nothing was executed, for example after an abort of the last request."""
+    lost_pins: tuple[PinKey, ...] = ()
+    """Pinned prefixes that gave way."""

@@ -7,6 +7,7 @@ from engine.assembly import EngineParts
 from engine.kv_events import Cleared, Evicted, KVEvent, Stored
 from engine.request import SampledToken
 from engine.step import Load
+from tandem.pin_wire import totals_to_pb
 from tandem.roles import WorkerRole
 from tandem.session_port import PROTOCOL_VERSION
 from tandem.v1 import session_pb2 as pb
@@ -51,6 +52,7 @@ def load_to_pb(
         step_age_s=step_age_s,
         num_quarantined_blocks=load.num_quarantined_blocks,
         cache_tiers=[pb.CacheTier(**asdict(counts)) for counts in load.tiers],
+        pins=totals_to_pb(load.pins),
     )
 
 

@@ -10,6 +10,7 @@ from array import array
 
 from engine.guide import unusable
 from engine.host import EngineHost
+from engine.pin_desk import PinDesk
 from engine.read_orders import ReadOrders
 from engine.request import Request, TokenEvent
 from engine.scheduler import Scheduler
@@ -39,6 +40,7 @@ class PrefillWorker:
         self.fabric: Fabric | None = None
         self.legator: Legator | None = None
         self._host = host
+        self._pins = PinDesk(host)
         self._tasks: dict[TransferId, PrefillTask] = {}
         self._reads = ReadOrders(host)
 
@@ -50,6 +52,7 @@ class PrefillWorker:
 
     def opened(self, port: SessionPort) -> None:
         """A router joined."""
+        self._pins.opened(port)
         if port.wants_events:
             self._host.send_snapshot(port)
 
@@ -68,10 +71,13 @@ class PrefillWorker:
             self.legator.settled(port)
         elif message.HasField("resync"):
             self._host.send_snapshot(port)
+        else:
+            self._pins.order(port, message)
 
     def closed(self, port: SessionPort) -> None:
         """A router left; its requests end with their decode workers."""
         self._reads.closed(port)
+        self._pins.closed(port)
 
     async def load(self) -> pb.LoadSnapshot:
         """How busy this worker is."""
@@ -143,6 +149,7 @@ class PrefillWorker:
     def on_output(self, output: StepOutput) -> None:
         """One engine step."""
         self._reads.on_output(output)
+        self._pins.lost(output.lost_pins)
         if self.fabric is None:
             return
         hub = self.fabric.sender_hub

@@ -21,6 +21,7 @@ from tandem.door_config import ConnectionsConfig, GrammarsConfig, ToolParserName
 from tandem.errors import ConfigError
 from tandem.kv_agreement import cannot_travel_as
 from tandem.kv_layout import AUTO_DTYPE
+from tandem.prompt_cache_config import PinnedShares, PromptCaching
 
 
 def _switch(value: Any) -> Any:
@@ -54,7 +55,7 @@ class ModelConfig(Section):
     """Context bound in tokens; the model's own when absent."""
 
 
-class EngineConfig(Section):
+class EngineConfig(PinnedShares):
     """One worker's model execution."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -145,7 +146,7 @@ class TransferConfig(Section):
     two workers cache in; over shared memory they always travel as they are to rest."""
 
 
-class RouterConfig(Section):
+class RouterConfig(PromptCaching):
     """The front doors and placement."""
 
     host: str = "127.0.0.1"

@@ -1,4 +1,5 @@
 from tandem.v1 import common_pb2 as _common_pb2
+from tandem.v1 import pins_pb2 as _pins_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -18,7 +19,7 @@ WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
 
 class RouterMessage(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "reroute", "inherit", "settled", "adopt", "resync", "orders", "supersede", "read")
+    __slots__ = ("hello", "submit", "cancel", "reroute", "inherit", "settled", "adopt", "resync", "orders", "supersede", "read", "pin", "unpin")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +31,8 @@ class RouterMessage(_message.Message):
     ORDERS_FIELD_NUMBER: _ClassVar[int]
     SUPERSEDE_FIELD_NUMBER: _ClassVar[int]
     READ_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    UNPIN_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     submit: Submit
     cancel: Cancel
@@ -41,7 +44,9 @@ class RouterMessage(_message.Message):
     orders: Orders
     supersede: Supersede
     read: Read
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., reroute: _Optional[_Union[Reroute, _Mapping]] = ..., inherit: _Optional[_Union[Inherit, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ..., orders: _Optional[_Union[Orders, _Mapping]] = ..., supersede: _Optional[_Union[Supersede, _Mapping]] = ..., read: _Optional[_Union[Read, _Mapping]] = ...) -> None: ...
+    pin: _pins_pb2.Pin
+    unpin: _pins_pb2.Unpin
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., reroute: _Optional[_Union[Reroute, _Mapping]] = ..., inherit: _Optional[_Union[Inherit, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ..., orders: _Optional[_Union[Orders, _Mapping]] = ..., supersede: _Optional[_Union[Supersede, _Mapping]] = ..., read: _Optional[_Union[Read, _Mapping]] = ..., pin: _Optional[_Union[_pins_pb2.Pin, _Mapping]] = ..., unpin: _Optional[_Union[_pins_pb2.Unpin, _Mapping]] = ...) -> None: ...
 
 class Orders(_message.Message):
     __slots__ = ("orders",)
@@ -156,7 +161,7 @@ class Reroute(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prefill: _Optional[_Union[PrefillRoute, _Mapping]] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("hello", "tokens", "refused", "transfer_failed", "kv_events", "load", "draining", "bequest", "inherited", "read")
+    __slots__ = ("hello", "tokens", "refused", "transfer_failed", "kv_events", "load", "draining", "bequest", "inherited", "read", "pin_told")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +172,7 @@ class WorkerMessage(_message.Message):
     BEQUEST_FIELD_NUMBER: _ClassVar[int]
     INHERITED_FIELD_NUMBER: _ClassVar[int]
     READ_FIELD_NUMBER: _ClassVar[int]
+    PIN_TOLD_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     tokens: StepTokens
     refused: Refused
@@ -177,7 +183,8 @@ class WorkerMessage(_message.Message):
     bequest: Bequest
     inherited: Inherited
     read: ReadPart
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., transfer_failed: _Optional[_Union[TransferFailed, _Mapping]] = ..., kv_events: _Optional[_Union[KVEvents, _Mapping]] = ..., load: _Optional[_Union[LoadSnapshot, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., bequest: _Optional[_Union[Bequest, _Mapping]] = ..., inherited: _Optional[_Union[Inherited, _Mapping]] = ..., read: _Optional[_Union[ReadPart, _Mapping]] = ...) -> None: ...
+    pin_told: _pins_pb2.PinTold
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., transfer_failed: _Optional[_Union[TransferFailed, _Mapping]] = ..., kv_events: _Optional[_Union[KVEvents, _Mapping]] = ..., load: _Optional[_Union[LoadSnapshot, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., bequest: _Optional[_Union[Bequest, _Mapping]] = ..., inherited: _Optional[_Union[Inherited, _Mapping]] = ..., read: _Optional[_Union[ReadPart, _Mapping]] = ..., pin_told: _Optional[_Union[_pins_pb2.PinTold, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("protocol_version", "worker_id", "incarnation", "role", "model_name", "max_model_len", "num_blocks", "layout", "handoff_address", "transports", "vocab_size", "eos_token_ids", "num_blocks_below")
@@ -322,7 +329,7 @@ class KVEvent(_message.Message):
     def __init__(self, block_hash: _Optional[bytes] = ..., stored: bool = ...) -> None: ...
 
 class LoadSnapshot(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "backlog_tokens", "num_free_blocks", "num_total_blocks", "prefill_tokens_per_s", "decode_step_s", "kv_bytes_per_s", "num_quarantined_blocks", "cache_tiers", "context_tokens", "transfers", "report_number", "board", "step_age_s")
+    __slots__ = ("num_running", "num_waiting", "backlog_tokens", "num_free_blocks", "num_total_blocks", "prefill_tokens_per_s", "decode_step_s", "kv_bytes_per_s", "num_quarantined_blocks", "cache_tiers", "context_tokens", "transfers", "report_number", "board", "step_age_s", "pins")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     BACKLOG_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -338,6 +345,7 @@ class LoadSnapshot(_message.Message):
     REPORT_NUMBER_FIELD_NUMBER: _ClassVar[int]
     BOARD_FIELD_NUMBER: _ClassVar[int]
     STEP_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     backlog_tokens: int
@@ -353,7 +361,8 @@ class LoadSnapshot(_message.Message):
     report_number: int
     board: BoardReport
     step_age_s: float
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., kv_bytes_per_s: _Optional[float] = ..., num_quarantined_blocks: _Optional[int] = ..., cache_tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ..., context_tokens: _Optional[int] = ..., transfers: _Optional[_Union[TransferReport, _Mapping]] = ..., report_number: _Optional[int] = ..., board: _Optional[_Union[BoardReport, _Mapping]] = ..., step_age_s: _Optional[float] = ...) -> None: ...
+    pins: _pins_pb2.PinReport
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., kv_bytes_per_s: _Optional[float] = ..., num_quarantined_blocks: _Optional[int] = ..., cache_tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ..., context_tokens: _Optional[int] = ..., transfers: _Optional[_Union[TransferReport, _Mapping]] = ..., report_number: _Optional[int] = ..., board: _Optional[_Union[BoardReport, _Mapping]] = ..., step_age_s: _Optional[float] = ..., pins: _Optional[_Union[_pins_pb2.PinReport, _Mapping]] = ...) -> None: ...
 
 class BoardReport(_message.Message):
     __slots__ = ("up", "connects", "entries", "states", "lag_s")
