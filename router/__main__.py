@@ -39,6 +39,7 @@ from router.shared_limits import SharedLimits
 from router.sibling_limits import SiblingLimits
 from router.siblings import Siblings
 from router.slow_reader import WRITE_TIMEOUT_S
+from router.status.assembly import open_status
 from router.surroundings import DispatchSettings
 from router.tokenizer import Tokenizer
 from router.workers import WorkerRegistry
@@ -95,7 +96,8 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         stack.push_async_callback(grammars.close)
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
         readiness = Readiness(registry, metrics, canary.answering)
-        app = create_app(frontend, gate, readiness, config.router, metrics, decisions)
+        status = await open_status(stack, place, model, dispatcher, gate, metrics, decisions, readiness)
+        app = create_app(frontend, gate, readiness, config.router, metrics, decisions, status)
         bounds = connection_bounds(config.router.connections, raise_file_limit())
         shares_port = place.siblings is not None
         server = build_server(frontend, gate, config.router, metrics, bounds.grpc, shares_port=shares_port)
@@ -111,6 +113,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         _log.info("router serves HTTP on %s:%d and gRPC on %s:%d", where, http.port, where, rpc.port)
         await lifetime.wait()
         readiness.drain()
+        status.close()
         await canary.stop()
         await drain(gate, http, rpc, drain_s=drain_s, is_alone=place.siblings is None)
 

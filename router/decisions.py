@@ -7,6 +7,7 @@ counts, names of workers and the request's id: never a prompt, a token or a bloc
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from math import isfinite
 from typing import Any, Protocol
 
@@ -68,6 +69,10 @@ class DecisionLog:
     def add(self, decision: Decision) -> None:
         """The oldest gives way."""
         self._decisions.append(decision)
+
+    def newest(self, most: int) -> Iterator[Decision]:
+        """Of all tenants, newest first."""
+        return islice(reversed(self._decisions), most)
 
     def described(self, tenant: str, *, limit: int, request_id: str | None = None) -> list[dict[str, Any]]:
         """As JSON shows them; see `latest`."""

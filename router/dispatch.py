@@ -52,6 +52,7 @@ class Dispatcher:
         asked = settings.hedging
         hedging = None if asked is None else Hedging(quantile=asked.quantile, budget=asked.budget)
         self.health = WorkerHealth(clock=clock, hedging=hedging)
+        self.placer = placer
         self._room = room = WaitingRoom()
         self._registry = registry = placer.registry
         registry.on_load = room.look

@@ -56,6 +56,10 @@ class Totals(Collector):
         """Add, under the labels' values in their order."""
         self._values[values] = self._values.get(values, 0.0) + amount
 
+    def sum(self, *, without: str | None = None) -> float:
+        """Over all labels; `without`: values that begin with this label are left out."""
+        return sum(value for labels, value in self._values.items() if labels[0] != without)
+
     def collect(self) -> Iterable[Metric]:
         """See Collector."""
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
@@ -67,26 +71,37 @@ class Totals(Collector):
 class Spread(Collector):
     """A histogram."""
 
-    def __init__(self, name: str, text: str, bounds: Sequence[float], labels: Mapping[str, str]) -> None:
-        """`bounds`: upper ends of buckets, ascending, without infinity."""
+    def __init__(
+        self, name: str, text: str, bounds: Sequence[float], labels: Mapping[str, str], *, finer: Sequence[float] = ()
+    ) -> None:
+        """`bounds`: upper ends of buckets, ascending, without infinity. `finer`: more of them, which are not shown."""
         self._name = name
         self._text = text
-        self._bounds = tuple(bounds)
+        self.bounds = tuple(sorted({*bounds, *finer}))
+        """Upper ends of what is counted apart."""
+        self._shown = dict(zip(map(self.bounds.index, bounds), map(floatToGoString, bounds), strict=True))
         self._labels = labels
-        self._counts = [0] * (len(self._bounds) + 1)
+        self._counts = [0] * (len(self.bounds) + 1)
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
         """So many observations of one value."""
-        self._counts[bisect_left(self._bounds, value)] += count
+        self._counts[bisect_left(self.bounds, value)] += count
         self._sum += value * count
+
+    @property
+    def counts(self) -> Sequence[int]:
+        """Observations so far by bucket, those above all bounds last."""
+        return tuple(self._counts)
 
     def collect(self) -> Iterable[Metric]:
         """See Collector."""
         family = HistogramMetricFamily(self._name, self._text, labels=tuple(self._labels))
         buckets, reached = [], 0
-        for bound, count in zip((*map(floatToGoString, self._bounds), "+Inf"), self._counts, strict=True):
+        for index, count in enumerate(self._counts):
             reached += count
-            buckets.append((bound, reached))
+            if (bound := self._shown.get(index)) is not None:
+                buckets.append((bound, reached))
+        buckets.append(("+Inf", reached))
         family.add_metric(tuple(self._labels.values()), buckets, self._sum)
         yield family

@@ -17,6 +17,7 @@ from router.board_metrics import PublishMetrics
 from router.instruments import Spread, Total, Totals
 from router.placement_metrics import PlacementMetrics
 from router.requests import ChoiceFinish
+from router.status.quantiles import FINE_BOUNDS_S
 from router.tier_metrics import TierMetrics
 from router.transfer_metrics import TransferMetrics
 from router.worker_view import WorkerSnapshot
@@ -55,8 +56,8 @@ class RouterMetrics:
         self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens sent to clients")
         self.prefix_queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in prefix caches")
         self.prefix_hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in prefix caches")
-        self.ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token", _TTFT)
-        self.itl = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens of one choice", _ITL)
+        self.ttft = self._latency("vllm:time_to_first_token_seconds", "Arrival to first token", _TTFT)
+        self.itl = self._latency("vllm:inter_token_latency_seconds", "Between two tokens of one choice", _ITL)
         self.e2e = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token", _E2E)
         self.queue_time = self._histogram("vllm:request_queue_time_seconds", "Waiting in workers' queues", _E2E)
         self.prefill_time = self._histogram("vllm:request_prefill_time_seconds", "Computing the prompt", _E2E)
@@ -65,7 +66,7 @@ class RouterMetrics:
         self.answer_size = self._histogram("vllm:request_generation_tokens", "Tokens per choice", _TOKENS)
         self.transfer_time = self._histogram("tandem_transfer_seconds", "KV transfer not hidden by prefill", _TRANSFER)
         self._success = self._counters("vllm:request_success", "Choices that ended well", (*_LABELS, "finished_reason"))
-        self._failures = Counter("tandem_request_failures", "Requests that failed", ("code",), registry=self.registry)
+        self._failures = self._counters("tandem_request_failures", "Requests that failed", ("code",))
         self._http = self._counters("tandem_http_requests", "HTTP answers", ("route", "method", "status"))
         self._rpcs = Counter("tandem_grpc_requests", "gRPC answers", ("method", "code"), registry=self.registry)
         self._placements = self._counters("tandem_placements", "Where prompts were computed", ("reason",))
@@ -124,7 +125,17 @@ class RouterMetrics:
 
     def failed(self, code: Code) -> None:
         """One request ended without an answer."""
-        self._failures.labels(code.value).inc()
+        self._failures.inc(code.value)
+
+    @property
+    def num_succeeded(self) -> float:
+        """Choices that ended well."""
+        return self._success.sum()
+
+    @property
+    def num_failed(self) -> float:
+        """Requests that failed; those that clients gave up are not among them."""
+        return self._failures.sum(without=Code.CANCELLED.value)
 
     def placed(self, mode: str) -> None:
         """Dispatch sent an attempt to workers (`router.observer.DispatchObserver`); a value of PlacementReason."""
@@ -171,8 +182,12 @@ class RouterMetrics:
     def _gauge(self, name: str, text: str) -> Total:
         return self._registered(Total(name, text, GaugeMetricFamily, dict(zip(_LABELS, self._model, strict=True))))
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Spread:
-        return self._registered(Spread(name, text, buckets, dict(zip(_LABELS, self._model, strict=True))))
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *, finer: Sequence[float] = ()) -> Spread:
+        return self._registered(Spread(name, text, buckets, dict(zip(_LABELS, self._model, strict=True)), finer=finer))
+
+    def _latency(self, name: str, text: str, buckets: tuple[float, ...]) -> Spread:
+        """One whose quantiles the status shows."""
+        return self._histogram(name, text, buckets, finer=FINE_BOUNDS_S)
 
     def _registered(self, instrument: _I) -> _I:
         self.registry.register(instrument)

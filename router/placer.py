@@ -7,10 +7,11 @@ from random import Random
 from router.booking import Booking
 from router.costs import CostModel
 from router.decisions import Decision, DecisionLog, PlacementObserver
+from router.handoff_book import HandOffBook
 from router.holders import Confirmed, best_holder
 from router.placement import Affinity, Demand, Placement, PlacementReason, place, place_prefill
 from router.pools import ClusterView
-from router.replication import HotPrefixes, ReplicationPolicy
+from router.replication import HotPrefix, HotPrefixes, ReplicationPolicy
 from router.session_events import WorkerPort
 from router.worker_view import WorkerKey, WorkerSnapshot
 from router.workers import WorkerRegistry
@@ -68,6 +69,12 @@ class Placer:
         self._hot = HotPrefixes(replication or ReplicationPolicy())
         self._decisions = decisions
         self._observer = observer
+        self.handoffs = HandOffBook(clock)
+        """Prompts that are being computed for another worker."""
+
+    def hottest(self, most: int) -> list[HotPrefix]:
+        """The prefixes that are asked for most."""
+        return self._hot.hottest(most, self._clock())
 
     def assign(
         self,
@@ -104,6 +111,7 @@ class Placer:
         # Only where it is computed: the decode worker's copy exists when the hand-off has committed, not before.
         registry.prefix_map.expect(computing.worker_id, names, now_s=begun_s)
         if placement.prefill:
+            self._handed_off(assignment, placement.work_tokens)
             registry.prefix_map.use(decode.worker_id, names[: placement.held_by_decode // HASH_BLOCK_TOKENS])
         assignment.seconds = self._clock() - begun_s
         return assignment
@@ -179,6 +187,7 @@ class Placer:
             self.registry.prefix_map.computed(assignment.computing.worker_id, assignment.names, now_s=self._clock())
         if assignment.prompt is not assignment.booked:
             assignment.prompt.end()
+            self.handoffs.ended(id(assignment))
             assignment.prompt, assignment.computing = assignment.booked, assignment.decode
 
     def found_cached(self, assignment: Assignment, num_tokens: int) -> None:
@@ -208,7 +217,12 @@ class Placer:
             assignment.booked.owes(num_tokens)
         else:
             assignment.prompt = self.registry.assign(key, num_tokens)
+            self._handed_off(assignment, num_tokens)
         self.registry.prefix_map.expect(key.worker_id, assignment.names, now_s=self._clock())
+
+    def _handed_off(self, assignment: Assignment, num_tokens: int) -> None:
+        source, target = assignment.computing.worker_id, assignment.decode.worker_id
+        self.handoffs.began(id(assignment), source=source, target=target, num_tokens=num_tokens)
 
     def _count_heat(self, demand: Demand, placement: Placement, names: Sequence[BlockHash]) -> None:
         compute_ms, uncached = placement.compute_ms, placement.uncached_tokens

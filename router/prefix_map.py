@@ -251,6 +251,11 @@ class PrefixMap:
         found = self.match(names)
         return {held.worker: int(found[held.slot]) for held in self._workers.values() if found[held.slot]}
 
+    def holders(self, name: BlockHash) -> list[WorkerId]:
+        """Who is thought to hold the block that has this name."""
+        bits = self._holders.get(name, 0)
+        return [held.worker for held in self._workers.values() if held.bit & bits]
+
     def num_confirmed(self, worker: WorkerId, names: Sequence[BlockHash]) -> int:
         """Of leading hash blocks that the worker is thought to hold, those before the first that is only expected.
 

@@ -15,10 +15,14 @@ tokens; all of them together may take `budget_share` of the tokens that are comp
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import nlargest
 from math import exp, log
 
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.ids import BlockHash
+
+_OFTEN = 2
+"""Who asks for a prefix for the first time shares it with nobody."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +50,31 @@ class ReplicationPolicy:
 class _Heat:
     """One prefix."""
 
-    __slots__ = ("at_s", "num_copies", "rate", "settles_s")
+    __slots__ = ("at_s", "num_asked", "num_blocks", "num_copies", "rate", "settles_s")
 
-    def __init__(self, now_s: float) -> None:
+    def __init__(self, now_s: float, num_blocks: int) -> None:
         self.at_s = now_s
+        self.num_blocks = num_blocks
+        self.num_asked = 0
         self.rate = 0.0
         """Milliseconds of a holder's time, a second."""
         self.num_copies = 1
         """Wanted."""
         self.settles_s = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HotPrefix:
+    """One prefix, to be shown."""
+
+    name: BlockHash
+    """Of its last block."""
+    num_tokens: int
+    num_asked: int
+    busy_share: float
+    """Of one holder's time that the work which it brings would take."""
+    num_copies: int
+    """Wanted."""
 
 
 class HotPrefixes:
@@ -99,11 +119,12 @@ class HotPrefixes:
             name = names[depth - 1]
             heat = self._heats.get(name)
             if heat is None:
-                heat = self._heats[name] = _Heat(now_s)
+                heat = self._heats[name] = _Heat(now_s, depth)
                 if len(self._heats) > policy.most_prefixes:
                     self._heats.popitem(last=False)
             else:
                 self._heats.move_to_end(name)
+            heat.num_asked += 1
             # In the long run, work that comes at a steady rate sums up to just that rate.
             heat.rate = self._rate(heat, now_s) + work_ms * self._decay
             heat.at_s = now_s
@@ -114,6 +135,27 @@ class HotPrefixes:
         for depth in self.depths(min(len(names), num_tokens // HASH_BLOCK_TOKENS)):
             if (heat := self._heats.get(names[depth - 1])) is not None:
                 heat.settles_s = now_s + self._policy.settle_s
+
+    def hottest(self, most: int, now_s: float) -> list[HotPrefix]:
+        """Those asked for more than once, the hottest first. Of lengths that the same prompts share, the longest."""
+        longest: dict[tuple[float, float], tuple[BlockHash, _Heat]] = {}
+        for name, heat in self._heats.items():
+            alike = (heat.rate, heat.at_s)
+            if heat.num_asked < _OFTEN:
+                continue
+            if alike not in longest or longest[alike][1].num_blocks < heat.num_blocks:
+                longest[alike] = (name, heat)
+        found = nlargest(most, longest.values(), key=lambda each: self._rate(each[1], now_s))
+        return [
+            HotPrefix(
+                name=name,
+                num_tokens=heat.num_blocks * HASH_BLOCK_TOKENS,
+                num_asked=heat.num_asked,
+                busy_share=self._rate(heat, now_s) / 1e3,
+                num_copies=heat.num_copies,
+            )
+            for name, heat in found
+        ]
 
     def _rate(self, heat: _Heat, now_s: float) -> float:
         return heat.rate * exp(-(now_s - heat.at_s) * self._decay)

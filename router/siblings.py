@@ -1,7 +1,8 @@
-"""Router processes that share one host's doors (`router.processes`): each can tell the figures of all of them.
+"""Router processes that share one host's doors (`router.processes`): each can tell what all of them know.
 
-Which process answers a scrape is the kernel's choice, so whoever does asks the others, over sockets in a folder that
-only their user can enter. One that does not answer in time is left out: it is starting, or gone.
+Which process answers a scrape, or shows the status, is the kernel's choice, so whoever does asks the others, over
+sockets in a folder that only their user can enter. One that does not answer in time is left out: it is starting, or
+gone.
 """
 
 import asyncio
@@ -20,12 +21,13 @@ _log = logging.getLogger(__name__)
 
 
 class Siblings:
-    """One process's place among them; an async context manager."""
+    """One process's place among them, for one thing that they tell; an async context manager."""
 
-    def __init__(self, folder: Path, *, index: int, render: Callable[[], bytes]) -> None:
-        """`render` gives this process's own figures."""
+    def __init__(self, folder: Path, *, index: int, render: Callable[[], bytes], name: str = "router") -> None:
+        """`render` gives what this process knows itself; `name` tells apart what is told."""
         self._folder = folder
-        self._path = folder / f"router-{index}.sock"
+        self._path = folder / f"{name}-{index}.sock"
+        self._pattern = f"{name}-*.sock"
         self._render = render
         self._server: asyncio.Server | None = None
 
@@ -43,12 +45,16 @@ class Siblings:
             self._server.close()
             self._path.unlink(missing_ok=True)
 
+    async def others(self) -> list[bytes]:
+        """What those tell that answer, this process left out."""
+        paths = [path for path in sorted(self._folder.glob(self._pattern)) if path != self._path]
+        return [told for told in await asyncio.gather(*map(self._ask, paths)) if told]
+
     async def figures(self) -> bytes:
-        """Of all that answer."""
-        others = [path for path in sorted(self._folder.glob("router-*.sock")) if path != self._path]
-        told = await asyncio.gather(*map(self._ask, others))
+        """Metrics of all that answer, where that is what they tell."""
+        told = await self.others()
         try:
-            return await asyncio.to_thread(merge, [self._render(), *filter(None, told)])
+            return await asyncio.to_thread(merge, [self._render(), *told])
         except ValueError:
             _log.exception("figures of another router process cannot be read")
             return self._render()

@@ -16,13 +16,18 @@ from router.http.json_body import BodyBounds, read_object
 from router.http.middleware import Envelope
 from router.http.routes import Handler, Routes
 from router.http.schemas import DetokenizeBody, TokenizeBody, validate
+from router.http.static_page import add_page
+from router.http.status import StatusRoutes
 from router.http.tool_schemas import tool_use
 from router.metrics import RouterMetrics
 from router.requests import Generator
+from router.status.feed import StatusFeed
 from tandem.config import RouterConfig
 from tandem.errors import Unavailable
 
 _DISTRIBUTION = "tandem-serve"
+STATUS_WRITE_TIMEOUT_S = 10.0
+"""Whoever does not read a status for so long has none to look at."""
 
 
 class Readiness(Protocol):
@@ -40,10 +45,12 @@ def create_app(
     config: RouterConfig,
     metrics: RouterMetrics,
     decisions: DecisionLog | None = None,
+    status: StatusFeed | None = None,
 ) -> ASGIApp:
     """The ASGI application. It owns nothing: whoever made the parts closes them.
 
-    `decisions`: shown at /debug/decisions; there is no such page when none are kept.
+    `decisions`: shown at /debug/decisions; there is no such page when none are kept. `status`: shown below /status/ and
+    on the page at /; None of a door that has no page.
     """
     routes, keys = Routes(), ApiKeys(config.api_keys)
 
@@ -64,6 +71,11 @@ def create_app(
     routes.add("POST", "/detokenize", public(texts.detokenize))
     if decisions is not None and decisions.most:
         routes.add("GET", "/debug/decisions", public(DecisionRoutes(decisions).show))
+    if status is not None:
+        shown = StatusRoutes(status, write_timeout_s=STATUS_WRITE_TIMEOUT_S)
+        routes.add("GET", "/status/snapshot", public(shown.snapshot))
+        routes.add("GET", "/status/events", public(shown.events))
+        add_page(routes)
     _add_operator_routes(routes, readiness, metrics)
     return Envelope(routes, metrics)
 

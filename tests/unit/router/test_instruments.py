@@ -1,5 +1,6 @@
 """Plain instruments show what prometheus_client's own would."""
 
+import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
@@ -13,10 +14,11 @@ def samples(registry: CollectorRegistry) -> list[str]:
     return [line for line in lines if "_created" not in line]
 
 
-def test_a_histogram_is_the_librarys() -> None:
+@pytest.mark.parametrize("finer", [(), (0.001, 0.5, 0.75, 3e9)])
+def test_a_histogram_is_the_librarys(finer: tuple[float, ...]) -> None:
     bounds = (0.015625, 0.5, 1.0, 500000.0, 2e7)
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    plain = Spread("tandem_x", "some", bounds, LABELS)
+    plain = Spread("tandem_x", "some", bounds, LABELS, finer=finer)
     ours.register(plain)
     library = Histogram("tandem_x", "some", tuple(LABELS), buckets=bounds, registry=theirs).labels(*LABELS.values())
     for value in (0.0, 0.015625, 0.03125, 0.5, 3.0, 1e9):
@@ -24,6 +26,8 @@ def test_a_histogram_is_the_librarys() -> None:
             library.observe(value)
         plain.observe(value, 3)
     assert samples(ours) == samples(theirs)
+    assert sum(plain.counts) == 18
+    assert plain.counts[plain.bounds.index(0.5)] == 3
 
 
 def test_totals() -> None:
@@ -51,3 +55,10 @@ def test_totals_by_label_are_the_librarys() -> None:
     plain.inc("2", "y", amount=40)
     library.labels("2", "y").inc(40)
     assert samples(ours) == samples(theirs)
+
+
+def test_totals_by_label_are_added_up() -> None:
+    counts = Totals("tandem_t", "some", ("code",))
+    counts.inc("a", amount=2)
+    counts.inc("b")
+    assert (counts.sum(), counts.sum(without="a")) == (3, 1)

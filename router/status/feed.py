@@ -1,0 +1,181 @@
+"""The status of the cluster, made once a second for all who listen; nobody listening, only the history goes on.
+
+A listener holds one status, the newest: one that reads slowly misses some, and one that reads nothing is given up by
+its door.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import orjson
+
+from router.status.history import History
+from router.status.merge import merged, seen_by
+from router.status.part import StatusSources, part_of, totals
+from tandem.errors import Overloaded, Unavailable
+
+TURN_S = 1.0
+MOST_LISTENERS = 32
+"""Of one process."""
+_FRESH_S = 0.5
+"""A status of that age is as good as a new one."""
+_log = logging.getLogger(__name__)
+
+
+class Listener:
+    """One who wants to see every status, as a tenant may."""
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
+        self._newest: bytes | None = None
+        self._woken = asyncio.Event()
+        self._closed = False
+
+    def give(self, status: bytes) -> None:
+        """One that it has not taken yet gives way."""
+        self._newest = status
+        self._woken.set()
+
+    def close(self) -> None:
+        """Nothing comes any more."""
+        self._closed = True
+        self._woken.set()
+
+    async def next(self) -> bytes | None:
+        """The newest status that it has not had; None at the end."""
+        await self._woken.wait()
+        self._woken.clear()
+        if self._closed:
+            return None
+        status, self._newest = self._newest, None
+        return status
+
+
+class StatusFeed:
+    """One router process's; an async context manager around the time in which it is alive."""
+
+    def __init__(
+        self,
+        sources: StatusSources,
+        *,
+        most_listeners: int = MOST_LISTENERS,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._sources = sources
+        self._others: Callable[[], Awaitable[list[bytes]]] | None = None
+        self._most = most_listeners
+        self._wall_clock = wall_clock
+        self._history = History(clock=sources.clock, before=totals(sources))
+        metrics = sources.metrics
+        self._bounds = {"ttft": metrics.ttft.bounds, "itl": metrics.itl.bounds}
+        self._listeners: set[Listener] = set()
+        self._made: tuple[float, dict[str, Any]] | None = None
+        self._making = asyncio.Lock()
+        self._closed = False
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    @property
+    def num_listeners(self) -> int:
+        """Who listens now."""
+        return len(self._listeners)
+
+    def merge_with(self, others: Callable[[], Awaitable[list[bytes]]]) -> None:
+        """`others` brings the parts of the processes that share the doors."""
+        self._others = others
+
+    def close(self) -> None:
+        """Send everybody away: a page that is open must not hold up a drain."""
+        self._closed = True
+        for listener in self._listeners:
+            listener.close()
+
+    def part(self) -> bytes:
+        """This process's own, for the others."""
+        return orjson.dumps(self._part(), option=orjson.OPT_NON_STR_KEYS)
+
+    async def snapshot(self, tenant: str) -> bytes:
+        """The status as JSON, with the tenant's own decisions. Raises Unavailable once closed."""
+        self._check_open()
+        return orjson.dumps(seen_by(await self._status(), tenant))
+
+    @contextmanager
+    def listening(self, tenant: str) -> Iterator[Listener]:
+        """One listener. Raises Overloaded when there are too many, Unavailable once closed."""
+        self._check_open()
+        if len(self._listeners) >= self._most:
+            told = f"{self._most} listen to the status already; GET /status/snapshot is not bounded so"
+            raise Overloaded(told, retry_after_s=10.0)
+        listener = Listener(tenant)
+        self._listeners.add(listener)
+        try:
+            yield listener
+        finally:
+            self._listeners.discard(listener)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Unavailable("the router is draining", retry_after_s=1.0)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(TURN_S)
+            self._history.take(totals(self._sources))
+            if self._listeners:
+                await self._tell()
+
+    async def _tell(self) -> None:
+        try:
+            status = await self._status()
+        except Exception:  # noqa: BLE001  # watching must not end because one status could not be made
+            _log.exception("no status could be made")
+            return
+        seen: dict[str, bytes] = {}
+        for listener in tuple(self._listeners):
+            tenant = listener.tenant
+            if tenant not in seen:
+                seen[tenant] = orjson.dumps(seen_by(status, tenant))
+            listener.give(seen[tenant])
+
+    async def _status(self) -> dict[str, Any]:
+        async with self._making:
+            now_s = self._sources.clock()
+            if self._made is None or now_s - self._made[0] >= _FRESH_S:
+                self._made = now_s, await self._make()
+            return self._made[1]
+
+    async def _make(self) -> dict[str, Any]:
+        told = [] if self._others is None else await self._others()
+        own = orjson.loads(self.part())
+        try:
+            status = merged([own, *_read(told)], self._bounds)
+        except (LookupError, TypeError, ValueError):
+            if not told:
+                raise
+            _log.exception("the status of another router process cannot be read")
+            status = merged([own], self._bounds)
+        return {"at_ms": round(self._wall_clock() * 1e3), **status}
+
+    def _part(self) -> Mapping[str, Any]:
+        self._history.take(totals(self._sources))
+        return part_of(self._sources, self._history)
+
+
+def _read(parts: Sequence[bytes]) -> list[Mapping[str, Any]]:
+    return [part for part in map(orjson.loads, parts) if isinstance(part, dict)]
