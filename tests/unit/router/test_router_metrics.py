@@ -12,6 +12,7 @@ from router.session_wire import load_from_pb
 from router.worker_view import WorkerLoad
 from tandem.errors import Unavailable
 from tandem.outputs import FinishReason
+from tandem.prefix_pin import PinTotals
 from tests.unit.router import doors
 from tests.unit.router.test_placement import worker
 
@@ -32,7 +33,8 @@ def value(metrics: RouterMetrics, name: str, **labels: str) -> float | None:
 def test_cache_tiers_are_shown_as_workers_count_them() -> None:
     metrics = RouterMetrics("m")
     counts = TierCounts(tier="disk", num_blocks=3, capacity_blocks=9, hits=5, stored_bytes=7, store_s=0.5, damaged=2)
-    load = Load(**dict.fromkeys((name for name in Load._fields if name != "tiers"), 1), tiers=(counts,))
+    plain = dict.fromkeys((name for name in Load._fields if name not in ("tiers", "pins")), 1)
+    load = Load(**plain, tiers=(counts,), pins=PinTotals())
     told = load_to_pb(load, prefill_tokens_per_s=1.0, decode_step_s=1.0, kv_bytes_per_s=1.0, step_age_s=2.5)
     told.cache_tiers.add(tier="made up by a peer")
     metrics.worker_loads([worker("w", load=load_from_pb(told))])
