@@ -59,15 +59,22 @@ lint: setup ## Style, types, import contracts, generated stubs
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m tests.stubs
 
+.PHONY: browser
+browser: ## A Chromium for the tests of the status page (skipped when there is one; else 40 s with apt-get, as root)
+	@test -n "$${CHROMIUM:-}" || command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null || { \
+	  echo "Installing Chromium (once) ..."; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null \
+	  || { echo "No Chromium, and it cannot be installed here: sudo make browser, or CHROMIUM=/path/to/one"; exit 1; }; }
+
 .PHONY: test
-test: setup ## All tests but the long proofs
+test: setup browser ## All tests but the long proofs
 	$(BIN)/pytest -q -m "not slow and not gpu" $(ARGS)
 
 .PHONY: check
 check: lint test ## What CI runs
 
 .PHONY: nightly
-nightly: setup ## The full counts of the long proofs
+nightly: setup browser ## The full counts of the long proofs
 	$(BIN)/pytest -q -m "slow and not gpu" --timeout 3600 $(ARGS)
 
 .PHONY: bench

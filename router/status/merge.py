@@ -14,7 +14,7 @@ from router.status.quantiles import quantile
 FORMAT = 1
 """Processes that write another one are left out: one of them is about to be replaced."""
 MOST_HANDOFFS = 32
-MOST_PREFIXES = 12
+MOST_PREFIXES = 8
 MOST_DECISIONS = 12
 """Of one tenant."""
 TENANT = "tenant"

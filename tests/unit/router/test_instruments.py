@@ -14,7 +14,7 @@ def samples(registry: CollectorRegistry) -> list[str]:
     return [line for line in lines if "_created" not in line]
 
 
-@pytest.mark.parametrize("finer", [(), (0.001, 0.5, 0.75, 3e9)])
+@pytest.mark.parametrize("finer", [(), (0.001, 0.25, 0.5, 3e9)])
 def test_a_histogram_is_the_librarys(finer: tuple[float, ...]) -> None:
     bounds = (0.015625, 0.5, 1.0, 500000.0, 2e7)
     ours, theirs = CollectorRegistry(), CollectorRegistry()
@@ -27,7 +27,7 @@ def test_a_histogram_is_the_librarys(finer: tuple[float, ...]) -> None:
         plain.observe(value, 3)
     assert samples(ours) == samples(theirs)
     assert sum(plain.counts) == 18
-    assert plain.counts[plain.bounds.index(0.5)] == 3
+    assert plain.counts[plain.bounds.index(0.5)] == (3 if finer else 6)
 
 
 def test_totals() -> None:

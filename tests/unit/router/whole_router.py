@@ -206,7 +206,8 @@ class Listener:
 class WholeRouter:
     """All parts, as `router.__main__` puts them together."""
 
-    def __init__(self, seed: int, *, num_decode: int = 3, num_prefill: int = 2) -> None:
+    def __init__(self, seed: int, *, num_decode: int = 3, num_prefill: int = 2, names: Sequence[str] = ()) -> None:
+        """`names`: of more workers."""
         self.now_s = 1000.0
         self.rng = Random(seed)
         self.hasher = BlockHasher(SECRET)
@@ -242,6 +243,7 @@ class WholeRouter:
         self.readiness = Readiness(self.registry, self.metrics, lambda _: True)
         self.workers = [PortWorker(f"d{i}", self) for i in range(num_decode)]
         self.workers += [PortWorker(f"p{i}", self) for i in range(num_prefill)]
+        self.workers += [PortWorker(name, self) for name in names]
         self.num_requests = 0
         self.num_turns = 0
         """Of the loop, that the last crowd took: the time of this world."""

@@ -1,0 +1,176 @@
+"""Names and answers that hold markup, keys, and a router that refuses: the page over a door in this process."""
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import pytest
+from playwright.async_api import expect
+from pydantic import SecretStr
+
+from router.http.app import create_app
+from router.http.server import HttpDoor
+from router.status.feed import StatusFeed
+from router.worker_view import WorkerLoad
+from tandem.admission_config import ApiKey
+from tandem.config import RouterConfig
+from tests.browser.watched_page import PHONE, tab
+from tests.unit.router import doors
+from tests.unit.router.status.whole_status import sources_of
+from tests.unit.router.whole_router import WholeRouter
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+MARKUP = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
+KEYED = RouterConfig(api_keys=(ApiKey(key=SecretStr("right-key"), tenant="a"),))
+
+
+@dataclass
+class Served:
+    """A door, what it answers, and what it shows."""
+
+    url: str
+    whole: WholeRouter
+    feed: StatusFeed
+    parts: doors.Doors
+
+
+@asynccontextmanager
+async def served(
+    config: RouterConfig | None = None,
+    *,
+    most: int = 8,
+    num_prefill: int = 2,
+    names: tuple[str, ...] = (),
+    port: int = 0,
+) -> AsyncIterator[Served]:
+    whole = WholeRouter(1, num_decode=2, num_prefill=num_prefill, names=names)
+    parts = doors.make_doors(doors.make_tokenizer(), config)
+    async with StatusFeed(replace(sources_of(whole), model=parts.frontend.model), most_listeners=most) as feed:
+        app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics, None, feed)
+        async with HttpDoor(app, host="127.0.0.1", port=port, grace_s=1.0) as door:
+            yield Served(f"http://127.0.0.1:{door.port}/", whole, feed, parts)
+            feed.close()
+
+
+async def test_markup_of_workers_and_models_stays_text(browser):
+    async with served(names=(MARKUP,)) as router, tab(browser) as seen:
+        router.parts.say(f"hello {MARKUP} world")
+        await seen.open(router.url)
+        await seen.is_live()
+        page = seen.page
+        await expect(page.locator(".worker .name").get_by_text(MARKUP)).to_be_visible()
+        await seen.ask(MARKUP)
+        await expect(page.locator("#answer")).to_have_text(f"hello {MARKUP} world")
+        await expect(page.locator("#ask-state")).to_contain_text("Done")
+        assert await page.title() == "Tandem · tiny"
+        assert await page.locator("main script, main img").count() == 0
+        assert seen.messages == []
+
+
+async def test_the_browser_would_not_let_markup_in(browser):
+    """The second line: were there a way in, nothing of it would run."""
+    async with served() as router, tab(browser) as seen:
+        await seen.open(router.url)
+        await seen.is_live()
+        refused = await seen.page.evaluate(
+            "(markup) => { try { document.body.innerHTML = markup; return ''; } catch (error) { return error.name; } }",
+            MARKUP,
+        )
+        assert refused == "TypeError"
+        assert await seen.page.title() == "Tandem · tiny"
+
+
+async def test_a_key_is_asked_for_and_kept_out_of_sight(browser):
+    async with served(KEYED) as router, tab(browser, PHONE) as seen:
+        router.parts.say("hello world")
+        asked: list[str] = []
+        seen.page.on("request", lambda request: asked.append(request.url))
+        await seen.open(router.url)
+        page = seen.page
+        await expect(page.locator("#key-dialog")).to_be_visible()
+        assert await seen.violations() == []
+        await page.fill("#key", "wrong-key")
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#key-error")).to_have_text("This key is not known here.")
+        await page.fill("#key", "right-key")
+        await page.keyboard.press("Enter")
+        await seen.is_live()
+        await expect(page.locator("#key-dialog")).to_be_hidden()
+        await seen.ask("hello")
+        await expect(page.locator("#answer")).to_have_text("hello world")
+        assert router.parts.generator.requests[0].tenant == "a"
+        kept = await page.evaluate(
+            "JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, location.href])"
+        )
+        assert "right-key" not in kept + "".join(asked)
+        assert not any("?" in url for url in asked)
+
+
+async def test_without_workers_it_says_what_that_means(browser):
+    async with served(num_prefill=0) as router, tab(browser) as seen:
+        router.whole.readiness.drain()
+        await seen.open(router.url)
+        await seen.is_live()
+        page = seen.page
+        await expect(page.locator("#pools")).to_contain_text("decode workers read prompts themselves")
+        await expect(page.locator("#not-ready")).to_have_text("Not ready: the router is draining.")
+        await expect(page.locator("#chart-ttft")).to_contain_text("No answers in the last five minutes")
+        await expect(page.locator("#handoff-list")).to_contain_text("No prompt is on its way")
+        assert await seen.violations() == []
+        for worker in list(router.whole.workers):
+            worker.leave(told=False)
+        router.whole.now_s += 1.0
+        await expect(page.locator("#pools")).to_contain_text("nothing can be answered")
+
+
+async def test_states_of_workers_have_words(browser):
+    async with served() as router, tab(browser) as seen:
+        stuck, draining = router.whole.workers[:2]
+        router.whole.registry.load_changed(stuck.info.key, WorkerLoad(step_age_s=9.0))
+        router.whole.registry.draining(draining.info.key, "told to")
+        await seen.open(router.url)
+        await seen.is_live()
+        await expect(seen.page.locator(".badge[data-state=stuck]")).to_have_text("stuck: in one step for too long")
+        await expect(seen.page.locator(".badge[data-state=draining]")).to_contain_text("takes nothing new")
+        assert await seen.violations() == []
+
+
+async def test_too_many_pages_are_told_so(browser):
+    async with served(most=1) as router, tab(browser) as first, tab(browser) as second:
+        await first.open(router.url)
+        await first.is_live()
+        await second.open(router.url)
+        await expect(second.page.locator("#lost")).to_contain_text("1 listen to the status already")
+        assert await second.violations() == []
+        await first.page.close()
+        await second.page.click("#retry")
+        await second.is_live()
+
+
+async def test_it_says_that_the_router_is_gone_and_comes_back_by_itself(browser):
+    async with tab(browser) as seen:
+        async with served() as router:
+            await seen.open(router.url)
+            await seen.is_live()
+        lost = seen.page.locator("#lost")
+        await expect(lost).to_contain_text("The figures are those of")
+        await expect(seen.page.locator("#link")).to_have_text("Disconnected")
+        assert await seen.violations() == []
+        await seen.page.click("#retry")
+        await expect(lost).to_contain_text("No status: no connection.")
+        async with served(port=int(router.url.split(":")[2].strip("/"))):
+            await seen.is_live()
+            await expect(lost).to_be_hidden()
+
+
+async def test_an_error_of_the_router_is_shown(browser):
+    async with served() as router, tab(browser) as seen:
+        await seen.open(router.url)
+        await seen.is_live()
+        await seen.page.fill("#max-tokens", "100000")
+        await seen.page.fill("#prompt", "x " * 3000)
+        await seen.page.click("#send")
+        await expect(seen.page.locator("#ask-state")).to_have_text(re.compile("tokens"))
+        await expect(seen.page.locator("#ask-state")).to_have_attribute("data-state", "failed")
+        await expect(seen.page.locator("#send")).to_be_enabled()
