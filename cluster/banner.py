@@ -34,6 +34,8 @@ def show(console: Console, asked: ClusterConfig, effective: ClusterConfig, proce
         *_settings(asked),
     )
     console.print(Panel(body, title="[bold]Tandem[/bold]", box=box.ROUNDED, expand=False, padding=(1, 2)))
+    for warning in warnings(effective):
+        console.print(Text(f"warning: {warning}", style="bold yellow"), soft_wrap=True)
     # Outside the panel and unwrapped, so that it can be pasted as it is.
     console.print("\nTry it:", style="bold")
     console.out(curl_line(effective, model), highlight=False)
@@ -51,6 +53,12 @@ def base_url(config: ClusterConfig, port: int) -> str:
     return join(reachable(config.router.host), port)
 
 
+def http_url(config: ClusterConfig) -> str:
+    """Of the HTTP door, to type on this machine."""
+    scheme = "http" if config.router.tls is None else "https"
+    return f"{scheme}://{base_url(config, config.router.port)}"
+
+
 def curl_line(config: ClusterConfig, model: str) -> str:
     """A streaming chat request that works when pasted into a shell; a key is never shown."""
     body = {
@@ -59,11 +67,21 @@ def curl_line(config: ClusterConfig, model: str) -> str:
         "max_tokens": EXAMPLE_TOKENS,
         "stream": True,
     }
-    url = f"http://{base_url(config, config.router.port)}/v1/chat/completions"
+    url = f"{http_url(config)}/v1/chat/completions"
     parts = ["curl -N", shlex.quote(url), "-H 'Content-Type: application/json'"]
-    if config.router.api_keys:
+    if (tls := config.router.tls) is not None:
+        parts.append("--cacert ca.pem" if tls.client_ca is None else "--cacert ca.pem --cert client.pem")
+    if config.router.api_keys or config.router.api_keys_file:
         parts.append('-H "Authorization: Bearer $API_KEY"')
     return " ".join([*parts, "-d", shlex.quote(json.dumps(body, ensure_ascii=False))])
+
+
+def warnings(config: ClusterConfig) -> list[str]:
+    """What somebody should know of doors like these."""
+    found = [] if config.router.warning is None else [config.router.warning]
+    if any(key.is_plain for key in config.router.api_keys):
+        found.append("router.api_keys holds keys themselves; `tandem key digest` makes what may be kept in their place")
+    return found
 
 
 def changed_settings(config: BaseModel, defaults: BaseModel | None, prefix: str = "") -> dict[str, str]:
@@ -148,7 +166,7 @@ def _memory(view: ProcessView) -> list[str]:
 
 
 def _urls(config: ClusterConfig) -> Table:
-    http = f"http://{base_url(config, config.router.port)}"
+    http = http_url(config)
     table = Table.grid(padding=(0, 2))
     table.add_row("HTTP", Text(f"{http}/v1", style="cyan"))
     table.add_row("gRPC", Text(base_url(config, config.router.grpc_port), style="cyan"))

@@ -174,16 +174,22 @@ def chat(
     api_key_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="A file that holds the API key.")
     ] = None,
+    ca: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file of the router's authority, for https.")
+    ] = None,
+    client_cert: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file of your certificate and its key.")
+    ] = None,
 ) -> None:
     """Talk to a running cluster; with a pipe as input, one question per line."""
     from cluster.chat import Conversation
     from cluster.chat import chat as run_chat
-    from cluster.client import ChatClient, ClientError
+    from cluster.client import ChatClient, ClientError, client_tls
 
     key = api_key_file.read_text(encoding="utf-8").strip() if api_key_file else None
 
     async def talk() -> int:
-        async with ChatClient(url, api_key=key) as client:
+        async with ChatClient(url, api_key=key, tls=client_tls(ca, client_cert)) as client:
             return await run_chat(client, Conversation(system=system), max_tokens=max_tokens, temperature=temperature)
 
     try:
@@ -296,6 +302,25 @@ def doctor(
     else:
         checks.show(Console(highlight=False), findings)
     raise typer.Exit(1 if checks.has_failed(findings) else 0)
+
+
+@app.command(rich_help_panel=_LOOK)
+def key(
+    action: Annotated[
+        str,
+        typer.Argument(metavar="new|digest", help="Make a key, or print the entry of one read from standard input."),
+    ] = "new",
+    tenant: Annotated[str | None, typer.Option(help="Whose it is, for the entry.")] = None,
+) -> None:
+    """Make an API key: the key goes to its user, the entry into [b]router.api_keys[/b] or the file of keys."""
+    from cluster.keys import show_digest, show_new
+
+    raise typer.Exit({"new": show_new, "digest": show_digest}.get(action, _no_such_action)(tenant))
+
+
+def _no_such_action(_tenant: str | None) -> int:
+    _complain("tandem key new, or tandem key digest")
+    return EXIT_CONFIG
 
 
 @app.command(rich_help_panel=_LOOK)

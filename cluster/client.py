@@ -1,9 +1,11 @@
 """A small client of the HTTP door, for `tandem chat` and `tandem demo`: one streamed chat answer with its time line."""
 
 import json
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -78,16 +80,36 @@ class _Collected:
     first_at: float | None = None
 
 
+def client_tls(ca: Path | None, cert: Path | None) -> ssl.SSLContext | None:
+    """Of a client that believes `ca`'s authorities and shows `cert`, a PEM file with its key. Raises ClientError."""
+    if ca is None and cert is None:
+        return None
+    try:
+        context = ssl.create_default_context(cafile=ca)
+        if cert is not None:
+            context.load_cert_chain(cert, password="")  # else an encrypted key is asked for on the terminal
+    except (OSError, ssl.SSLError) as error:
+        raise ClientError(f"{ca} and {cert} are no PEM files to speak TLS with: {error}") from None
+    return context
+
+
 class ChatClient:
     """One connection to a router. An async context manager."""
 
-    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+    def __init__(self, url: str, *, api_key: str | None = None, tls: ssl.SSLContext | None = None) -> None:
+        """`tls`: whom to believe, and who to be; the system's authorities when absent."""
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(CONNECT_TIMEOUT_S, read=None)
         try:
             # trust_env: a proxy of the company's network does not know this machine's loopback
-            self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)
+            self._http = httpx.AsyncClient(
+                base_url=self.url,
+                headers=headers,
+                timeout=timeout,
+                trust_env=False,
+                verify=tls if tls is not None else True,
+            )
         except httpx.InvalidURL as error:
             raise ClientError(f"{url} is not a URL: {error}") from None
 
@@ -141,6 +163,10 @@ class ChatClient:
         )
 
     def _unreachable(self, error: Exception) -> ClientError:
+        if isinstance(error, httpx.ConnectError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
+            return ClientError(
+                f"{self.url} shows a certificate that is not believed here: name its authority with --ca"
+            )
         if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
             return ClientError(f"no cluster answers at {self.url}: start one with `tandem up`, or name it with --url")
         return ClientError(f"{self.url}: {error or type(error).__name__}")

@@ -1,5 +1,7 @@
 """`tandem demo`: a cluster on free ports, one long question through both pools, the same again from the cache."""
 
+from pathlib import Path
+
 from rich.console import Console
 from rich.text import Text
 
@@ -9,7 +11,9 @@ from cluster.effective import resolve_model
 from cluster.local import LocalCluster
 from cluster.sanitize import without_controls
 from cluster.up import EXIT_FAILED, run_with
-from tandem.config import ClusterConfig
+from tandem.certificates import client_of
+from tandem.config import ClusterConfig, RouterConfig
+from tandem.errors import ConfigError
 
 MAX_TOKENS = 32
 NEEDLE = "The code of amber is 4821."
@@ -29,11 +33,22 @@ again."""
 
 async def demo(config: ClusterConfig, *, out: Console, err: Console) -> int:
     """Run the whole of it; the exit code. Raises ConfigError before anything was started."""
+    if reason := _no_way_in(config.router):
+        raise ConfigError(reason)
 
     async def body(cluster: LocalCluster) -> int:
         return await talk(cluster, out, err)
 
     return await run_with(resolve_model(config), body, console=err, show_logs=False)
+
+
+def _no_way_in(router: RouterConfig) -> str | None:
+    """Why the demo could not ask its own cluster."""
+    if router.tls is not None and router.tls.client_ca is not None:
+        return "router.tls.client_ca: the demo has no certificate of a client; leave it out here"
+    if router.api_keys_file is not None or (router.api_keys and not any(one.is_plain for one in router.api_keys)):
+        return "router.api_keys: the demo has no key, and digests give it none; leave them out here"
+    return None
 
 
 async def talk(cluster: LocalCluster, out: Console, err: Console) -> int:
@@ -43,11 +58,12 @@ async def talk(cluster: LocalCluster, out: Console, err: Console) -> int:
     out.print(Text(f"{model} at {cluster.http_url} · {pools}"), style="dim", soft_wrap=True)
     messages = [{"role": "user", "content": f"{STORY} {QUESTION}"}]
     out.print(Text(f"\nA story of {len(STORY.split())} words hides “{NEEDLE}” Then:"), soft_wrap=True)
-    keys = cluster.config.router.api_keys
-    api_key = keys[0].key.get_secret_value() if keys else None
+    router = cluster.config.router
+    api_key = next((one.key.get_secret_value() for one in router.api_keys if one.is_plain), None)
+    tls = None if router.tls is None else client_of(Path(router.tls.cert), "router.tls.cert")
     titles = ("through both pools", "once more: its prefix is cached")
     try:
-        async with ChatClient(cluster.http_url, api_key=api_key) as client:
+        async with ChatClient(cluster.http_url, api_key=api_key, tls=tls) as client:
             for title in titles:
                 await _ask(client, messages, model, title, out)
     except ClientError as error:

@@ -8,12 +8,14 @@ import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import Enum
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from tandem.config import ClusterConfig
+from tandem.errors import ConfigError
 
 
 class Status(Enum):
@@ -58,6 +60,7 @@ def examine(config: ClusterConfig) -> list[Finding]:
         machine.shared_memory,
         machine.limits,
         ports,
+        locks,
     )
     return [finding for check in checks for finding in check(config)]
 
@@ -79,6 +82,28 @@ def ports(config: ClusterConfig) -> list[Finding]:
             found.append(Finding(name=name, status=status, detail=f"{host}:{port}: {error.strerror}", hint=hint))
         else:
             found.append(Finding(name=name, status=Status.OK, detail=f"{host}:{port} is free"))
+    return found
+
+
+def locks(config: ClusterConfig) -> list[Finding]:
+    """Whether the doors' certificates and keys can be used, where they have any."""
+    from router.door_tls import read_identity
+    from tandem.lock_config import read_keys
+
+    router, found = config.router, []
+    try:
+        if router.tls is not None:
+            read_identity(router.tls)
+            found.append(
+                Finding(name="TLS", status=Status.OK, detail=f"{router.tls.cert} is good, and its key is there")
+            )
+        if router.api_keys_file is not None:
+            keys, _ = read_keys(Path(router.api_keys_file), router.limits)
+            found.append(Finding(name="API keys", status=Status.OK, detail=f"{len(keys)} in {router.api_keys_file}"))
+    except ConfigError as error:
+        found.append(Finding(name="locks", status=Status.FAIL, detail=str(error)))
+    if router.warning is not None:
+        found.append(Finding(name="locks", status=Status.WARN, detail=router.warning))
     return found
 
 

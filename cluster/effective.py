@@ -19,7 +19,7 @@ from pydantic import SecretStr
 from cluster.supervisor import ProcessPlan, Role
 from tandem.config import ENV_PREFIX, ClusterConfig, PoolConfig, RouterConfig, dump
 from tandem.errors import ConfigError
-from tandem.hosts import join
+from tandem.hosts import join, split
 from tandem.model_path import BUILTIN
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -117,17 +117,8 @@ def _with_addresses(pool: PoolConfig, name: str, ports: PortDrawer) -> PoolConfi
             f"{name}.addresses names {len(pool.addresses)} workers, but {name}.replicas is {pool.replicas}"
         )
     for address in pool.addresses:
-        host, port = split(address, f"{name}.addresses")
-        ports.claim(host, port, f"{name}.addresses")
+        ports.claim(*split(address), f"{name}.addresses")
     return pool
-
-
-def split(address: str, what: str) -> tuple[str, int]:
-    """The parts of `host:port`. Raises ConfigError naming the setting."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"{what}: {address!r} is not host:port")
-    return host.strip("[]"), int(port)
 
 
 def plan_processes(config: ClusterConfig) -> list[ProcessPlan]:

@@ -22,6 +22,8 @@ from router.costs import CostModel
 from router.decisions import DecisionLog
 from router.descriptors import connection_bounds, raise_file_limit
 from router.dispatch import Dispatcher
+from router.door_tls import DoorTlsState
+from router.doorkeeper import Doorkeeper
 from router.fleet import WorkerFleet
 from router.frontend import Frontend
 from router.gate import Gate
@@ -77,6 +79,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
             stack, config.telemetry, service="tandem-router", instance=f"router.{socket.gethostname()}"
         )
         incarnation, limits = draw_incarnation(), make_limits(config.router, secret, time.monotonic)
+        keeper = await stack.enter_async_context(Doorkeeper(config.router, limits))
         board = await _join_workers(stack, config, registry, secret, incarnation, limits)
         if not await first_worker(registry, lifetime):
             return
@@ -84,6 +87,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         if tokenizer.size > model.vocab_size:
             raise ConfigError(f"the tokenizer has {tokenizer.size} tokens, the model embeds {model.vocab_size}")
         metrics = RouterMetrics(model.name)
+        keeper.show(metrics.registry)
         if board is not None:
             metrics.registry.register(BoardMetrics(board))
         await _join_siblings(stack, place, metrics, None if board is not None else (incarnation, limits))
@@ -97,19 +101,19 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
         readiness = Readiness(registry, metrics, canary.answering)
         status = await open_status(stack, place, model, dispatcher, gate, metrics, decisions, readiness)
-        app = create_app(frontend, gate, readiness, config.router, metrics, decisions, status)
+        app = create_app(frontend, gate, readiness, config.router, metrics, decisions, status, keeper)
         bounds = connection_bounds(config.router.connections, raise_file_limit())
-        shares_port = place.siblings is not None
-        server = build_server(frontend, gate, config.router, metrics, bounds.grpc, shares_port=shares_port)
+        shares = place.siblings is not None
+        server = build_server(frontend, gate, config.router, metrics, bounds.grpc, shares_port=shares, keeper=keeper)
         where, drain_s = config.router.host, config.decode.drain_s
-        http, rpc = await _open_doors(stack, config, place, app, server, bounds.http)
+        http, rpc = await _open_doors(stack, config, place, app, server, bounds.http, keeper.tls)
         await rpc.set_serving(True)
         await stack.enter_async_context(canary)
         shown = reachable(where)
         # What was made until now lives as long as the process: collections need not look at it.
         gc.freeze()
         gc.set_threshold(*_COLLECT_AFTER)
-        heart.begin({"http": f"http://{join(shown, http.port)}", "grpc": join(shown, rpc.port)})
+        heart.begin({"http": f"{http.scheme}://{join(shown, http.port)}", "grpc": join(shown, rpc.port)})
         _log.info("router serves HTTP on %s:%d and gRPC on %s:%d", where, http.port, where, rpc.port)
         await lifetime.wait()
         readiness.drain()
@@ -183,12 +187,15 @@ async def _open_doors(
     app: ASGIApp,
     server: grpc.aio.Server,
     max_http: int,
+    tls: DoorTlsState | None,
 ) -> tuple[HttpDoor, GrpcDoor]:
     where, drain_s = config.router.host, config.decode.drain_s
     shared = place.siblings is not None
     limits = ConnectionLimits.of(config.router.connections, most=max_http, write_timeout_s=WRITE_TIMEOUT_S)
-    http = HttpDoor(app, host=where, port=config.router.port, grace_s=drain_s, shares_port=shared, limits=limits)
-    rpc = GrpcDoor(server, host=where, port=config.router.grpc_port, grace_s=drain_s)
+    http = HttpDoor(
+        app, host=where, port=config.router.port, grace_s=drain_s, shares_port=shared, limits=limits, tls=tls
+    )
+    rpc = GrpcDoor(server, host=where, port=config.router.grpc_port, grace_s=drain_s, tls=tls)
     return await stack.enter_async_context(http), await stack.enter_async_context(rpc)
 
 

@@ -1,41 +1,80 @@
-"""API keys of the public doors, and the tenant that a key stands for."""
+"""API keys of the public doors, and whom a key stands for."""
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from tandem.admission_config import ApiKey
+from tandem.api_key import hashed, key_id
 from tandem.errors import Unauthenticated
 
 _SCHEME = "bearer"
+_BARE_HEADERS = ("x-api-key", "x-goog-api-key")
+"""Where clients of other makers' APIs put a key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who asks."""
+
+    tenant: str
+    key_id: str | None
+    """What logs call the key; None where none was asked for."""
+
+
+NOBODY = Caller(tenant="", key_id=None)
+"""Everybody, where nobody has a key."""
 
 
 class ApiKeys:
-    """Bearer keys. With none configured everybody is the one nameless tenant."""
+    """The keys that are good now. With none at all everybody is the one nameless tenant."""
 
-    def __init__(self, keys: Sequence[ApiKey]) -> None:
-        secrets = [one.key.get_secret_value().encode() for one in keys]
-        self._keys = tuple(
-            (secret, one.tenant or blake2b(secret, digest_size=16, person=b"tandem-tenant").hexdigest())
-            for secret, one in zip(secrets, keys, strict=True)
-        )
+    def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
+        self._known: tuple[tuple[bytes, Caller], ...] = ()
+        self.replace(keys)
+
+    def replace(self, keys: Iterable[ApiKey]) -> None:
+        """These and no others from now on."""
+        self._known = tuple((one.kept, _caller(one)) for one in keys)
+
+    @property
+    def are_asked_for(self) -> bool:
+        """Whether there are any."""
+        return bool(self._known)
 
     @property
     def tenants(self) -> frozenset[str]:
         """All that there are."""
-        return frozenset(tenant for _, tenant in self._keys) or frozenset({""})
+        return frozenset(caller.tenant for _, caller in self._known) or frozenset({""})
 
     def tenant(self, authorization: str | None) -> str:
-        """The tenant that an Authorization value proves, "" when no key is asked for.
+        """The tenant that an Authorization value proves, "" when no key is asked for. Raises Unauthenticated."""
+        return self.caller({} if authorization is None else {"authorization": authorization}).tenant
 
-        It is the name that the configuration gives it, or else a digest of its key. Raises Unauthenticated.
-        """
-        if not self._keys:
-            return ""
-        scheme, _, key = (authorization or "").partition(" ")
-        given = key.strip().encode("utf-8", "surrogateescape")
+    def caller(self, headers: Mapping[str, str]) -> Caller:
+        """Whom headers, by their names in small letters, prove. Raises Unauthenticated."""
+        if not self._known:
+            return NOBODY
+        given = _credential(headers)
+        kept = hashed(given)
         # All keys are compared, each in constant time: the time says nothing about which one was near.
-        tenants = [tenant for known, tenant in self._keys if hmac.compare_digest(given, known)]
-        if scheme.lower() != _SCHEME or not given or not tenants:
+        callers = [caller for known, caller in self._known if hmac.compare_digest(kept, known)]
+        if not given or not callers:
             raise Unauthenticated("send an API key as `Authorization: Bearer KEY`")
-        return tenants[0]
+        return callers[0]
+
+
+def _credential(headers: Mapping[str, str]) -> bytes:
+    """The key that was sent; empty when there is none."""
+    if (authorization := headers.get("authorization")) is not None:
+        scheme, _, key = authorization.partition(" ")
+        sent = key if scheme.lower() == _SCHEME else ""
+    else:
+        sent = next((headers[name] for name in _BARE_HEADERS if name in headers), "")
+    return sent.strip().encode("utf-8", "surrogateescape")
+
+
+def _caller(key: ApiKey) -> Caller:
+    tenant = key.tenant or blake2b(key.kept, digest_size=16, person=b"tandem-tenant").hexdigest()
+    return Caller(tenant=tenant, key_id=key_id(key.kept))

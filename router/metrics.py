@@ -13,6 +13,7 @@ from typing import Self, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from router.audit import current_entry
 from router.board_metrics import PublishMetrics
 from router.instruments import Spread, Total, Totals
 from router.placement_metrics import PlacementMetrics
@@ -231,6 +232,9 @@ class RequestMeter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         (self._metrics.running if self._began else self._metrics.waiting).dec()
+        if (entry := current_entry()) is not None:
+            entry.prompt_tokens += self._prompt_tokens
+            entry.completion_tokens += sum(self._counts)
         code = _code_of(error)
         if code is not None:
             self._metrics.failed(code)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Set
 from functools import lru_cache
 
 from router.tenant_limits import Limiter
+from tandem.admission_config import LimitsConfig
 from tandem.board.entries import MAX_TALLIES, TAG_BYTES, TenantTally
 from tandem.ids import Incarnation
 
@@ -35,9 +36,15 @@ class SharedLimits:
         """`tenants`: all that there are; who is called otherwise is not known here."""
         self.limiter = limiter
         self._tag_of = tag_of
-        self._tenant_of = {tag_of(tenant): tenant for tenant in tenants}
+        self._tenant_of: dict[bytes, str] = {}
+        self._know(tenants)
         self._heard: dict[Incarnation, dict[bytes, TenantTally]] = {}
         limiter.num_elsewhere = self._num_elsewhere
+
+    def reconfigure(self, limits: LimitsConfig, tenants: Iterable[str]) -> None:
+        """Others are in force from now on, for these tenants. What was used before still counts."""
+        self.limiter.reconfigure(limits)
+        self._know(tenants)
 
     def tallies(self) -> tuple[TenantTally, ...]:
         """What this router has given, for the others."""
@@ -70,6 +77,9 @@ class SharedLimits:
         """Those that are here; what the others had under way has ended."""
         for router in self._heard.keys() - routers:
             del self._heard[router]
+
+    def _know(self, tenants: Iterable[str]) -> None:
+        self._tenant_of = {self._tag_of(tenant): tenant for tenant in tenants}
 
     def _num_elsewhere(self, tenant: str) -> int:
         tag = self._tag_of(tenant)

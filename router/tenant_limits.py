@@ -40,6 +40,13 @@ class TokenBucket:
         self._fill(now_s)
         self._level = min(self._capacity, self._level - amount)
 
+    def resized(self, per_minute: int, now_s: float) -> "TokenBucket":
+        """Another of a new size, from which as much is missing."""
+        self._fill(now_s)
+        other = TokenBucket(per_minute=per_minute, now_s=now_s)
+        other.take(self._capacity - self._level, now_s)
+        return other
+
     def _fill(self, now_s: float) -> None:
         self._level = min(self._capacity, self._level + (now_s - self._now_s) * self._per_s)
         self._now_s = now_s
@@ -121,6 +128,14 @@ class Limiter:
         self._accounts: dict[str, _Account] = {}
         self.num_elsewhere: Callable[[str], int] = _none_elsewhere
         """Requests of a tenant that other routers have under way."""
+
+    def reconfigure(self, config: LimitsConfig) -> None:
+        """Other limits from now on. What was used before still counts, and what runs goes on."""
+        self._config = config
+        for tenant, account in self._accounts.items():
+            limits = account.limits = self.of(tenant)
+            account.requests = self._bucket(limits.requests_per_minute, account.requests)
+            account.tokens = self._bucket(limits.tokens_per_minute, account.tokens)
 
     def of(self, tenant: str) -> TenantLimits:
         """A tenant's own limits, or the default."""
@@ -228,8 +243,11 @@ class Limiter:
             )
         return account
 
-    def _bucket(self, per_minute: int | None) -> TokenBucket | None:
-        return None if per_minute is None else TokenBucket(per_minute=per_minute, now_s=self._clock())
+    def _bucket(self, per_minute: int | None, former: TokenBucket | None = None) -> TokenBucket | None:
+        if per_minute is None:
+            return None
+        now_s = self._clock()
+        return TokenBucket(per_minute=per_minute, now_s=now_s) if former is None else former.resized(per_minute, now_s)
 
 
 def _none_elsewhere(_tenant: str) -> int:

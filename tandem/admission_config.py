@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, SecretStr
 
+from tandem.api_key import is_digest, is_well_formed, kept_of
 from tandem.config_section import Seconds, Section
 
 _KEY = re.compile(r"[\x21-\x7e]{1,512}")
@@ -14,8 +15,11 @@ TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 def _sendable(key: SecretStr) -> SecretStr:
     """A header can carry it, and it is not what a client sends who has none."""
-    if not _KEY.fullmatch(key.get_secret_value()):
+    text = key.get_secret_value()
+    if not _KEY.fullmatch(text):
         raise ValueError("a key has 1 to 512 visible ASCII characters, and no spaces")
+    if is_digest(text) and not is_well_formed(text):
+        raise ValueError("after sha256: come 64 hexadecimal digits in small letters")
     return key
 
 
@@ -23,9 +27,20 @@ class ApiKey(Section):
     """One bearer key."""
 
     key: Annotated[SecretStr, AfterValidator(_sendable)]
+    """`sha256:` and the digest of the key, so that the file gives nobody a key; or the key itself."""
     tenant: TenantName | None = None
     """Whose it is: keys of one tenant share its limits, its share and its cached prefixes. Absent: a tenant of its
     own."""
+
+    @property
+    def kept(self) -> bytes:
+        """The hash of the key."""
+        return kept_of(self.key.get_secret_value())
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the key itself stands here."""
+        return not is_digest(self.key.get_secret_value())
 
 
 def _bare_key(value: Any) -> Any:
@@ -61,9 +76,9 @@ class LimitsConfig(Section):
 
 def mistaken_keys(keys: Sequence[ApiKey], limits: LimitsConfig) -> str | None:
     """What is wrong between keys and limits, beginning with the setting's name; never with a key in it."""
-    first: dict[str, int] = {}
+    first: dict[bytes, int] = {}
     for index, one in enumerate(keys):
-        if (before := first.setdefault(one.key.get_secret_value(), index)) != index:
+        if (before := first.setdefault(one.kept, index)) != index:
             return f"api_keys.{index}: the same key as api_keys.{before}"
     named = {one.tenant for one in keys}
     # Somebody would believe that a tenant is limited who is not.

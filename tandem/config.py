@@ -10,17 +10,21 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BeforeValidator, Field, PositiveInt, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, SecretStr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from tandem.admission_config import BearerKey, HedgingConfig, LimitsConfig, QueueConfig, mistaken_keys
+from tandem.admission_config import HedgingConfig, LimitsConfig, QueueConfig, mistaken_keys
 from tandem.board.settings import board_settings
 from tandem.config_section import Seconds, Section
 from tandem.disk_cache import contradiction
 from tandem.door_config import ConnectionsConfig, GrammarsConfig, ToolParserName
 from tandem.errors import ConfigError
+from tandem.hosts import checked_address
 from tandem.kv_agreement import cannot_travel_as
 from tandem.kv_layout import AUTO_DTYPE
+from tandem.lock_config import DoorLocks, Host
+from tandem.model_path import checked_name
+from tandem.plain_yaml import read_mapping
 from tandem.prompt_cache_config import PinnedShares, PromptCaching
 
 
@@ -36,7 +40,6 @@ Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 MAX_REPLICAS = 256
 """Workers of one pool that one machine is asked to start."""
 MAX_TENSOR_PARALLEL = 64
-MAX_CONFIG_BYTES = 1 << 20
 ENV_PREFIX = "TANDEM_"
 _MOST_TOLD = 16
 """Mistakes of one configuration."""
@@ -47,7 +50,7 @@ class ModelConfig(Section):
 
     path: str = "builtin"
     """Directory in Hugging Face layout, a hub id, or `builtin` for the small model that ships with Tandem."""
-    name: str | None = None
+    name: Annotated[str, AfterValidator(checked_name)] | None = None
     """Name that clients use; the last part of the path when absent."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Compute and KV dtype."""
@@ -146,17 +149,14 @@ class TransferConfig(Section):
     two workers cache in; over shared memory they always travel as they are to rest."""
 
 
-class RouterConfig(PromptCaching):
+class RouterConfig(DoorLocks, PromptCaching):
     """The front doors and placement."""
 
-    host: str = "127.0.0.1"
     port: Port = 8000
     grpc_port: Port = 8001
     processes: int = Field(default=1, ge=1, le=64)
     """Router processes of one host that share its ports, for more cores. Each keeps a session to every worker; bounds
     such as `max_inflight_requests` are of each."""
-    api_keys: tuple[BearerKey, ...] = ()
-    """Bearer keys, each a text or `{key, tenant}`; empty means that no key is asked for."""
     connections: ConnectionsConfig = ConnectionsConfig()
     max_body_bytes: PositiveInt = 8 << 20
     max_choices: PositiveInt = 16
@@ -201,7 +201,7 @@ class PoolConfig(Section):
     """One pool of workers."""
 
     replicas: int = Field(default=1, ge=0, le=MAX_REPLICAS)
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Where a worker of this pool listens."""
     addresses: tuple[str, ...] = ()
     """host:port of each worker; `tandem up` fills it in, a hand-made cluster states it."""
@@ -279,6 +279,16 @@ class ClusterConfig(Section):
         )
 
     @model_validator(mode="after")
+    def _addresses(self) -> Self:
+        for name, pool in (("prefill", self.prefill), ("decode", self.decode)):
+            for index, address in enumerate(pool.addresses):
+                try:
+                    checked_address(address)
+                except ValueError as error:
+                    raise ValueError(f"{name}.addresses.{index}: {error}") from None
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.decode.replicas < 1:
             raise ValueError("decode.replicas must be at least 1: only decode workers answer")
@@ -293,7 +303,8 @@ class ClusterConfig(Section):
             source, destination = (self._cached_in(pool) for pool in (self.prefill, self.decode))
             if reason := cannot_travel_as(source, self.transfer.wire_dtype, destination):
                 raise ValueError(f"transfer.{reason}")
-        if reason := mistaken_keys(self.router.api_keys, self.router.limits):
+        keys_elsewhere = self.router.api_keys_file is not None
+        if not keys_elsewhere and (reason := mistaken_keys(self.router.api_keys, self.router.limits)):
             raise ValueError(f"router.{reason}")
         if reason := self._no_disk_cache():
             raise ValueError(reason)
@@ -306,32 +317,13 @@ class ClusterConfig(Section):
         return self
 
 
-class _PlainLoader(yaml.SafeLoader):
-    """Safe YAML without aliases (a few lines of them can expand to gigabytes) and without duplicate keys."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.events.AliasEvent):
-            raise ConfigError("YAML aliases are not allowed")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise ConfigError(f"a key is a list or a mapping (line {key.start_mark.line + 1})")
-            if key.value in keys:
-                raise ConfigError(f"key {key.value!r} stands twice (line {key.start_mark.line + 1})")
-            keys.add(key.value)
-        return super().construct_mapping(node, deep=deep)
-
-
 def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:
     """The configuration from `path` (defaults when None), then `TANDEM_*` variables, then `overrides`.
 
     `TANDEM_ROUTER__PORT=9000` sets `router.port`. `overrides` maps dotted names to values; None values are ignored.
     Raises ConfigError that names the field and what is wrong with it.
     """
-    data = _read(path) if path is not None else {}
+    data = read_mapping(path) if path is not None else {}
     for name, value in sorted(os.environ.items()):
         if name.startswith(ENV_PREFIX):
             _put(data, name.removeprefix(ENV_PREFIX).lower().split("__"), _variable(name, value))
@@ -357,23 +349,6 @@ def _told(error: ErrorDetails) -> str:
 def dump(config: ClusterConfig) -> str:
     """The configuration as YAML, secrets included: for the file that `tandem up` hands to its processes."""
     return yaml.safe_dump(_plain(config.model_dump()), sort_keys=False)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{path}: larger than {MAX_CONFIG_BYTES} bytes")
-        # A SafeLoader subclass: it builds plain values only.
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_PlainLoader)  # noqa: S506
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: nested too deeply") from None
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected a mapping of sections, found {type(data).__name__}")
-    return data
 
 
 def _variable(name: str, value: str) -> Any:

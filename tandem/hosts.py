@@ -1,6 +1,11 @@
-"""Host names as they are shown and typed."""
+"""Host names as they are shown, typed and checked."""
+
+import ipaddress
+import re
 
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # compared with, never bound
+_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
+_MAX_CHARS = 253
 
 
 def reachable(host: str) -> str:
@@ -11,3 +16,33 @@ def reachable(host: str) -> str:
 def join(host: str, port: int) -> str:
     """`host:port`, with the brackets of IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split(address: str) -> tuple[str, int]:
+    """The parts of `host:port`. Raises ValueError."""
+    host, colon, port = address.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    bracketed = bare is not host
+    if not colon or not port.isascii() or not port.isdigit() or not 0 < int(port[:6]) < 65536 or len(port) > 5:
+        raise ValueError(f"{address[:100]!r} is not host:port")
+    if bracketed != (":" in bare):
+        raise ValueError(f"{address[:100]!r} is not host:port; an IPv6 address stands in brackets")
+    return checked_host(bare), int(port)
+
+
+def checked_host(host: str) -> str:
+    """An address or a name that one could listen on or connect to. Raises ValueError."""
+    if ":" in host:
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            raise ValueError(f"{host[:100]!r} is no address") from None
+    elif not _NAME.fullmatch(host) or len(host) > _MAX_CHARS:
+        raise ValueError(f"{host[:100]!r} is no address and no host name")
+    return host
+
+
+def checked_address(address: str) -> str:
+    """`host:port` that one could connect to. Raises ValueError."""
+    split(address)
+    return address

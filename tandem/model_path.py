@@ -1,4 +1,4 @@
-"""Where the served model's files are."""
+"""Where the served model's files are, and what it is called."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ from tandem.errors import ConfigError
 
 BUILTIN = "builtin"
 BUILTIN_NAME = "tandem-tiny"
+MAX_NAME_CHARS = 200
 
 
 def model_directory(path: str) -> Path:
@@ -22,5 +23,19 @@ def model_directory(path: str) -> Path:
 
 
 def model_name(path: str, name: str | None) -> str:
-    """What clients call the model."""
-    return name or (BUILTIN_NAME if path == BUILTIN else Path(path).name)
+    """What clients call the model. Raises ConfigError when its directory is called what no model can be."""
+    if name or path == BUILTIN:
+        return name or BUILTIN_NAME
+    try:
+        return checked_name(Path(path).name)
+    except ValueError as error:
+        raise ConfigError(f"model.path: {error}; set model.name") from None
+
+
+def checked_name(name: str) -> str:
+    """A name that may stand in answers, URLs, metrics and logs. Raises ValueError."""
+    if not 1 <= len(name) <= MAX_NAME_CHARS:
+        raise ValueError(f"a model's name has 1 to {MAX_NAME_CHARS} characters")
+    if not (name.isprintable() and name.isascii()) or name != name.strip():
+        raise ValueError("a model's name is of visible ASCII characters, with no space at its ends")
+    return name

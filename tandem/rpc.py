@@ -72,10 +72,16 @@ def make_server(auth: ClusterAuth) -> grpc.aio.Server:
     return grpc.aio.server(interceptors=(auth,), options=SERVER_OPTIONS)
 
 
-def listen(server: grpc.aio.Server, host: str, port: int) -> int:
-    """Bind and return the real port (port 0 takes a free one). Raises OSError when the address is taken."""
+def listen(server: grpc.aio.Server, host: str, port: int, credentials: Any = None) -> int:
+    """Bind and return the real port (port 0 takes a free one). Raises OSError when the address is taken.
+
+    `credentials`: in TLS with them, else in the clear.
+    """
+    address = f"{host}:{port}"
     try:
-        bound = int(server.add_insecure_port(f"{host}:{port}"))
+        bound = int(
+            server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
+        )
     except RuntimeError as error:
         raise OSError(f"cannot listen on {host}:{port}: {error}") from None
     if bound == 0:

@@ -16,10 +16,10 @@ from select import POLLIN, POLLOUT
 
 from kv_transfer.transports.tcp_channel import hang_up, peek, waiter
 from kv_transfer.transports.tcp_pieces import Piece
+from tandem.certificates import first_certificate, read_pem, shake_hands, show, trust
 from tandem.errors import ConfigError
 
-_FLIGHTS = 4
-"""More than a handshake has."""
+_SETTING = "transfer.tls"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +36,9 @@ class TlsIdentity:
 
     def __init__(self, files: TlsFiles) -> None:
         """Reads the files and shakes hands with itself. Raises ConfigError that names the file and what is wrong."""
-        self.fingerprint = hashlib.sha256(_certificate(files.cert)).digest()
+        self.fingerprint = hashlib.sha256(first_certificate(files.cert, f"{_SETTING}.cert")).digest()
         """SHA-256 of the certificate in DER."""
-        _read("key", files.key)
-        _read("ca", files.ca)
+        read_pem(files.key, f"{_SETTING}.key")
         self._server = _context(ssl.PROTOCOL_TLS_SERVER, files)
         # Tickets would let a peer come back without its certificate being looked at.
         self._server.num_tickets = 0
@@ -55,22 +54,13 @@ class TlsIdentity:
         return TlsChannel(self._client.wrap_socket(_ready(sock), do_handshake_on_connect=False))
 
     def _try(self, files: TlsFiles) -> None:
-        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-        ends = (
-            self._client.wrap_bio(to_client, to_server),
-            self._server.wrap_bio(to_server, to_client, server_side=True),
-        )
-        for _ in range(_FLIGHTS):
-            for end in ends:
-                try:
-                    end.do_handshake()
-                except ssl.SSLWantReadError:
-                    continue
-                except ssl.SSLCertVerificationError as error:
-                    reason = f"{files.cert} is not good for {files.ca}: {error.verify_message}"
-                    raise ConfigError(f"transfer.tls.cert: {reason}") from None
-                except ssl.SSLError as error:
-                    raise ConfigError(f"transfer.tls: no handshake is possible: {error.reason}") from None
+        try:
+            shake_hands(self._client, self._server)
+        except ssl.SSLCertVerificationError as error:
+            reason = f"{files.cert} is not good for {files.ca}: {error.verify_message}"
+            raise ConfigError(f"{_SETTING}.cert: {reason}") from None
+        except ssl.SSLError as error:
+            raise ConfigError(f"{_SETTING}: no handshake is possible: {error.reason}") from None
 
 
 class TlsChannel:
@@ -208,37 +198,6 @@ def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
     # Fingerprints instead: see the module's docstring.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
-    try:
-        context.load_verify_locations(files.ca)
-    except ssl.SSLError as error:
-        raise ConfigError(f"transfer.tls.ca: {files.ca}: no certificates in PEM ({error.reason})") from None
-    try:
-        # An encrypted key would otherwise be asked for on the terminal.
-        context.load_cert_chain(files.cert, files.key, password=_no_password)
-    except ssl.SSLError as error:
-        if error.reason == "KEY_VALUES_MISMATCH":
-            raise ConfigError(f"transfer.tls.key: {files.key} is not the key of {files.cert}") from None
-        raise ConfigError(f"transfer.tls.key: {files.key}: no private key in PEM ({error.reason})") from None
+    trust(context, files.ca, f"{_SETTING}.ca")
+    show(context, files.cert, files.key, _SETTING)
     return context
-
-
-def _no_password() -> str:
-    raise ConfigError("transfer.tls.key: the key is encrypted; give it in the clear, readable by this process alone")
-
-
-def _read(name: str, path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not PEM"
-        raise ConfigError(f"transfer.tls.{name}: {path}: {reason}") from None
-
-
-def _certificate(path: Path) -> bytes:
-    """The first one of a file, in DER."""
-    text = _read("cert", path)
-    begin, end = text.find(ssl.PEM_HEADER), text.find(ssl.PEM_FOOTER)
-    try:
-        return ssl.PEM_cert_to_DER_cert(text[begin : end + len(ssl.PEM_FOOTER)] if 0 <= begin < end else "")
-    except ValueError:
-        raise ConfigError(f"transfer.tls.cert: {path}: no certificate in PEM") from None

@@ -1,12 +1,19 @@
-"""The gRPC door's one interceptor: errors of `tandem.errors` become status codes, and every answer is counted."""
+"""The gRPC door's one interceptor: it asks for a key before any handler is called, errors of `tandem.errors` become
+status codes, and every answer is counted.
+"""
 
 import logging
+import secrets
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
 
+from router.audit import NO_AUDIT, AuditEntry, AuditLog, enter, leave
+from router.auth import ApiKeys, Caller
 from router.metrics import RouterMetrics
 from tandem.errors import InternalError, ServingError
 
@@ -21,8 +28,10 @@ _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
     """Wraps the handlers of our own services; health and reflection answer for themselves."""
 
-    def __init__(self, metrics: RouterMetrics) -> None:
+    def __init__(self, metrics: RouterMetrics, keys: ApiKeys, audit: AuditLog = NO_AUDIT) -> None:
         self._metrics = metrics
+        self._keys = keys
+        self._audit = audit
 
     async def intercept_service(self, continuation: _Continuation, details: grpc.HandlerCallDetails) -> Any:
         """The handler, with its errors translated."""
@@ -42,15 +51,31 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
         """One answer returned, or many written to the context."""
 
         async def translated(request: Any, context: Any) -> Any:
+            entry = AuditEntry(
+                door="grpc",
+                request_id=secrets.token_hex(16),
+                client=_address(context.peer()),
+                began_s=time.monotonic(),
+                route=method,
+                is_kept=True,
+            )
+            token = enter(entry)
             try:
+                entry.caller = caller_of(context, self._keys)
                 answer = await call(request, context)
             except ServingError as error:
-                await self._abort(method, context, error)
+                await self._abort(entry, context, error)
             except Exception:  # noqa: BLE001  # the interceptor: a bug becomes INTERNAL, its trace goes to the log
-                await self._abort(method, context, self._bug(method))
+                await self._abort(entry, context, self._bug(method))
             else:
-                self._metrics.rpc_answered(method, grpc.StatusCode.OK.name)
+                entry.status = grpc.StatusCode.OK.name
+                self._metrics.rpc_answered(method, entry.status)
                 return answer
+            finally:
+                leave(token)
+                # A call without a status has been cancelled.
+                entry.status = entry.status or grpc.StatusCode.CANCELLED.name
+                self._audit.keep(entry)
 
         return translated
 
@@ -58,8 +83,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
         _log.exception("%s failed", method)
         return InternalError("internal error")
 
-    async def _abort(self, method: str, context: Any, error: ServingError) -> None:
-        self._metrics.rpc_answered(method, error.code.value)
+    async def _abort(self, entry: AuditEntry, context: Any, error: ServingError) -> None:
+        entry.status = error.code.value
+        self._metrics.rpc_answered(entry.route, entry.status)
         trailing = []
         if error.retry_after_s is not None:
             trailing.append((_RETRY_AFTER, f"{error.retry_after_s:.3f}"))
@@ -69,4 +95,19 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
             await context.abort(grpc.StatusCode[error.code.value], error.message, tuple(trailing))
         except grpc.aio.InternalError:
             # Its status could not be sent: the client left with its answer unread.
-            _log.debug("%s: the client left before it was told of %s", method, error.code.value)
+            _log.debug("%s: the client left before it was told of %s", entry.route, entry.status)
+
+
+def caller_of(context: Any, keys: ApiKeys) -> Caller:
+    """Whom a call's metadata prove. Raises Unauthenticated."""
+    sent: dict[str, str] = {}
+    for key, value in context.invocation_metadata() or ():
+        if isinstance(value, str):
+            sent.setdefault(key, value)
+    return keys.caller(sent)
+
+
+def _address(peer: str) -> str:
+    """`10.0.0.1` of gRPC's `ipv4:10.0.0.1:4711`."""
+    host = unquote(peer.partition(":")[2]).rpartition(":")[0]
+    return host.strip("[]")

@@ -8,7 +8,8 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from router.auth import ApiKeys
+from router.door_tls import DoorTlsState
+from router.doorkeeper import Doorkeeper
 from router.frontend import Frontend
 from router.grpc.errors import MAX_METADATA_BYTES, StatusInterceptor
 from router.grpc.service import InferenceService
@@ -35,15 +36,20 @@ def build_server(
     *,
     shares_port: bool = False,
     write_timeout_s: float = WRITE_TIMEOUT_S,
+    keeper: Doorkeeper | None = None,
 ) -> grpc.aio.Server:
     """A server of `tandem.v1.Inference` alone, bound to nothing yet."""
+    keeper = keeper or Doorkeeper(config)
+    keys = keeper.keys
     options = dict(rpc.SERVER_OPTIONS)
     options["grpc.max_receive_message_length"] = config.max_body_bytes
     options["grpc.max_metadata_size"] = MAX_METADATA_BYTES
     options["grpc.so_reuseport"] = int(shares_port)
     options |= _connection_options(config, max_connections)
-    server = grpc.aio.server(interceptors=(StatusInterceptor(metrics),), options=tuple(options.items()))
-    service = InferenceService(frontend, generator, ApiKeys(config.api_keys), metrics, write_timeout_s=write_timeout_s)
+    server = grpc.aio.server(
+        interceptors=(StatusInterceptor(metrics, keys, keeper.audit),), options=tuple(options.items())
+    )
+    service = InferenceService(frontend, generator, keys, metrics, write_timeout_s=write_timeout_s)
     add_InferenceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated
     return server
 
@@ -64,8 +70,12 @@ def _connection_options(config: RouterConfig, most: int) -> dict[str, int]:
 class GrpcDoor:
     """Listens while entered. Health is NOT_SERVING until `set_serving(True)`, and again before the door closes."""
 
-    def __init__(self, server: grpc.aio.Server, *, host: str, port: int, grace_s: float = 30.0) -> None:
+    def __init__(
+        self, server: grpc.aio.Server, *, host: str, port: int, grace_s: float = 30.0, tls: DoorTlsState | None = None
+    ) -> None:
+        """`tls`: in the clear without it."""
         self._server = server
+        self._tls = tls
         self._health = health.aio.HealthServicer()
         self._host = host
         self.port = port
@@ -78,7 +88,8 @@ class GrpcDoor:
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         await self.set_serving(False)
-        self.port = rpc.listen(self._server, self._host, self.port)
+        credentials = None if self._tls is None else self._tls.grpc_credentials()
+        self.port = rpc.listen(self._server, self._host, self.port, credentials)
         await self._server.start()
         return self
 

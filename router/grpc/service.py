@@ -8,6 +8,7 @@ from router.auth import ApiKeys
 from router.chat_template import Message
 from router.frontend import Frontend
 from router.grpc.answer_writer import AnswerWriter
+from router.grpc.errors import caller_of
 from router.grpc.prompt_scores import prompt_responses
 from router.metrics import RequestMeter, RouterMetrics
 from router.reading import ReadAsk
@@ -97,8 +98,7 @@ class InferenceService(InferenceServicer):
         return pb.ListModelsResponse(models=[pb.Model(id=model.name, max_model_len=model.max_model_len)])
 
     def _tenant(self, context: Any) -> str:
-        sent = (value for key, value in context.invocation_metadata() or () if key == "authorization")
-        return self._keys.tenant(next(sent, None))
+        return caller_of(context, self._keys).tenant
 
     def _seen(self, request: pb.GenerateRequest) -> StreamPosition | None:
         """Where a stream that this call continues broke."""

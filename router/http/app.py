@@ -7,14 +7,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from router.auth import ApiKeys
 from router.decisions import DecisionLog
+from router.doorkeeper import Doorkeeper
 from router.frontend import Frontend
 from router.http.debug import DecisionRoutes
 from router.http.generation import GenerationRoutes
+from router.http.guard import Guard, OperatorPage, operator, public
 from router.http.json_body import BodyBounds, read_object
 from router.http.middleware import Envelope
-from router.http.routes import Handler, Routes
+from router.http.routes import Routes
 from router.http.schemas import DetokenizeBody, TokenizeBody, validate
 from router.http.static_page import add_page
 from router.http.status import StatusRoutes
@@ -46,21 +47,16 @@ def create_app(
     metrics: RouterMetrics,
     decisions: DecisionLog | None = None,
     status: StatusFeed | None = None,
+    keeper: Doorkeeper | None = None,
 ) -> ASGIApp:
     """The ASGI application. It owns nothing: whoever made the parts closes them.
 
     `decisions`: shown at /debug/decisions; there is no such page when none are kept. `status`: shown below /status/ and
-    on the page at /; None of a door that has no page.
+    on the page at /; None of a door that has no page. `keeper`: of keys and audit log; the configured keys alone when
+    absent.
     """
-    routes, keys = Routes(), ApiKeys(config.api_keys)
-
-    def public(handler: Handler) -> Handler:
-        async def authenticated(request: Request) -> Response | dict[str, Any]:
-            request.state.tenant = keys.tenant(request.headers.get("authorization"))
-            return await handler(request)
-
-        return authenticated
-
+    keeper = keeper or Doorkeeper(config)
+    routes = Routes(Guard(keeper.keys, config))
     generation = GenerationRoutes(frontend, generator, metrics, max_body_bytes=config.max_body_bytes)
     texts = _TextRoutes(frontend, max_body_bytes=config.max_body_bytes)
     routes.add("POST", "/v1/chat/completions", public(generation.chat))
@@ -77,7 +73,7 @@ def create_app(
         routes.add("GET", "/status/events", public(shown.events))
         add_page(routes)
     _add_operator_routes(routes, readiness, metrics)
-    return Envelope(routes, metrics)
+    return Envelope(routes, metrics, keeper.audit)
 
 
 class _TextRoutes:
@@ -143,7 +139,7 @@ class _TextRoutes:
 
 
 def _add_operator_routes(routes: Routes, readiness: Readiness, metrics: RouterMetrics) -> None:
-    """Probes, metrics, version: without a key, because orchestrators have none."""
+    """Probes, metrics, version."""
 
     async def health(_request: Request) -> dict[str, Any]:
         return {"status": "alive"}
@@ -162,7 +158,7 @@ def _add_operator_routes(routes: Routes, readiness: Readiness, metrics: RouterMe
         except metadata.PackageNotFoundError:
             return {"version": "unknown"}
 
-    routes.add("GET", "/health", health)
-    routes.add("GET", "/readyz", readyz)
-    routes.add("GET", "/metrics", render_metrics)
-    routes.add("GET", "/version", version)
+    routes.add("GET", "/health", operator(health, OperatorPage.HEALTH))
+    routes.add("GET", "/readyz", operator(readyz, OperatorPage.READYZ))
+    routes.add("GET", "/metrics", operator(render_metrics, OperatorPage.METRICS))
+    routes.add("GET", "/version", operator(version, OperatorPage.VERSION))

@@ -9,16 +9,19 @@ queue and the close, some microseconds, is reset all the same.
 import asyncio
 import contextlib
 import socket
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
 import uvicorn
 
+from router.http.tls_listener import TlsListener
+
 _CLOSE = (b"connection", b"close")
 
 
-async def leave_port(server: uvicorn.Server, listening: socket.socket) -> None:
-    """Stop listening at once; connections that are there stay, each for one answer more."""
+async def leave_port(server: uvicorn.Server, listening: socket.socket, secured: TlsListener | None) -> None:
+    """Stop listening at once; connections that are there stay, each for one answer more. `secured`: of one in TLS."""
     arrived = _arrived(listening)
     for one in server.servers:
         one.close()
@@ -26,17 +29,24 @@ async def leave_port(server: uvicorn.Server, listening: socket.socket) -> None:
     # The second is made of the first, once a second.
     server.config.encoded_headers = [*server.config.encoded_headers, _CLOSE]
     server.server_state.default_headers = [*server.server_state.default_headers, _CLOSE]
-    loop = asyncio.get_running_loop()
-    protocol = partial(
+    loop, protocol = asyncio.get_running_loop(), new_protocol(server)
+    for connection in arrived:
+        if secured is not None:
+            secured.take(connection)
+            continue
+        # Its client may have left already.
+        with contextlib.suppress(OSError):
+            await loop.connect_accepted_socket(protocol, connection)
+
+
+def new_protocol(server: uvicorn.Server) -> Callable[[], asyncio.Protocol]:
+    """What makes the protocol of one more connection."""
+    return partial(
         cast("Any", server.config.http_protocol_class),
         config=server.config,
         server_state=server.server_state,
         app_state=server.lifespan.state,
     )
-    for connection in arrived:
-        # Its client may have left already.
-        with contextlib.suppress(OSError):
-            await loop.connect_accepted_socket(protocol, connection)
 
 
 def _arrived(listening: socket.socket) -> list[socket.socket]:

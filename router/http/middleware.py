@@ -2,9 +2,11 @@
 
 import re
 import secrets
+import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router.audit import AuditEntry, AuditLog, enter, leave
 from router.http.errors import error_response
 from router.http.routes import ROUTE_KEY
 from router.metrics import RouterMetrics
@@ -26,9 +28,10 @@ def check_request_id(value: str, param: str) -> str:
 class Envelope:
     """ASGI middleware. A client's X-Request-Id is echoed and used nowhere else; absent, one is made."""
 
-    def __init__(self, app: ASGIApp, metrics: RouterMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: RouterMetrics, audit: AuditLog) -> None:
         self._app = app
         self._metrics = metrics
+        self._audit = audit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Wrap one connection."""
@@ -37,25 +40,37 @@ class Envelope:
             return
         status = 500
         request_id = secrets.token_hex(16)
+        entry = AuditEntry(door="http", request_id=request_id, client=_client(scope), began_s=time.monotonic())
 
         async def enveloped(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", entry.request_id.encode())]
             await send(message)
 
+        token = enter(entry)
         try:
             try:
-                request_id = _given_id(scope) or request_id
+                entry.request_id = _given_id(scope) or request_id
             except InvalidRequest as error:
+                entry.is_kept = True
                 await error_response(error)(scope, receive, enveloped)
                 return
             await self._app(scope, receive, enveloped)
         finally:
+            leave(token)
             route = scope.get(ROUTE_KEY, "unknown")
             method = scope["method"] if scope["method"] in _METHODS else "other"
             self._metrics.http_answered(route, method, status)
+            entry.route, entry.status = f"{method} {route}", str(status)
+            if entry.is_kept:
+                self._audit.keep(entry)
+
+
+def _client(scope: Scope) -> str:
+    client: tuple[str, int] | None = scope.get("client")
+    return "" if client is None else client[0]
 
 
 def _given_id(scope: Scope) -> str | None:

@@ -1,9 +1,7 @@
 """Which handler answers a path, and how its errors look. Paths are few and known: a table, no patterns."""
 
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 import orjson
 from starlette.requests import Request
@@ -11,32 +9,37 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.http.errors import error_response, method_not_allowed
+from router.http.guard import Guard, Guarded
 from tandem.errors import InternalError, RouteNotFound, ServingError
 
 ROUTE_KEY = "tandem.route"
 """Where the scope says which route it is: the table's words, never the client's."""
 _log = logging.getLogger(__name__)
 
-Handler = Callable[[Request], Awaitable[Response | dict[str, Any]]]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Route:
     path: str
     method: str
-    handler: Handler
+    guarded: Guarded
 
 
 class Routes:
     """The ASGI application inside the envelope."""
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
         self._routes: dict[str, _Route] = {}
         self._below: dict[str, _Route] = {}
 
-    def add(self, method: str, path: str, handler: Handler) -> None:
-        """`path` alone; ending in `/*`, all that is below it. A dict that a handler returns is shown as JSON."""
-        route = _Route(path=path, method=method, handler=handler)
+    def add(self, method: str, path: str, guarded: Guarded) -> None:
+        """`path` alone; ending in `/*`, all that is below it. A dict that a handler returns is shown as JSON.
+
+        `guarded`: made by `public` or `operator`. Raises TypeError for a handler of which neither was said.
+        """
+        if not isinstance(guarded, Guarded):
+            raise TypeError(f"{path}: say for whom it is, with public() or operator()")
+        route = _Route(path=path, method=method, guarded=guarded)
         if path.endswith("/*"):
             self._below[path.removesuffix("*")] = route
         else:
@@ -56,14 +59,23 @@ class Routes:
             await error_response(InternalError("internal error"))(scope, receive, send)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> Response:
-        path: str = scope["path"]
+        path = _sent_path(scope)
         route = self._routes.get(path)
         if route is None:
             route = next((r for prefix, r in self._below.items() if path.startswith(prefix)), None)
+        if route is not None:
+            scope[ROUTE_KEY] = route.path
+        request = Request(scope, receive, send)
+        request.state.tenant = self._guard.admit(request, route.guarded if route is not None else None).tenant
         if route is None:
             raise RouteNotFound(f"no route {scope['method']} {path[:200]}")
-        scope[ROUTE_KEY] = route.path
         if scope["method"] != route.method:
             return method_not_allowed(route.method)
-        answer = await route.handler(Request(scope, receive, send))
+        answer = await route.guarded.handler(request)
         return Response(orjson.dumps(answer), media_type="application/json") if isinstance(answer, dict) else answer
+
+
+def _sent_path(scope: Scope) -> str:
+    """As the client spelled it, nothing decoded."""
+    raw: bytes | None = scope.get("raw_path")
+    return scope["path"] if raw is None else raw.decode("latin-1")

@@ -11,9 +11,11 @@ from typing import Any, Self, cast
 import uvicorn
 from starlette.types import ASGIApp
 
+from router.door_tls import DoorTlsState
 from router.http.connections import ConnectionLimits, Connections
-from router.http.handover import leave_port
+from router.http.handover import leave_port, new_protocol
 from router.http.protocol import Connection, ConnectionWatch
+from router.http.tls_listener import TlsListener
 from router.slow_reader import WRITE_TIMEOUT_S
 from tandem.door_config import ConnectionsConfig
 
@@ -22,7 +24,19 @@ _LOOK_S = 0.05
 
 
 class _Server(uvicorn.Server):
-    """uvicorn that leaves signals to the process that owns it."""
+    """uvicorn that leaves signals to the process that owns it, and TLS to a listener of ours."""
+
+    secured: TlsListener | None = None
+    """Takes the connections in uvicorn's place."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        if self.secured is None:
+            await super().startup(sockets)
+            return
+        await super().startup([])
+        self.secured.start(new_protocol(self))
+        self.servers.append(cast("Any", self.secured))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -41,8 +55,10 @@ class HttpDoor:
         grace_s: float = 30.0,
         shares_port: bool = False,
         limits: ConnectionLimits | None = None,
+        tls: DoorTlsState | None = None,
     ) -> None:
-        """`shares_port`: other processes listen on it, too; the kernel gives each connection to one of them."""
+        """`shares_port`: other processes listen on it, too; the kernel gives each connection to one of them. `tls`: in
+        the clear without it."""
         self._shares_port = shares_port
         self._host = host
         self._grace_s = grace_s
@@ -51,6 +67,7 @@ class HttpDoor:
         limits = limits or ConnectionLimits.of(ConnectionsConfig(), most=_BACKLOG, write_timeout_s=WRITE_TIMEOUT_S)
         self._connections: Connections[Connection] = Connections(limits)
         self._watch: ConnectionWatch | None = None
+        self._tls = tls
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -76,6 +93,8 @@ class HttpDoor:
         )
         self.port = self._socket.getsockname()[1]
         self._watch = ConnectionWatch(self._connections, asyncio.get_running_loop())
+        if self._tls is not None:
+            self._server.secured = TlsListener(self._socket, self._tls, self._connections.limits)
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         return self
 
@@ -83,6 +102,11 @@ class HttpDoor:
     def num_connections(self) -> int:
         """Clients that are connected."""
         return len(self._connections)
+
+    @property
+    def scheme(self) -> str:
+        """Of its URL."""
+        return "http" if self._tls is None else "https"
 
     def _new_connection(self, **others: Any) -> Connection:
         if self._watch is None:
@@ -98,7 +122,7 @@ class HttpDoor:
         """Leave what is new to the other processes, and serve who is connected, at most for so long."""
         if self._socket is None:
             return
-        await leave_port(self._server, self._socket)
+        await leave_port(self._server, self._socket, self._server.secured)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(most_s):
                 while self._server.server_state.connections:  # noqa: ASYNC110 - uvicorn tells nobody
@@ -113,5 +137,7 @@ class HttpDoor:
         await self._task
         if self._watch is not None:
             self._watch.stop()
+        if self._server.secured is not None:
+            self._server.secured.stop()
         self._socket.close()
         self._task = self._socket = None

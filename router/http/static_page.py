@@ -1,6 +1,6 @@
 """The status page: files that come with the package, under headers that let nothing else in.
 
-No key is asked for here: the files are the same for everybody, and say nothing of the cluster.
+No key is asked for here unless told: the files are the same for everybody, and say nothing of the cluster.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,8 @@ from importlib import resources
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.http.routes import Handler, Routes
+from router.http.guard import Handler, OperatorPage, operator
+from router.http.routes import Routes
 
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
@@ -33,7 +34,7 @@ def add_page(routes: Routes) -> None:
     """The page at `/`, what it is made of under `/status/`."""
     for name, media_type, content in _files():
         path = "/" if name == _INDEX else f"/status/{name}"
-        routes.add("GET", path, _shown(content, media_type))
+        routes.add("GET", path, operator(_shown(content, media_type), OperatorPage.PAGE))
 
 
 def _files() -> Iterator[tuple[str, str, bytes]]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -188,11 +189,15 @@ _SETTINGS = {
 
 @asynccontextmanager
 async def running(
-    *, command: Command = module_command, policy: Policy | None = None, **overrides: Any
+    *,
+    command: Command = module_command,
+    policy: Policy | None = None,
+    believes: ssl.SSLContext | None = None,
+    **overrides: Any,
 ) -> AsyncIterator[RunningCluster]:
     """Start a cluster on free ports; `a__b=1` sets `a.b`. Leaving drains it, or kills it when the test failed.
 
-    `command`: how each process is started. `policy`: how patient its supervisor is.
+    `command`: how each process is started. `policy`: how patient its supervisor is. `believes`: of a client in TLS.
     """
     dotted = {name.replace("__", "."): value for name, value in overrides.items()}
     config = load(None, {**_SETTINGS, **dotted})
@@ -200,7 +205,9 @@ async def running(
     limits = httpx.Limits(max_connections=None)
     async with (
         LocalCluster(config, watcher=logs, policy=policy, command=command) as local,
-        httpx.AsyncClient(base_url=local.http_url, timeout=WAIT_S, limits=limits, trust_env=False) as http,
+        httpx.AsyncClient(
+            base_url=local.http_url, timeout=WAIT_S, limits=limits, trust_env=False, verify=believes or True
+        ) as http,
     ):
         cluster = RunningCluster(local, http, logs)
         await cluster.until_workers(len(local.workers))

@@ -6,8 +6,10 @@ import pytest
 import yaml
 
 from kv_transfer.wire import MAX_LEASE_S, MIN_LEASE_S
-from tandem.config import MAX_REPLICAS, _PlainLoader, dump, load
+from tandem.api_key import entry_of
+from tandem.config import MAX_REPLICAS, dump, load
 from tandem.errors import ConfigError
+from tandem.plain_yaml import PlainLoader
 from tandem.worker_session import LOAD_PERIOD_S
 
 
@@ -61,6 +63,26 @@ from tandem.worker_session import LOAD_PERIOD_S
         ("router: {limits: {tenants: {any: {weight: 2}}}}", "router.limits.tenants.any: no key"),
         ("router: {worker_silence_s: 0.1}", "router.worker_silence_s: Input should be greater than or equal to 0.5"),
         ("redis: {password: x}", "redis.password: there is no redis.url"),
+        ("decode: {addresses: [localhost]}", "decode.addresses.0: 'localhost' is not host:port"),
+        ("decode: {addresses: ['127.0.0.1:4000', '127.0.0.1:99999']}", "decode.addresses.1: '127.0.0.1:99999' is not"),
+        ("decode: {addresses: ['127.0.0.1:0']}", "decode.addresses.0: '127.0.0.1:0' is not host:port"),
+        ("decode: {addresses: ['::1:4000']}", "decode.addresses.0: '::1:4000' is not host:port; an IPv6 address"),
+        ("prefill: {addresses: ['two words:4000']}", "prefill.addresses.0: 'two words' is no address"),
+        ("prefill: {addresses: ['http://10.0.0.2:4000']}", "prefill.addresses.0: 'http://10.0.0.2:4000' is not"),
+        ("prefill: {addresses: [':4000']}", "prefill.addresses.0: '' is no address"),
+        ("router: {host: ''}", "router.host: '' is no address"),
+        ('router: {host: "a\nb"}', "router.host: 'a"),
+        ("router: {host: '1::2::3'}", "router.host: '1::2::3' is no address"),
+        ("decode: {host: ' '}", "decode.host: ' ' is no address"),
+        ("router: {host: 0.0.0.0}", "router: host 0.0.0.0 can be reached by others, and nothing asks who they are"),
+        ("router: {host: 0.0.0.0, tls: {cert: c, key: k}}", "nothing asks who they are"),
+        ("router: {api_keys: [a], api_keys_file: b}", "router: api_keys and api_keys_file: one of them"),
+        ("router: {api_keys: ['sha256:12']}", "router.api_keys.0.key: after sha256: come 64 hexadecimal digits"),
+        (f"router: {{api_keys: [a, '{entry_of('a')}']}}", "router.api_keys.1: the same key as api_keys.0"),
+        ('model: {name: "a\\u0001b"}', "model.name: a model's name is of visible ASCII"),
+        ("model: {name: ' a'}", "model.name: a model's name is of visible ASCII"),
+        (f"model: {{name: {'m' * 201}}}", "model.name: a model's name has 1 to 200 characters"),
+        ("model: {name: ''}", "model.name: a model's name has 1 to 200 characters"),
     ],
 )
 def test_a_configuration_that_cannot_run_is_refused_by_name(tmp_path: Path, text: str, told: str) -> None:
@@ -94,7 +116,7 @@ def test_looking_for_keys_that_stand_twice_takes_time_in_proportion_to_their_num
     tag = "tag:yaml.org,2002:str"
     keys = [yaml.ScalarNode(tag, CountedKey(f"k{index}")) for index in range(2000)]
     node = yaml.MappingNode("tag:yaml.org,2002:map", [(key, yaml.ScalarNode(tag, "1")) for key in keys])
-    assert len(_PlainLoader("").construct_mapping(node)) == 2000
+    assert len(PlainLoader("").construct_mapping(node)) == 2000
     assert CountedKey.comparisons < 4 * len(keys)
 
 

@@ -1,0 +1,34 @@
+"""`tandem key`: keys for clients, and what the configuration keeps of them."""
+
+import sys
+
+from pydantic import ValidationError
+
+from tandem.admission_config import ApiKey
+from tandem.api_key import entry_of, new_key
+from tandem.errors import ConfigError
+
+
+def show_new(tenant: str | None) -> int:
+    """A key that nobody has had, and its entry; the exit code."""
+    key = new_key()
+    entry = _entry(key, tenant)
+    print(f"key (for its user; it is shown this once): {key}")
+    print(f"entry (for router.api_keys, or the file of keys): {entry}")
+    return 0
+
+
+def show_digest(tenant: str | None) -> int:
+    """The entry of a key from standard input: on a command line it would stay in histories."""
+    print(_entry(sys.stdin.readline().strip(), tenant))
+    return 0
+
+
+def _entry(key: str, tenant: str | None) -> str:
+    """In YAML. Raises ConfigError for what can be no key, or no tenant."""
+    try:
+        ApiKey.model_validate({"key": key, "tenant": tenant})
+    except ValidationError as error:
+        raise ConfigError(error.errors(include_input=False)[0]["msg"].removeprefix("Value error, ")) from None
+    digest = entry_of(key)
+    return f'"{digest}"' if tenant is None else f'{{key: "{digest}", tenant: {tenant}}}'

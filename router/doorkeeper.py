@@ -1,0 +1,85 @@
+"""What both doors share of their locks: the keys that are good now, their certificates, and the audit log."""
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from prometheus_client import CollectorRegistry
+
+from router.audit import NO_AUDIT, AuditLog
+from router.audit_file import AuditFile
+from router.auth import ApiKeys
+from router.door_tls import DoorIdentity, DoorTlsState, read_identity
+from router.live_files import LiveFile, LiveFiles
+from router.shared_limits import SharedLimits
+from tandem.config import RouterConfig
+from tandem.lock_config import read_keys
+
+_log = logging.getLogger(__name__)
+
+
+class Doorkeeper:
+    """Without being entered it knows the configured keys and nothing else. Entering reads files, and follows them."""
+
+    def __init__(self, config: RouterConfig, limits: SharedLimits | None = None) -> None:
+        """`limits`: those of the keys' tenants, which a file of keys may change."""
+        self._config = config
+        self._limits = limits
+        self.keys = ApiKeys(config.api_keys)
+        self.audit: AuditLog = NO_AUDIT
+        self.tls: DoorTlsState | None = None
+        self._collectors: list[Any] = []
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        """Raises ConfigError that names what is wrong with which file."""
+        if self._config.warning is not None:
+            _log.warning("%s", self._config.warning)
+        async with AsyncExitStack() as stack:
+            if self._config.audit_log is not None:
+                audit = AuditFile(self._config.audit_log)
+                stack.push_async_callback(asyncio.to_thread, audit.close)
+                self.audit = audit
+                self._collectors.append(audit)
+            if files := self._files():
+                self._collectors.append(await stack.enter_async_context(LiveFiles(files)))
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    def show(self, registry: CollectorRegistry) -> None:
+        """Its figures from now on."""
+        for collector in self._collectors:
+            registry.register(collector)
+
+    def _files(self) -> list[LiveFile]:
+        config, found = self._config, []
+        if config.api_keys_file is not None:
+            path = Path(config.api_keys_file)
+            found.append(
+                LiveFile(
+                    what="api_keys", paths=[path], load=lambda: read_keys(path, config.limits), apply=self._use_keys
+                )
+            )
+        if (tls := config.tls) is not None:
+            paths = [Path(name) for name in (tls.cert, tls.key, tls.client_ca) if name is not None]
+            found.append(LiveFile(what="tls", paths=paths, load=lambda: read_identity(tls), apply=self._use_identity))
+        return found
+
+    def _use_keys(self, found: Any) -> None:
+        keys, limits = found
+        self.keys.replace(keys)
+        if self._limits is not None:
+            self._limits.reconfigure(limits, self.keys.tenants)
+
+    def _use_identity(self, identity: DoorIdentity) -> None:
+        if self.tls is None:
+            self.tls = DoorTlsState(identity)
+        self.tls.identity = identity

@@ -1,0 +1,51 @@
+"""API keys as they are made and kept: a key is random, and what is kept of it is its SHA-256.
+
+Keys that this module makes have 256 random bits. Nobody guesses those, so a hash that is slow on purpose would protect
+nothing more, and would let whoever sends wrong keys keep the doors busy. For the same reason a key that a person made
+up should not be used.
+"""
+
+import hashlib
+import re
+import secrets
+
+DIGEST_PREFIX = "sha256:"
+_KEY_PREFIX = "tandem-"
+_RANDOM_BYTES = 32
+_ID_CHARS = 12
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+def new_key() -> str:
+    """One that nobody has."""
+    return _KEY_PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
+
+
+def is_digest(text: str) -> bool:
+    """Whether a configured value is meant as a digest, well-formed or not."""
+    return text.startswith(DIGEST_PREFIX)
+
+
+def is_well_formed(text: str) -> bool:
+    """Whether such a digest can be one."""
+    return _DIGEST.fullmatch(text) is not None
+
+
+def hashed(key: bytes) -> bytes:
+    """What is kept of a key."""
+    return hashlib.sha256(key).digest()
+
+
+def entry_of(key: str) -> str:
+    """The same as the configuration holds it."""
+    return DIGEST_PREFIX + hashed(key.encode()).hex()
+
+
+def kept_of(entry: str) -> bytes:
+    """The hash that a configured value stands for: a digest's own, or that of a key in the clear."""
+    return bytes.fromhex(entry.removeprefix(DIGEST_PREFIX)) if is_digest(entry) else hashed(entry.encode())
+
+
+def key_id(kept: bytes) -> str:
+    """What logs call a key: enough to tell one from another, of no use at a door."""
+    return kept.hex()[:_ID_CHARS]

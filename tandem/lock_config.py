@@ -1,0 +1,143 @@
+"""The part of the router's configuration that says who may come in, and what is written down of it."""
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, PositiveInt, ValidationError, model_validator
+
+from tandem.admission_config import BearerKey, LimitsConfig, mistaken_keys
+from tandem.config_section import Section
+from tandem.errors import ConfigError
+from tandem.hosts import checked_host
+from tandem.plain_yaml import read_mapping
+
+Host = Annotated[str, AfterValidator(checked_host)]
+Openness = Literal["open", "key"]
+_OTHERS = 0o077
+
+
+class OperatorAccess(Section):
+    """Pages for who runs the cluster. `open`: to everybody; `key`: to every API key, and to everybody where there are
+    none. null: `open` while `router.host` is loopback, and beyond it `key`."""
+
+    health: Openness = "open"
+    """/health."""
+    readyz: Openness = "open"
+    """/readyz."""
+    metrics: Openness | None = None
+    """/metrics."""
+    version: Openness | None = None
+    """/version."""
+    openapi: Openness | None = None
+    """/openapi.json."""
+    page: Openness = "open"
+    """The files of the page at /, which say nothing of the cluster; what it shows always needs a key where there are
+    any."""
+
+    def of(self, page: str) -> Openness | None:
+        """By a page's name."""
+        found: dict[str, Openness | None] = self.model_dump()
+        return found[page]
+
+
+class DoorTls(Section):
+    """PEM files of both doors. Read again when they change: who is connected stays, who comes gets the new ones."""
+
+    cert: str
+    """The doors' certificate, and what lies between that and its authority."""
+    key: str
+    """The certificate's key, not encrypted."""
+    client_ca: str | None = None
+    """Certificates of the authorities that sign for clients; with it nobody comes in without such a certificate."""
+
+
+class AuditConfig(Section):
+    """One line of JSON for each request that showed a key or was refused: who, when, what route, how many tokens."""
+
+    path: str
+    max_bytes: PositiveInt = 64 << 20
+    """Then it becomes `path.1`, that one `path.2`, and a new one begins."""
+    keep: int = Field(default=8, ge=1, le=1000)
+    """Of those."""
+
+
+class DoorLocks(Section):
+    """What the router's section says of its doors."""
+
+    host: Host = "127.0.0.1"
+    """Where the doors listen. Beyond loopback they need keys or `tls.client_ca`, unless `allow_open` is set."""
+    allow_open: bool = False
+    """Everybody who can reach the doors may use them."""
+    api_keys: tuple[BearerKey, ...] = ()
+    """Bearer keys, each a text or `{key, tenant}`; the text is a key's digest as `tandem key new` prints it, or the key
+    itself. Empty means that no key is asked for."""
+    api_keys_file: str | None = None
+    """In their place a file `{api_keys: [...], limits: {...}}` that only its owner can read. It is read again when it
+    changes; one that makes no sense changes nothing. Its `limits`, if any, take the place of `router.limits`."""
+    tls: DoorTls | None = None
+    operator_access: OperatorAccess = OperatorAccess()
+    audit_log: AuditConfig | None = None
+
+    @model_validator(mode="after")
+    def _locked(self) -> Self:
+        if self.api_keys and self.api_keys_file is not None:
+            raise ValueError("api_keys and api_keys_file: one of them holds the keys")
+        if not (self.is_local or self.allow_open or self.asks_who):
+            raise ValueError(
+                f"host {self.host} can be reached by others, and nothing asks who they are: set api_keys,"
+                " api_keys_file or tls.client_ca, or allow_open if that is meant"
+            )
+        return self
+
+    @property
+    def asks_who(self) -> bool:
+        """Whether a client has to show something."""
+        return bool(self.api_keys or self.api_keys_file or (self.tls and self.tls.client_ca))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nobody else can reach the doors."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def warning(self) -> str | None:
+        """What somebody should know who opens such doors."""
+        if self.is_local:
+            return None
+        if not self.asks_who:
+            return f"everybody who can reach {self.host} may use these doors (router.allow_open)"
+        if self.tls is None:
+            return f"keys, prompts and answers travel unencrypted to {self.host}: set router.tls, or end TLS before it"
+        return None
+
+
+class KeysFile(Section):
+    """What `router.api_keys_file` holds."""
+
+    api_keys: Annotated[tuple[BearerKey, ...], Field(min_length=1)]
+    limits: LimitsConfig | None = None
+
+
+def read_keys(path: Path, limits: LimitsConfig) -> tuple[tuple[BearerKey, ...], LimitsConfig]:
+    """Keys and limits of such a file; `limits` when it has none. Raises ConfigError, with no key in it."""
+    what = f"router.api_keys_file: {path}"
+    try:
+        if path.stat().st_mode & _OTHERS:
+            raise ConfigError(f"{what}: others than its owner have access; chmod 600 it")
+        found = KeysFile.model_validate(read_mapping(path))
+    except OSError as error:
+        raise ConfigError(f"{what}: {error.strerror}") from None
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False, include_context=False)[0]
+        name = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{what}: {name}: {first['msg'].removeprefix('Value error, ')}") from None
+    applied = found.limits or limits
+    if reason := mistaken_keys(found.api_keys, applied):
+        raise ConfigError(f"{what}: {reason}")
+    return found.api_keys, applied

@@ -1,0 +1,49 @@
+"""YAML files of settings: plain values only, bounded, and nothing said twice."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tandem.errors import ConfigError
+
+MAX_FILE_BYTES = 1 << 20
+
+
+class PlainLoader(yaml.SafeLoader):
+    """Safe YAML without aliases (a few lines of them can expand to gigabytes) and without duplicate keys."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Refuses aliases."""
+        if self.check_event(yaml.events.AliasEvent):
+            raise ConfigError("YAML aliases are not allowed")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Refuses a key that stands twice, or is none."""
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"a key is a list or a mapping (line {key.start_mark.line + 1})")
+            if key.value in keys:
+                raise ConfigError(f"key {key.value!r} stands twice (line {key.start_mark.line + 1})")
+            keys.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """What a file says, by section; nothing of an empty one. Raises ConfigError that begins with the path."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
+        # A SafeLoader subclass: it builds plain values only.
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=PlainLoader)  # noqa: S506
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections, found {type(data).__name__}")
+    return data
