@@ -21,9 +21,11 @@ class Caller:
     tenant: str
     key_id: str | None
     """What logs call the key; None where none was asked for."""
+    operator: bool
+    """May see what other tenants use."""
 
 
-NOBODY = Caller(tenant="", key_id=None)
+NOBODY = Caller(tenant="", key_id=None, operator=True)
 """Everybody, where nobody has a key."""
 
 
@@ -77,4 +79,4 @@ def _credential(headers: Mapping[str, str]) -> bytes:
 
 def _caller(key: ApiKey) -> Caller:
     tenant = key.tenant or blake2b(key.kept, digest_size=16, person=b"tandem-tenant").hexdigest()
-    return Caller(tenant=tenant, key_id=key_id(key.kept))
+    return Caller(tenant=tenant, key_id=key_id(key.kept), operator=key.operator)

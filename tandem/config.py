@@ -25,6 +25,7 @@ from tandem.kv_layout import AUTO_DTYPE
 from tandem.lock_config import DoorLocks, Host
 from tandem.model_path import checked_name
 from tandem.plain_yaml import read_mapping
+from tandem.price_config import PriceConfig
 from tandem.prompt_cache_config import PinnedShares, PromptCaching
 
 
@@ -257,6 +258,7 @@ class ClusterConfig(Section):
     decode: PoolConfig = PoolConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     redis: RedisConfig = RedisConfig()
+    prices: PriceConfig = PriceConfig()
     secret: SecretStr | None = None
     """Keys block names and authenticates workers and routers to each other; `tandem up` draws one when absent."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

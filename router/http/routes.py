@@ -66,7 +66,8 @@ class Routes:
         if route is not None:
             scope[ROUTE_KEY] = route.path
         request = Request(scope, receive, send)
-        request.state.tenant = self._guard.admit(request, route.guarded if route is not None else None).tenant
+        caller = self._guard.admit(request, route.guarded if route is not None else None)
+        request.state.tenant, request.state.sees_all = caller.tenant, caller.operator
         if route is None:
             raise RouteNotFound(f"no route {scope['method']} {path[:200]}")
         if scope["method"] != route.method:
