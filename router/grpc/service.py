@@ -6,6 +6,7 @@ from typing import Any
 from router.asked import ClientFields, Prepared
 from router.auth import ApiKeys
 from router.chat_template import Message
+from router.embedding import MAX_INPUTS, Embedder
 from router.frontend import Frontend
 from router.grpc.answer_writer import AnswerWriter
 from router.grpc.prompt_scores import prompt_responses
@@ -25,12 +26,14 @@ from tandem.tracing import TraceContext, context_from_headers
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceServicer
 
+_MOST_NUMBERS = 1 << 19
+"""In one answer with vectors: half of what gRPC's clients take as one message."""
 _LAST_ID = "last_stream_id"
 _STRUCTURE = "structured_output"
 
 
 class InferenceService(InferenceServicer):
-    """The four calls."""
+    """The calls."""
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class InferenceService(InferenceServicer):
         self._keys = keys
         self._metrics = metrics
         self._write_timeout_s = write_timeout_s
+        self._embedder = Embedder(frontend, generator, most_values=_MOST_NUMBERS)
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         """Stream an answer; a client that cancels, or does not read, ends the request."""
@@ -68,6 +72,34 @@ class InferenceService(InferenceServicer):
             choices=one.request.num_choices,
             span=one.request.span,
         )
+
+    async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
+        """One vector for each input."""
+        fields = ClientFields(
+            model=request.model or None,
+            priority=request.priority,
+            cache_salt=request.cache_salt or None,
+            tenant=self._tenant(context),
+            trace=_trace(context),
+            time_left_s=context.time_remaining(),
+        )
+        prepared = await self._embedder.prepare(self._inputs(request.inputs), fields)
+        vectors, usage = await self._embedder.embed(prepared, self._meter)
+        return pb.EmbedResponse(
+            embeddings=[pb.Embedding(values=vector) for vector in vectors],
+            usage=pb.Usage(prompt_tokens=usage.prompt_tokens),
+        )
+
+    def _inputs(self, inputs: Sequence[pb.EmbedInput]) -> list[str | tuple[int, ...]]:
+        if len(inputs) > MAX_INPUTS:
+            raise InvalidRequest(f"inputs: at most {MAX_INPUTS}", param="inputs")
+        found: list[str | tuple[int, ...]] = []
+        for one in inputs:
+            if (kind := one.WhichOneof("input")) is None:
+                raise InvalidRequest("inputs: send text or token_ids", param="inputs")
+            ids = one.token_ids.ids
+            found.append(one.text if kind == "text" else self._frontend.prompts.parse_ids(ids, "token_ids"))
+        return found
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         """Token ids of a text or a conversation."""

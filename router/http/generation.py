@@ -190,10 +190,14 @@ def _head(body: GenerationBody, prefix: str, first: Prepared, seen: StreamPositi
 
 
 def _with_headers(fields: ClientFields, request: Request, seen: StreamPosition | None) -> ClientFields:
+    fields = trace_and_time(fields, request)
+    return fields if seen is None else replace(fields, last_seen=seen)
+
+
+def trace_and_time(fields: ClientFields, request: Request) -> ClientFields:
+    """With what the headers say of both."""
     trace, time_left_s = _trace(request), _time_left_s(request)
-    if trace is None and seen is None and time_left_s is None:
-        return fields
-    return replace(fields, trace=trace, last_seen=seen, time_left_s=time_left_s)
+    return fields if trace is None and time_left_s is None else replace(fields, trace=trace, time_left_s=time_left_s)
 
 
 def _time_left_s(request: Request) -> float | None:

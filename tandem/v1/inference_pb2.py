@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tandem/v1/inference.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"0\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x9a\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12/\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x0e\n\x01n\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x12\n\nstream_ids\x18\n \x01(\x08\x12\x16\n\x0elast_stream_id\x18\x0b \x01(\t\x12\x36\n\x11structured_output\x18\x0c \x01(\x0b\x32\x1b.tandem.v1.StructuredOutput\x12\x1c\n\x0fprompt_logprobs\x18\r \x01(\rH\x02\x88\x01\x01\x42\x07\n\x05inputB\x04\n\x02_nB\x12\n\x10_prompt_logprobs\"\xbd\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x35\n\x06\x63hoice\x18\x04 \x01(\x0b\x32#.tandem.v1.StructuredOutput.ChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x1a\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\tB\x06\n\x04kind\"\xa3\x02\n\x10GenerateResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12%\n\x08logprobs\x18\x05 \x03(\x0b\x32\x13.tandem.v1.Logprobs\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12$\n\x05usage\x18\x07 \x01(\x0b\x32\x10.tandem.v1.UsageH\x00\x88\x01\x01\x12\x11\n\tstream_id\x18\x08 \x01(\t\x12\x32\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x19.tandem.v1.PromptLogprobsB\x08\n\x06_usage\"g\n\x0ePromptLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12$\n\x03top\x18\x04 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\"v\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12$\n\x05times\x18\x04 \x01(\x0b\x32\x15.tandem.v1.PhaseTimes\"\x92\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.tandem.v1.Model\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r2\xad\x02\n\tInference\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.tandem.v1.TokenizeRequest\x1a\x1b.tandem.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.tandem.v1.DetokenizeRequest\x1a\x1d.tandem.v1.DetokenizeResponse\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tandem/v1/inference.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"0\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x9a\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12/\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x0e\n\x01n\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x12\n\nstream_ids\x18\n \x01(\x08\x12\x16\n\x0elast_stream_id\x18\x0b \x01(\t\x12\x36\n\x11structured_output\x18\x0c \x01(\x0b\x32\x1b.tandem.v1.StructuredOutput\x12\x1c\n\x0fprompt_logprobs\x18\r \x01(\rH\x02\x88\x01\x01\x42\x07\n\x05inputB\x04\n\x02_nB\x12\n\x10_prompt_logprobs\"\xbd\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x35\n\x06\x63hoice\x18\x04 \x01(\x0b\x32#.tandem.v1.StructuredOutput.ChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x1a\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\tB\x06\n\x04kind\"\xa3\x02\n\x10GenerateResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12%\n\x08logprobs\x18\x05 \x03(\x0b\x32\x13.tandem.v1.Logprobs\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12$\n\x05usage\x18\x07 \x01(\x0b\x32\x10.tandem.v1.UsageH\x00\x88\x01\x01\x12\x11\n\tstream_id\x18\x08 \x01(\t\x12\x32\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x19.tandem.v1.PromptLogprobsB\x08\n\x06_usage\"g\n\x0ePromptLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12$\n\x03top\x18\x04 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\"v\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12$\n\x05times\x18\x04 \x01(\x0b\x32\x15.tandem.v1.PhaseTimes\"j\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12%\n\x06inputs\x18\x02 \x03(\x0b\x32\x15.tandem.v1.EmbedInput\x12\x10\n\x08priority\x18\x03 \x01(\x05\x12\x12\n\ncache_salt\x18\x04 \x01(\t\"O\n\nEmbedInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x42\x07\n\x05input\"Z\n\rEmbedResponse\x12(\n\nembeddings\x18\x01 \x03(\x0b\x32\x14.tandem.v1.Embedding\x12\x1f\n\x05usage\x18\x02 \x01(\x0b\x32\x10.tandem.v1.Usage\"\x1b\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\"\x92\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.tandem.v1.Model\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r2\xe9\x02\n\tInference\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12:\n\x05\x45mbed\x12\x17.tandem.v1.EmbedRequest\x1a\x18.tandem.v1.EmbedResponse\x12\x43\n\x08Tokenize\x12\x1a.tandem.v1.TokenizeRequest\x1a\x1b.tandem.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.tandem.v1.DetokenizeRequest\x1a\x1d.tandem.v1.DetokenizeResponse\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -50,20 +50,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROMPTLOGPROBS']._serialized_end=1187
   _globals['_USAGE']._serialized_start=1189
   _globals['_USAGE']._serialized_end=1307
-  _globals['_TOKENIZEREQUEST']._serialized_start=1310
-  _globals['_TOKENIZEREQUEST']._serialized_end=1456
-  _globals['_TOKENIZERESPONSE']._serialized_start=1458
-  _globals['_TOKENIZERESPONSE']._serialized_end=1518
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1520
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1573
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1575
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1609
-  _globals['_LISTMODELSREQUEST']._serialized_start=1611
-  _globals['_LISTMODELSREQUEST']._serialized_end=1630
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1632
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1686
-  _globals['_MODEL']._serialized_start=1688
-  _globals['_MODEL']._serialized_end=1730
-  _globals['_INFERENCE']._serialized_start=1733
-  _globals['_INFERENCE']._serialized_end=2034
+  _globals['_EMBEDREQUEST']._serialized_start=1309
+  _globals['_EMBEDREQUEST']._serialized_end=1415
+  _globals['_EMBEDINPUT']._serialized_start=1417
+  _globals['_EMBEDINPUT']._serialized_end=1496
+  _globals['_EMBEDRESPONSE']._serialized_start=1498
+  _globals['_EMBEDRESPONSE']._serialized_end=1588
+  _globals['_EMBEDDING']._serialized_start=1590
+  _globals['_EMBEDDING']._serialized_end=1617
+  _globals['_TOKENIZEREQUEST']._serialized_start=1620
+  _globals['_TOKENIZEREQUEST']._serialized_end=1766
+  _globals['_TOKENIZERESPONSE']._serialized_start=1768
+  _globals['_TOKENIZERESPONSE']._serialized_end=1828
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1830
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1883
+  _globals['_DETOKENIZERESPONSE']._serialized_start=1885
+  _globals['_DETOKENIZERESPONSE']._serialized_end=1919
+  _globals['_LISTMODELSREQUEST']._serialized_start=1921
+  _globals['_LISTMODELSREQUEST']._serialized_end=1940
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1942
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1996
+  _globals['_MODEL']._serialized_start=1998
+  _globals['_MODEL']._serialized_end=2040
+  _globals['_INFERENCE']._serialized_start=2043
+  _globals['_INFERENCE']._serialized_end=2404
 # @@protoc_insertion_point(module_scope)
