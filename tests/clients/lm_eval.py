@@ -79,6 +79,7 @@ async def evaluate(python: Path, folder: Path, name: str, model: str, arguments:
         str(python), "-m", "lm_eval", "--model", model,
         "--model_args", ",".join(f"{key}={value}" for key, value in arguments.items()),
         "--tasks", TASK, "--include_path", str(folder), "--output_path", str(out), "--log_samples", "--batch_size", "4",
+        "--device", "cpu",
     ]  # fmt: skip
     offline = {
         "HF_HUB_OFFLINE": "1",
@@ -122,7 +123,7 @@ async def compare(python: Path, count: int, model: Path) -> list[str]:
                 "max_length": 2048,
             }
             ours = await evaluate(python, folder, "cluster", "local-completions", arguments)
-        theirs = await evaluate(python, folder, "hf", "hf", {"pretrained": model, "dtype": "float32", "device": "cpu"})
+        theirs = await evaluate(python, folder, "hf", "hf", {"pretrained": model, "dtype": "float32"})
     pairs = [
         (one, other)
         for mine, yours in zip(ours.loglikelihoods, theirs.loglikelihoods, strict=True)
