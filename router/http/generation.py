@@ -19,12 +19,15 @@ from router.http.link import WhileConnected
 from router.http.middleware import check_request_id
 from router.http.prompt_scores import PromptScores, ScoresShown
 from router.http.schemas import ChatBody, CompletionBody, GenerationBody, validate
+from router.http.selected import check_selection, renumbered, select
 from router.http.sse import EventStream, SseResponse
 from router.http.tool_answer import CallingChatAnswer
 from router.http.usage_json import timing_object, usage_object
 from router.http.whole_answer import WholeResponse, whole_content
 from router.metrics import RequestMeter, RouterMetrics
+from router.pattern_search import PatternSearch
 from router.requests import Generator
+from router.selection import SelectionAsk
 from router.stream_cursor import StreamCursor
 from router.stream_ids import LAST_EVENT_ID, StreamIds, StreamPosition
 from router.text_stream import TextReader, WholeText, read_text
@@ -50,6 +53,7 @@ class _Call:
     ids: StreamIds | None
     seen: StreamPosition | None
     scores: ScoresShown
+    selection: SelectionAsk | None
 
 
 class GenerationRoutes:
@@ -61,6 +65,7 @@ class GenerationRoutes:
         self._frontend = frontend
         self._generator = generator
         self._metrics = metrics
+        self._patterns = PatternSearch()
         self._bounds = BodyBounds.of(max_body_bytes, frontend.model.max_model_len)
 
     async def chat(self, request: Request) -> Response:
@@ -128,6 +133,7 @@ class GenerationRoutes:
             ids=self._frontend.stream_ids if _wants_ids(request) else None,
             seen=seen,
             scores=body.scores_shown(),
+            selection=body.selection(),
         )
         if body.stream:
             return SseResponse(partial(self._stream, call))
@@ -149,14 +155,19 @@ class GenerationRoutes:
         )
 
     async def _whole(self, call: _Call) -> dict[str, Any]:
-        prepared = await call.prepare()
+        prepared, ask = await call.prepare(), call.selection
+        check_selection(ask, prepared)
         usage, text = Usage(prepared), WholeText()
         await self._read_text(prepared, text)
         choices = text.choices()
         for choice in choices:
             usage.add(choice)
-        scores = PromptScores(call.scores, prepared, text.readings, self._frontend.tokenizer)
-        content = await whole_content(call.show(prepared), choices, scores)
+        selected = await select(ask, prepared, choices, self._patterns)
+        readings = renumbered(ask, text.readings)
+        scores = PromptScores(call.scores, selected.prepared, readings, self._frontend.tokenizer)
+        content = await whole_content(call.show(selected.prepared), selected.choices, scores)
+        if ask is not None:
+            selected.add_to(content, ask.candidates)
         content["usage"] = usage_object(usage)
         if call.extras.timing:
             content["timing"] = timing_object(usage)
