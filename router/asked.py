@@ -68,6 +68,11 @@ class ClientFields:
     """Texts that never come, at the beginning of a word or within one."""
 
     @property
+    def operation(self) -> str:
+        """Of plain prompts; a name of OpenTelemetry's GenAI conventions."""
+        return "embeddings" if self.reads is not None and self.reads.num_top is None else "text_completion"
+
+    @property
     def least_tokens(self) -> int:
         """That an answer must have room for."""
         return 0 if self.reads is not None and self.reads.only else max(1, self.sampling.min_tokens)

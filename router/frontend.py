@@ -101,7 +101,7 @@ class Frontend:
                     else await self.prompts.encode(prompt, fields.add_special_tokens)
                 )
                 one = self._finish(ids, fields, DEFAULT_COMPLETION_TOKENS, num_prompts=len(prompts))
-                one = self._traced("text_completion", one, fields, started_s)
+                one = self._traced(fields.operation, one, fields, started_s)
                 prepared.append(replace(one, prompt_text=text))
         check_reading_sizes(prepared, self._config.max_answer_values)
         return prepared

@@ -25,18 +25,20 @@ class PromptReader:
         self._max_prompts = max_prompts
         self._max_chars = model.max_model_len * MAX_CHARS_PER_TOKEN
 
-    def parse_prompts(self, value: Any) -> list[str | tuple[int, ...]]:
+    def parse_prompts(self, value: Any, *, most: int | None = None) -> list[str | tuple[int, ...]]:
         """The prompts of a completions request: text, several texts, token ids, or several lists of them.
 
-        Stops at the first fault, so that a hostile list costs no more than reading it. Raises InvalidRequest.
+        `most`: of them, where the bound of a completions request does not hold. Stops at the first fault, so that a
+        hostile list costs no more than reading it. Raises InvalidRequest.
         """
         if isinstance(value, str):
             return [value]
         if not isinstance(value, list) or not value:
             raise InvalidRequest("prompt must be a string, token ids, or a non-empty list of either", param="prompt")
         if isinstance(value[0], (str, list)):
-            if len(value) > self._max_prompts:
-                raise InvalidRequest(f"prompt: at most {self._max_prompts} prompts", param="prompt")
+            most = self._max_prompts if most is None else most
+            if len(value) > most:
+                raise InvalidRequest(f"prompt: at most {most} prompts", param="prompt")
             if not all(isinstance(item, type(value[0])) for item in value):
                 raise InvalidRequest("prompt: texts and token ids cannot be mixed", param="prompt")
             return [item if isinstance(item, str) else self.parse_ids(item) for item in value]

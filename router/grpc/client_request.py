@@ -41,7 +41,7 @@ def client_fields(
         priority=request.priority,
         cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
         tenant=tenant,
-        trace=_trace(context),
+        trace=trace_of(context),
         time_left_s=context.time_remaining(),
         last_seen=seen,
         structure=_structure(request),
@@ -101,7 +101,8 @@ def _structure(request: pb.GenerateRequest) -> Structure | None:
     return Structure(shape=Shape(kind), value=value, param=_STRUCTURE)
 
 
-def _trace(context: Any) -> TraceContext | None:
+def trace_of(context: Any) -> TraceContext | None:
+    """The client's own trace, from its metadata."""
     sent = context.invocation_metadata() or ()
     parents = [value for key, value in sent if key == "traceparent"]
     return context_from_headers(parents, [value for key, value in sent if key == "tracestate"])

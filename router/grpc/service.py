@@ -1,14 +1,23 @@
 """tandem.v1.Inference: each call decodes, delegates to the frontend that HTTP uses, and encodes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
 from router.asked import ClientFields, Prepared
 from router.auth import ApiKeys
+from router.embedding import MAX_INPUTS, Embedder
 from router.frontend import Frontend
 from router.grpc.answer_writer import AnswerWriter
-from router.grpc.client_request import client_fields, messages_of, model_of, wants_bos, wants_generation_prompt
+from router.grpc.client_request import (
+    client_fields,
+    messages_of,
+    model_of,
+    trace_of,
+    wants_bos,
+    wants_generation_prompt,
+)
 from router.grpc.errors import caller_of
 from router.grpc.prompt_scores import prompt_responses
 from router.metrics import RequestMeter, RouterMetrics
@@ -24,11 +33,13 @@ from tandem.errors import InvalidRequest
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceServicer
 
+_MOST_NUMBERS = 1 << 19
+"""In one answer with vectors: half of what gRPC's clients take as one message."""
 _LAST_ID = "last_stream_id"
 
 
 class InferenceService(InferenceServicer):
-    """The four calls."""
+    """The calls."""
 
     def __init__(
         self,
@@ -44,6 +55,7 @@ class InferenceService(InferenceServicer):
         self._keys = keys
         self._metrics = metrics
         self._write_timeout_s = write_timeout_s
+        self._embedder = Embedder(frontend, generator, most_values=_MOST_NUMBERS)
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         """Stream an answer; a client that cancels, or does not read, ends the request."""
@@ -64,6 +76,34 @@ class InferenceService(InferenceServicer):
 
     def _meter(self, one: Prepared) -> RequestMeter:
         return RequestMeter.of(one.request, self._metrics, self._frontend.clock)
+
+    async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
+        """One vector for each input."""
+        fields = ClientFields(
+            model=request.model or None,
+            priority=request.priority,
+            cache_salt=request.cache_salt or None,
+            tenant=self._tenant(context),
+            trace=trace_of(context),
+            time_left_s=context.time_remaining(),
+        )
+        prepared = await self._embedder.prepare(self._inputs(request.inputs), fields)
+        vectors, usage = await self._embedder.embed(prepared, self._meter)
+        return pb.EmbedResponse(
+            embeddings=[pb.Embedding(values=vector) for vector in vectors],
+            usage=pb.Usage(prompt_tokens=usage.prompt_tokens),
+        )
+
+    def _inputs(self, inputs: Sequence[pb.EmbedInput]) -> list[str | tuple[int, ...]]:
+        if len(inputs) > MAX_INPUTS:
+            raise InvalidRequest(f"inputs: at most {MAX_INPUTS}", param="inputs")
+        found: list[str | tuple[int, ...]] = []
+        for one in inputs:
+            if (kind := one.WhichOneof("input")) is None:
+                raise InvalidRequest("inputs: send text or token_ids", param="inputs")
+            ids = one.token_ids.ids
+            found.append(one.text if kind == "text" else self._frontend.prompts.parse_ids(ids, "token_ids"))
+        return found
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         """Token ids of a text or a conversation."""

@@ -11,6 +11,7 @@ from router.decisions import DecisionLog
 from router.doorkeeper import Doorkeeper
 from router.frontend import Frontend
 from router.http.debug import DecisionRoutes
+from router.http.embeddings import EmbeddingRoutes
 from router.http.generation import GenerationRoutes
 from router.http.guard import Guard, OperatorPage, operator, public
 from router.http.json_body import BodyBounds, read_object
@@ -62,6 +63,14 @@ def create_app(
     texts = _TextRoutes(frontend, max_body_bytes=config.max_body_bytes)
     routes.add("POST", "/v1/chat/completions", public(generation.chat))
     routes.add("POST", "/v1/completions", public(generation.completions))
+    embeddings = EmbeddingRoutes(
+        frontend,
+        generator,
+        metrics,
+        max_body_bytes=config.max_body_bytes,
+        most_values=config.max_answer_values,
+    )
+    routes.add("POST", "/v1/embeddings", public(embeddings.embed))
     routes.add("GET", "/v1/models", public(texts.models))
     routes.add("GET", "/v1/models/*", public(texts.model))
     routes.add("POST", "/tokenize", public(texts.tokenize))

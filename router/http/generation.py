@@ -18,13 +18,16 @@ from router.http.json_body import BodyBounds, read_object
 from router.http.link import WhileConnected
 from router.http.prompt_scores import PromptScores, ScoresShown
 from router.http.schemas import ChatBody, CompletionBody, GenerationBody, validate
+from router.http.selected import check_selection, renumbered, select
 from router.http.sse import EventStream, SseResponse
 from router.http.tool_answer import CallingChatAnswer
 from router.http.usage_json import usage_object
 from router.http.whole_answer import WholeResponse, whole_content
 from router.metrics import RequestMeter, RouterMetrics
+from router.pattern_search import PatternSearch
 from router.request_names import check_request_id
 from router.requests import Generator
+from router.selection import SelectionAsk
 from router.stream_cursor import StreamCursor
 from router.stream_ids import LAST_EVENT_ID, StreamIds, StreamPosition
 from router.text_stream import TextReader, WholeText, read_text
@@ -51,6 +54,7 @@ class _Call:
     ids: StreamIds | None
     seen: StreamPosition | None
     scores: ScoresShown
+    selection: SelectionAsk | None
 
 
 class GenerationRoutes:
@@ -62,6 +66,7 @@ class GenerationRoutes:
         self._frontend = frontend
         self._generator = generator
         self._metrics = metrics
+        self._patterns = PatternSearch()
         self._bounds = BodyBounds.of(max_body_bytes, frontend.model.max_model_len)
 
     async def chat(self, request: Request) -> Response:
@@ -129,6 +134,7 @@ class GenerationRoutes:
             ids=self._frontend.stream_ids if _wants_ids(request) else None,
             seen=seen,
             scores=body.scores_shown(),
+            selection=body.selection(),
         )
         if body.stream:
             return SseResponse(partial(self._stream, call))
@@ -145,14 +151,19 @@ class GenerationRoutes:
         return Usage(prepared, self._frontend.clock, self._metrics.usage.prices)
 
     async def _whole(self, call: _Call) -> Response:
-        prepared = await call.prepare()
+        prepared, ask = await call.prepare(), call.selection
+        check_selection(ask, prepared)
         usage, text = self._usage(prepared), WholeText()
         await self._read_text(prepared, text)
         choices = text.choices()
         for choice in choices:
             usage.add(choice)
-        scores = PromptScores(call.scores, prepared, text.readings, self._frontend.tokenizer)
-        content = await whole_content(call.show(prepared), choices, scores)
+        selected = await select(ask, prepared, choices, self._patterns)
+        readings = renumbered(ask, text.readings)
+        scores = PromptScores(call.scores, selected.prepared, readings, self._frontend.tokenizer)
+        content = await whole_content(call.show(selected.prepared), selected.choices, scores)
+        if ask is not None:
+            selected.add_to(content, ask.candidates)
         content["usage"] = usage_object(usage)
         headers = {}
         if call.extras.timing:
@@ -188,10 +199,14 @@ def _head(body: GenerationBody, prefix: str, first: Prepared, seen: StreamPositi
 
 
 def _with_headers(fields: ClientFields, request: Request, seen: StreamPosition | None) -> ClientFields:
+    fields = trace_and_time(fields, request)
+    return fields if seen is None else replace(fields, last_seen=seen)
+
+
+def trace_and_time(fields: ClientFields, request: Request) -> ClientFields:
+    """With what the headers say of both."""
     trace, time_left_s = _trace(request), _time_left_s(request)
-    if trace is None and seen is None and time_left_s is None:
-        return fields
-    return replace(fields, trace=trace, last_seen=seen, time_left_s=time_left_s)
+    return fields if trace is None and time_left_s is None else replace(fields, trace=trace, time_left_s=time_left_s)
 
 
 def _time_left_s(request: Request) -> float | None:

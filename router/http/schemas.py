@@ -9,11 +9,13 @@ from pydantic import Field, ValidationError, model_validator
 from router.asked import ClientFields
 from router.conversation import MAX_VARIABLES, Message, TemplateOptions
 from router.http.prompt_scores import ScoresShown
+from router.http.selected import selection_ask
 from router.http.strict_body import StrictBody, at_most
 from router.http.structures import ResponseFormat, StructuredOutputs, guided, the_one
 from router.http.tool_schemas import CallPart, ToolChoice, ToolSpec, tool_use
 from router.prompts import MAX_MESSAGES
 from router.reading_asked import read_ask
+from router.selection import SelectionAsk
 from router.stop_strings import MAX_STOP_STRINGS
 from router.structure import Structure
 from router.tools import MAX_CALLS, MAX_TOOLS
@@ -59,6 +61,8 @@ class GenerationBody(StrictBody):
     logit_bias: Annotated[dict[str, float] | None, at_most(MAX_LOGIT_BIAS)] = None
     n: int | None = None
     best_of: int | None = None
+    vote: bool | None = None
+    vote_pattern: str | None = None
     seed: int | None = None
     stop: Annotated[str | list[str] | None, at_most(MAX_STOP_STRINGS)] = None
     stop_token_ids: Annotated[list[int] | None, at_most(MAX_STOP_TOKENS)] = None
@@ -91,8 +95,6 @@ class GenerationBody(StrictBody):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.best_of not in (None, self.n or 1):
-            raise InvalidRequest("best_of other than n is not supported yet", param="best_of")
         if self.allowed_token_ids == []:
             raise InvalidRequest("allowed_token_ids: an empty list allows nothing", param="allowed_token_ids")
         if self.stream_options is not None and not self.stream:
@@ -110,6 +112,7 @@ class GenerationBody(StrictBody):
         add_generation_prompt: bool = True,
     ) -> ClientFields:
         """What the frontend validates."""
+        ask = self.selection()
         reads = read_ask(
             prompt_logprobs=self.prompt_logprobs,
             echoed_logprobs=num_logprobs if echo else None,
@@ -123,14 +126,14 @@ class GenerationBody(StrictBody):
             logit_bias=_token_keys(self.logit_bias or {}),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
-            num_logprobs=num_logprobs,
+            num_logprobs=0 if num_logprobs is None and ask is not None and not ask.votes else num_logprobs,
         )
         return ClientFields(
             sampling=sampling,
             max_tokens=1 if reads is not None and reads.only else max_tokens,
             seed=self.seed,
             model=self.model,
-            num_choices=self.n if self.n is not None else 1,
+            num_choices=(self.n if self.n is not None else 1) if ask is None else ask.candidates,
             reads_along=bool(self.stream),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             include_stop=bool(self.include_stop_str_in_output),
@@ -144,6 +147,22 @@ class GenerationBody(StrictBody):
             bad_words=tuple(self.bad_words or ()),
             reads=reads,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+        )
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether those of its answers are shown."""
+        return False
+
+    def selection(self) -> SelectionAsk | None:
+        """Which choices are shown, if more are generated."""
+        return selection_ask(
+            n=self.n,
+            best_of=self.best_of,
+            vote=bool(self.vote),
+            vote_pattern=self.vote_pattern,
+            streams=bool(self.stream),
+            shows_logprobs=self.wants_logprobs,
         )
 
     def scores_shown(self) -> ScoresShown:
@@ -208,6 +227,11 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MAX_VARIABLES)] = None
     continue_final_message: bool | None = None
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """See GenerationBody."""
+        return bool(self.logprobs)
+
     def chat_fields(self, tenant: str) -> ClientFields:
         """Resolves the pairs of fields that chat has."""
         if self.top_logprobs and not self.logprobs:
@@ -247,6 +271,11 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """See GenerationBody."""
+        return self.logprobs is not None
 
     def completion_fields(self, tenant: str) -> ClientFields:
         """What the frontend validates."""

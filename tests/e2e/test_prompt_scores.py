@@ -133,3 +133,19 @@ async def test_prompts_that_are_read_and_answers_that_stream_get_along(cluster, 
         torch.testing.assert_close(scores, own(oracle.logprobs(prompt), prompt), atol=ABS, rtol=0)
     assert [stream.token_ids for stream in answers[len(asked) :]] == expected
     await cluster.until_idle()
+
+
+async def test_embeddings_are_the_mean_of_the_last_hidden_states(cluster, client, oracle):
+    """As floats and as base64, which the client asks for by itself; longer than a chunk and shorter."""
+    asked = [*prompts(oracle, 5, seed=4), [5], oracle.encode("A fox.")]
+    expected = torch.nn.functional.normalize(torch.stack([oracle.mean_state(prompt) for prompt in asked]), dim=-1)
+    for more in ({}, {"encoding_format": "float"}):
+        answer = await client.embeddings.create(model="tandem-tiny", input=asked, **more)
+        told = torch.tensor([one.embedding for one in answer.data])
+        torch.testing.assert_close(told, expected, atol=1e-5, rtol=0)
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, asked))
+    text = "The little fox walked to the valley."
+    answer = await client.embeddings.create(model="tandem-tiny", input=text)
+    expected = torch.nn.functional.normalize(oracle.mean_state(oracle.encode(text)), dim=-1)
+    torch.testing.assert_close(torch.tensor(answer.data[0].embedding), expected, atol=1e-5, rtol=0)
+    await cluster.until_idle()

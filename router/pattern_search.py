@@ -1,0 +1,56 @@
+"""What a client's regular expression finds in its answers: in a process that is killed when it takes too long."""
+
+import asyncio
+import json
+import re
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from tandem.errors import InvalidRequest
+
+MAX_PATTERN_CHARS = 512
+_MOST_S = 5.0
+_AT_ONCE = 2
+
+
+def check_pattern(pattern: str, param: str) -> None:
+    """Raises InvalidRequest for what is no regular expression, before anything is computed for it."""
+    if not 1 <= len(pattern) <= MAX_PATTERN_CHARS:
+        raise InvalidRequest(f"{param}: 1 to {MAX_PATTERN_CHARS} characters", param=param)
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise InvalidRequest(f"{param}: {str(error)[:100]}", param=param) from None
+
+
+class PatternSearch:
+    """Searches, a few at once. One for all calls of a door."""
+
+    def __init__(self, *, most_s: float = _MOST_S) -> None:
+        self._most_s = most_s
+        self._turns = asyncio.Semaphore(_AT_ONCE)
+
+    async def find(self, pattern: str, texts: Sequence[str], param: str) -> list[str | None]:
+        """What is found first in each text: the first group, if there is one.
+
+        Raises InvalidRequest for a pattern that takes too long, or too much memory.
+        """
+        command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("pattern_worker.py"))]
+        async with self._turns:
+            process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+            try:
+                async with asyncio.timeout(self._most_s):
+                    told, _ = await process.communicate(json.dumps([pattern, list(texts)]).encode())
+            except TimeoutError:
+                told = b""
+            finally:
+                with suppress(ProcessLookupError):  # it has ended by itself
+                    process.kill()
+                await process.wait()
+        if not told:
+            raise InvalidRequest(f"{param}: searching takes more than {self._most_s:g} s, or much memory", param=param)
+        found: list[str | None] = json.loads(told)
+        return found

@@ -1,0 +1,108 @@
+"""Embeddings at both doors: vectors of length one, in the order of the inputs; what is refused."""
+
+import base64
+import struct
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+
+from router import embedding
+from router.grpc.server import GrpcDoor, build_server
+from router.tokenizer import Tokenizer
+from tandem.config import RouterConfig
+from tandem.v1 import inference_pb2 as pb
+from tandem.v1.inference_pb2_grpc import InferenceStub
+from tests.unit.router import doors
+from tests.unit.router.http_doors import client_of, error_of
+
+EMBED = "/v1/embeddings"
+UNIT = pytest.approx([0.6, 0.0, -0.8], abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return doors.make_tokenizer()
+
+
+@pytest.fixture
+def parts(tokenizer: Tokenizer) -> doors.Doors:
+    return doors.make_doors(tokenizer, RouterConfig(max_answer_values=600))
+
+
+@pytest.fixture
+async def client(parts: doors.Doors) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(parts) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("inputs", "count"), [("fox", 1), (["fox", "a dog"], 2), ([5, 6, 7], 1), ([[5], [6, 7]], 2), (["fox"] * 200, 200)]
+)
+async def test_every_shape_of_input(
+    client: httpx.AsyncClient, parts: doors.Doors, inputs: Any, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedding, "_TOGETHER", 8)
+    response = await client.post(EMBED, json={"input": inputs, "model": doors.MODEL, "user": "me"})
+    assert response.status_code == 200, response.text
+    body = response.json()
+    assert (body["object"], body["model"]) == ("list", doors.MODEL)
+    assert [one["index"] for one in body["data"]] == list(range(count))
+    assert all(one["object"] == "embedding" and one["embedding"] == UNIT for one in body["data"])
+    tokens = sum(len(request.prompt_token_ids) for request in parts.generator.requests)
+    assert body["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+    assert len(parts.generator.requests) == count
+    assert 'vllm:request_success_total{engine="router",finished_reason="length"' in parts.metrics.render().decode()
+
+
+async def test_base64_is_of_little_endian_floats(client: httpx.AsyncClient) -> None:
+    body = (await client.post(EMBED, json={"input": "fox", "encoding_format": "base64"})).json()
+    assert list(struct.unpack("<3f", base64.b64decode(body["data"][0]["embedding"]))) == UNIT
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"dimensions": 2}, "dimensions"),
+        ({"encoding_format": "hex"}, "encoding_format"),
+        ({"input": []}, "input"),
+        ({"input": [[]]}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": ["a", [5]]}, "input"),
+        ({"input": [5.5]}, "input"),
+        ({"input": ["a"] * 2049}, "input"),
+        ({"input": [5] * (doors.CONTEXT + 1)}, "input"),
+        ({"input": ["a"] * 201}, "input"),
+        ({"input": None}, "input"),
+        ({"temperature": 1.0}, "temperature"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ],
+)
+async def test_what_is_refused(client: httpx.AsyncClient, change: dict[str, Any], param: str) -> None:
+    response = await client.post(EMBED, json={"input": "a"} | change)
+    assert response.status_code == 400, response.text
+    assert error_of(response)["param"] == param
+
+
+async def test_a_whole_context_can_be_embedded(client: httpx.AsyncClient) -> None:
+    assert (await client.post(EMBED, json={"input": [5] * doors.CONTEXT})).status_code == 200
+    assert (await client.post(EMBED, json={"input": "a", "model": "other"})).status_code == 404
+
+
+async def test_the_same_over_grpc(parts: doors.Doors) -> None:
+    server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
+    ids = pb.EmbedInput(token_ids=pb.TokenIds(ids=[5, 6]))
+    async with (
+        GrpcDoor(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
+        grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+    ):
+        stub = InferenceStub(channel)
+        answer = await stub.Embed(pb.EmbedRequest(inputs=[pb.EmbedInput(text="fox"), ids]))
+        assert [list(one.values) for one in answer.embeddings] == [UNIT, UNIT]
+        assert answer.usage.prompt_tokens == sum(len(r.prompt_token_ids) for r in parts.generator.requests)
+        for wrong in ([], [pb.EmbedInput()], [pb.EmbedInput(text="")]):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Embed(pb.EmbedRequest(inputs=wrong))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -1,0 +1,125 @@
+"""The best of several, and the answer that most agree on."""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from router.pattern_search import PatternSearch
+from router.requests import ChoiceDelta, ChoiceFinish, RoutedRequest
+from router.selection import elect, likeliest
+from router.tokenizer import Tokenizer
+from tandem.errors import InvalidRequest
+from tandem.outputs import FinishReason, SampledToken
+from tests.unit.router import doors
+from tests.unit.router.http_doors import CHAT, HELLO, PLAIN, client_of, error_of
+
+TEXTS = ["it is 5", "so: 7 ", " 5", "who knows", "7"]
+LOGPROBS = [-3.0, -1.0, -2.0, -1.0, -9.0]
+
+
+class Various(doors.FakeGenerator):
+    """Each choice says something else, with a log probability of its own for all of it."""
+
+    tokenizer: Tokenizer
+
+    async def generate(self, request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
+        self.requests.append(request)
+        if request.reads is not None:
+            yield ChoiceDelta(0, reading=doors.reading_of(request))
+        for index in range(request.num_choices):
+            ids = self.tokenizer.encode(TEXTS[index % len(TEXTS)])
+            share = LOGPROBS[index % len(TEXTS)] / len(ids) if request.sampling.num_logprobs is not None else None
+            tokens = tuple(SampledToken(token_id=token, logprob=share) for token in ids)
+            finish = ChoiceFinish(reason=FinishReason.STOP, cached_tokens=0, times=doors.TIMES)
+            yield ChoiceDelta(choice_index=index, tokens=tokens, finish=finish)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return doors.make_tokenizer()
+
+
+@pytest.fixture
+def parts(tokenizer: Tokenizer) -> doors.Doors:
+    made = doors.make_doors(tokenizer)
+    made.generator = Various()
+    made.generator.tokenizer = tokenizer
+    return made
+
+
+@pytest.fixture
+async def client(parts: doors.Doors) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(parts) as client:
+        yield client
+
+
+async def ask(client: httpx.AsyncClient, route: str, **body: Any) -> dict[str, Any]:
+    response = await client.post(route, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def size_of(tokenizer: Tokenizer) -> int:
+    return sum(len(tokenizer.encode(text)) for text in TEXTS)
+
+
+async def test_the_likeliest_are_shown_and_all_are_counted(client: httpx.AsyncClient, parts: doors.Doors) -> None:
+    answer = await ask(client, PLAIN, prompt=[[5, 6], [7]], n=3, best_of=5, prompt_logprobs=0)
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert texts[:3] == texts[3:] == [TEXTS[1], TEXTS[3], TEXTS[2]]
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    assert answer["usage"]["completion_tokens"] == 2 * size_of(parts.tokenizer)
+    assert [request.num_choices for request in parts.generator.requests] == [5, 5]
+    told = [choice["prompt_logprobs"] for choice in answer["choices"]]
+    assert [len(places) for places in told] == [2, 2, 2, 1, 1, 1]
+    chat = await ask(client, CHAT, **HELLO, best_of=2, logprobs=True)
+    (choice,) = chat["choices"]
+    assert choice["message"]["content"] == TEXTS[1]
+    assert choice["logprobs"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("n", "more", "text", "vote"),
+    [
+        (5, {}, TEXTS[0], {"answer": "it is 5", "votes": 1, "of": 5}),
+        (5, {"vote_pattern": r"\d"}, TEXTS[0], {"answer": "5", "votes": 2, "of": 5}),
+        (2, {"vote_pattern": r"so: (\d)"}, TEXTS[1], {"answer": "7", "votes": 1, "of": 2}),
+        (3, {"vote_pattern": "z"}, TEXTS[0], {"answer": None, "votes": 0, "of": 3}),
+        (1, {}, TEXTS[0], {"answer": "it is 5", "votes": 1, "of": 1}),
+    ],
+)
+async def test_the_answer_that_most_agree_on(
+    client: httpx.AsyncClient, n: int, more: dict[str, Any], text: str, vote: dict[str, Any]
+) -> None:
+    answer = await ask(client, CHAT, **HELLO, n=n, vote=True, **more)
+    (choice,) = answer["choices"]
+    assert (choice["index"], choice["message"]["content"], choice["vote"]) == (0, text, vote)
+    answer = await ask(client, PLAIN, prompt=["a", "b"], n=n, vote=True, **more)
+    assert [(one["index"], one["text"], one["vote"]) for one in answer["choices"]] == [(0, text, vote), (1, text, vote)]
+
+
+async def test_calls_of_tools_are_no_answers_to_vote_on(client: httpx.AsyncClient) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    refused = await client.post(CHAT, json=HELLO | {"tools": [tool], "n": 2, "vote": True})
+    assert (refused.status_code, error_of(refused)["param"]) == (400, "vote")
+
+
+def test_an_election_is_won_by_most_and_by_the_first_of_equals() -> None:
+    assert elect(["a", "b", "b", None]) == (1, "b", 2)
+    assert elect([None, "b", "a", "a", "b"]) == (1, "b", 2)
+    assert elect([None, None]) == (0, None, 0)
+
+
+def test_the_earlier_of_equally_likely_ones_stands_first() -> None:
+    choices = [(SampledToken(token_id=1, logprob=value),) for value in (-2.0, -1.0, -1.0)]
+    assert likeliest(choices, 3) == [1, 2, 0]
+
+
+async def test_a_pattern_that_takes_for_ever_ends_with_its_process() -> None:
+    search = PatternSearch(most_s=0.5)
+    with pytest.raises(InvalidRequest, match="vote_pattern"):
+        await search.find("(a+)+b", ["a" * 40], "vote_pattern")
+    assert await PatternSearch().find("b|(c)", ["ab", "c", "d"], "vote_pattern") == [None, "c", None]
