@@ -8,9 +8,9 @@ import asyncio
 import logging
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import replace
 from typing import Any
 
+from decode_worker.accounts import entered, first_token_came, landed
 from decode_worker.reports import StepReports
 from decode_worker.task import DecodeTask, TaskPhase
 from decode_worker.taskbook import TaskBook
@@ -97,12 +97,9 @@ class Handoffs:
         token = task.first_token = first_token.token
         if task.cached_tokens is None:
             task.cached_tokens = first_token.cached_tokens
-        task.decoding_since_s = self._clock()
+        first_token_came(task, first_token, self._clock())
         if task.span is not None:
             task.span.event("first_token", task.decoding_since_s)
-        # The prefill worker's own figures come with the commit; a choice may end before that.
-        waited_s = task.decoding_since_s - task.arrived_s - task.times.decode_queue_s
-        task.times = replace(task.times, prefill_s=max(0.0, waited_s))
         reason = self._ends_with(task.request, token.token_id)
         self._reports.token(task, task.request.num_output_tokens, token, reason)
         self._reports.send()
@@ -116,7 +113,7 @@ class Handoffs:
         first = info.first_token.token if info.first_token is not None else task.first_token if task else None
         if task is not None and task.reservation is not None and first is not None:
             key, token_id, cached = task.reservation, first.token_id, task.cached_tokens
-            task.times = replace(info.times, decode_queue_s=task.times.decode_queue_s)
+            landed(task, info.times, self._clock())
             task.phase = TaskPhase.ENGINE
             cached_tokens = info.cached_tokens if cached is None else cached
             if task.span is not None:
@@ -126,6 +123,7 @@ class Handoffs:
             except ServingError as error:
                 _log.info("%s ended while its KV arrived: %s", transfer_id, error.message)
             else:
+                entered(task, self._clock())
                 self._destinations.settle(info.blocks)
                 return
         self.released(transfer_id, info.blocks)

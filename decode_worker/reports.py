@@ -6,6 +6,7 @@ where it had many. The first and the last are told at once.
 
 from collections.abc import Callable
 
+from decode_worker.accounts import final
 from decode_worker.task import DecodeTask
 from engine.wire import token_delta
 from tandem.errors import ServingError
@@ -18,8 +19,9 @@ from tandem.wire import failure_to_pb, finish_reason_to_pb, times_to_pb
 class StepReports:
     """Collects the deltas of one step by session."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], *, block_bytes: int) -> None:
         self._clock = clock
+        self._block_bytes = block_bytes
         self._deltas: dict[SessionPort, list[pb.TokenDelta]] = {}
 
     def token(self, task: DecodeTask, index: int, token: SampledToken | None, reason: FinishReason | None) -> None:
@@ -56,8 +58,7 @@ class StepReports:
         self._deltas.clear()
 
     def _finish(self, task: DecodeTask, reason: FinishReason) -> pb.Finish:
-        times = times_to_pb(task.times)
-        times.decode_s = self._clock() - task.decoding_since_s if task.decoding_since_s else 0.0
+        times = times_to_pb(final(task, self._clock(), block_bytes=self._block_bytes))
         return pb.Finish(reason=finish_reason_to_pb(reason), cached_tokens=task.cached_tokens or 0, times=times)
 
 

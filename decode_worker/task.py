@@ -59,6 +59,8 @@ class DecodeTask:
     """From a hand-off; authoritative once forwarded."""
     cached_tokens: int | None = None
     """Of the prompt; the first figure that was known stands."""
+    fetched_tokens: int = 0
+    """Brought from a peer before it was queued here."""
     times: PhaseTimes = field(default_factory=PhaseTimes)
     when_done: Callable[[], None] | None = None
     """Called once, when the task leaves the book."""

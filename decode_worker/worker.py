@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Coroutine
 from itertools import count
 from typing import Any
 
+from decode_worker.accounts import admitted, computed_here, fetched
 from decode_worker.handoffs import Handoffs
 from decode_worker.orders import holder_of, request_from_pb, route_from_pb
 from decode_worker.reports import StepReports, ask_for_route, refuse, refuse_order
@@ -64,7 +65,7 @@ class DecodeWorker:
         self._pins = PinDesk(host)
         self._group = tasks
         self._serial = count(1)
-        self._reports = StepReports(time.monotonic)
+        self._reports = StepReports(time.monotonic, block_bytes=host.parts.layout.worker_block_bytes)
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -194,7 +195,9 @@ class DecodeWorker:
     async def _queue(self, task: DecodeTask) -> None:
         """Compute the prompt here, behind what a peer has of it."""
         if task.holder is not None and self.fabric is not None:
-            await self.fabric.fetcher.bring(task.request, task.holder, task.trace)
+            begun_s = time.monotonic()
+            gained = await self.fabric.fetcher.bring(task.request, task.holder, task.trace)
+            fetched(task, gained, time.monotonic() - begun_s)
             if task.is_over:
                 return
         await self._host.call(lambda scheduler: scheduler.add(task.request))
@@ -321,7 +324,7 @@ class DecodeWorker:
         for admission in output.admissions:
             task = self._book.of_engine(admission.request_id)
             if task is not None:
-                task.times = PhaseTimes(prefill_queue_s=admission.queued_s)
+                admitted(task, admission)
         for event in output.events:
             task = self._book.of_engine(event.request_id)
             if task is not None:
@@ -333,9 +336,7 @@ class DecodeWorker:
         if task.cached_tokens is None:
             task.cached_tokens = event.num_cached_tokens
         if not task.decoding_since_s:
-            queue_s = task.times.prefill_queue_s
-            task.times = PhaseTimes(prefill_queue_s=queue_s, prefill_s=max(0.0, now_s - task.arrived_s - queue_s))
-            task.decoding_since_s = now_s
+            computed_here(task, now_s)
             trace_own_prefill(task, now_s)
         elif task.awaits_step_since_s is not None:
             trace_first_step(task, now_s)

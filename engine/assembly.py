@@ -1,6 +1,7 @@
 """Puts an engine together: model, memory budget, KV pool, scheduler, runner. Each step may refuse with ConfigError."""
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
@@ -268,7 +269,7 @@ def _scheduler(
     """With the tiers that have room: what copying takes is measured here, computing as the worker runs."""
     pins = PinBounds.of(config.num_blocks, share=spec.pinned_share, tenant_share=spec.pinned_tenant_share)
     if not slots.num_slots:
-        return Scheduler(config, hasher, pins=pins), None
+        return Scheduler(config, hasher, pins=pins, clock=time.monotonic), None
     layout, mover = runner.kv_cache.layout, runner.blocks
     # What else changes the bits: blocks on disk outlive the process, and perhaps its settings.
     computed_by = (spec.dtype, spec.quantization, spec.kernels, str(spec.deterministic), runner.model.device.type)
@@ -280,6 +281,7 @@ def _scheduler(
         block_bytes=layout.block_bytes,
         cache=tier_spec(slots, mover, layout, None if disk is None else disk[1]),
         pins=pins,
+        clock=time.monotonic,
     )
     rates = mover.measure()
     if scheduler.offloading is not None:

@@ -5,7 +5,7 @@ evictable blocks never fall below the blocks promised, so whoever was promised a
 preempted for it, and a request that grows must find room in what is left (`num_available`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine.block_moves import BlockCopy
@@ -56,7 +56,9 @@ class BlockManager:
         hasher: BlockHasher,
         events: KVEventLog,
         policy: EvictionPolicy | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        """`clock` times how long requests hold blocks; without one nobody asks."""
         self.pool = KVBlockPool(num_blocks)
         self.index = PrefixIndex(events, policy)
         self.block_size = block_size
@@ -66,6 +68,7 @@ class BlockManager:
         self._pins: dict[RequestId, _Pin] = {}
         self._holds = StepHolds()
         self._below: LowerCache | None = None
+        self._clock = clock
 
     def put_below(self, cache: LowerCache) -> None:
         """From now on evicted blocks are offered to a cache below the pool."""
@@ -148,6 +151,7 @@ class BlockManager:
                 self.index.unpark(block)
             self.index.use(block)
             request.block_table.append(block)
+        self._changed(request)
         request.num_computed_tokens = match.num_blocks * self.block_size
 
     def share(self, blocks: Sequence[BlockId]) -> None:
@@ -166,6 +170,7 @@ class BlockManager:
         self.pool.acquire(source)
         self._holds.hold_for_next([source])
         request.block_table.append(target)
+        self._changed(request)
         return BlockCopy(source, target)
 
     def begin_step(self) -> None:
@@ -179,6 +184,16 @@ class BlockManager:
     def grow(self, request: Request, blocks: Sequence[BlockId]) -> None:
         """Append blocks that were just allocated."""
         request.block_table.extend(blocks)
+        self._changed(request)
+
+    def take_table(self, request: Request) -> list[BlockId]:
+        """The request holds nothing from now on: its blocks, in table order, for the caller to release."""
+        blocks = request.block_table.clear()
+        self._changed(request)
+        return blocks
+
+    def _changed(self, request: Request) -> None:
+        request.held.change(len(request.block_table), self._clock())
 
     def index_computed(self, request: Request, first_block: int) -> list[BlockId]:
         """Make the request's full computed blocks, from `first_block` on, findable by content.

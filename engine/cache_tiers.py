@@ -294,7 +294,9 @@ class CacheTiers:
             self._host.touch(place)
             self._host.pin(place)
         self._moves.loads.extend(places)
-        self._count_hits(places)
+        from_disk = self._count_hits(places)
+        request.num_disk_tokens = from_disk * self._blocks.block_size
+        request.num_host_tokens = (count - from_disk) * self._blocks.block_size
         self.drop(request.request_id)
         return [place.slot for place in places]
 
@@ -318,7 +320,8 @@ class CacheTiers:
     def _num_full(self, request: Request) -> int:
         return (request.num_tokens - 1) // self._blocks.block_size
 
-    def _count_hits(self, places: Sequence[Place]) -> None:
+    def _count_hits(self, places: Sequence[Place]) -> int:
+        """How many the disk had."""
         from_disk = sum(place.came_from_disk for place in places)
         self._tally.hits += len(places) - from_disk
         self._tally.misses += from_disk
@@ -326,6 +329,7 @@ class CacheTiers:
             self._disk.tally.hits += from_disk
         for place in places:
             place.came_from_disk = False
+        return from_disk
 
     # For a later process
 

@@ -55,6 +55,8 @@ class Notices:
                 queued_s=now - request.arrival_s,
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_cached_tokens=request.num_cached_tokens,
+                num_host_tokens=request.num_host_tokens,
+                num_disk_tokens=request.num_disk_tokens,
                 prefill_only=request.prefill_only,
             )
         )

@@ -84,7 +84,7 @@ class Planner:
     def surrender(self, request: Request) -> None:
         """The request gives up its blocks, and nobody can share them any more."""
         self._in_flight.leave(request)
-        self._blocks.surrender(request.request_id, request.block_table.clear())
+        self._blocks.surrender(request.request_id, self._blocks.take_table(request))
 
     def forget(self, request: Request) -> None:
         """The request is over."""

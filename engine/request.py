@@ -12,6 +12,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from engine.block_moves import BlockCopy, BlockLoad, BlockOffload
+from engine.block_seconds import BlockSeconds
 from engine.guide import TokenGuide
 from engine.reading import Reading
 from tandem.errors import InvariantError
@@ -123,7 +124,13 @@ class Request:
     """Tokens after the known ones that launched steps sample: nobody knows their ids yet."""
     num_cached_tokens: int = 0
     """Prompt tokens that were not computed for this request because their KV was already here."""
+    num_host_tokens: int = 0
+    """Tokens that the latest admission loaded from host memory."""
+    num_disk_tokens: int = 0
+    """The same, from disk."""
     num_preemptions: int = 0
+    held: BlockSeconds = field(default_factory=BlockSeconds)
+    """By the clock of the block manager."""
     block_table: BlockTable = field(default_factory=BlockTable)
     block_hashes: list[BlockHash] = field(default_factory=list)
     finish_reason: FinishReason | None = None

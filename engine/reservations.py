@@ -173,7 +173,7 @@ class Reservations:
             landed = min(num_landed_tokens, request.num_tokens)
             request.num_computed_tokens = max(landed, reservation.grant.num_held_tokens)
             displaced = self._blocks.index_computed(request, reservation.num_held_blocks)
-        references = (*displaced, *request.block_table.clear())
+        references = (*displaced, *self._blocks.take_table(request))
         request.num_computed_tokens = 0
         if reservation.bound is None or writer_is_quiet:
             self._blocks.release(references)

@@ -11,7 +11,7 @@ Who gets a share of a step, and whose blocks, is `engine.planner`'s to say; this
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from engine.block_manager import BlockManager
 from engine.blocks import PoolExhausted
@@ -59,17 +59,19 @@ class Scheduler:
         block_bytes: int = 0,
         cache: TierSpec | None = None,
         pins: PinBounds | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`tier` takes the KV of preempted requests where that costs less than computing it again; `block_bytes` is
         then the size of a block over all layers, and `offloading.copies_at` must be told. `cache` takes evicted blocks;
         `tiers.costs.copies_at` must be told, and `patience_s` be heeded where there is a disk. Whoever has one of them,
         or bounds steps by time (`max_step_s`), calls `observe` after every `commit`. Without `pins` none is taken.
+        `clock`: see BlockManager.
         """
         self._config = config
         kv_events = KVEventLog(config.kv_event_capacity)
         policy, size = eviction_policy(config.eviction), config.block_size
         self.blocks = BlockManager(
-            num_blocks=config.num_blocks, block_size=size, hasher=hasher, events=kv_events, policy=policy
+            num_blocks=config.num_blocks, block_size=size, hasher=hasher, events=kv_events, policy=policy, clock=clock
         )
         self.tiers = CacheTiers(self.blocks, cache) if cache is not None else None
         if self.tiers is not None:

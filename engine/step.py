@@ -10,6 +10,7 @@ from engine.kv_events import KVEventBatch
 from engine.request import TokenEvent
 from engine.tier_counts import TierCounts
 from tandem.ids import BlockId, RequestId
+from tandem.outputs import CachedTokens
 from tandem.prefix_pin import PinKey, PinTotals
 
 
@@ -23,6 +24,22 @@ class Admission:
     num_prompt_tokens: int
     num_cached_tokens: int
     prefill_only: bool
+    num_host_tokens: int = 0
+    """Of those cached and perhaps of output behind them: loaded from host memory."""
+    num_disk_tokens: int = 0
+
+    def cached(self, num_fetched_tokens: int) -> CachedTokens:
+        """The cached tokens by source; `num_fetched_tokens` of those in the pool had come from a peer."""
+        pool = max(0, self.num_cached_tokens - self.num_host_tokens - self.num_disk_tokens)
+        fetched = min(num_fetched_tokens, pool)
+        host = min(self.num_host_tokens, self.num_cached_tokens - pool)
+        return CachedTokens(
+            prefill_pool=pool - fetched if self.prefill_only else 0,
+            decode_pool=0 if self.prefill_only else pool - fetched,
+            fetched=fetched,
+            host=host,
+            disk=self.num_cached_tokens - pool - host,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

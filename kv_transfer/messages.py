@@ -12,7 +12,7 @@ from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.errors import ServingError
 from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
 from tandem.kv_layout import KVLayout
-from tandem.outputs import PhaseTimes, SampledToken
+from tandem.outputs import NO_CACHED_TOKENS, CachedTokens, PhaseTimes, SampledToken
 from tandem.prefix_holder import PrefixHolder
 from tandem.sampling import SamplingParams
 from tandem.tracing import TraceContext
@@ -197,6 +197,8 @@ class FirstToken:
 
     token: SampledToken
     cached_tokens: int
+    cached: CachedTokens = NO_CACHED_TOKENS
+    """The same, by source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -326,7 +326,8 @@ class Receiver:
             blocks=self._blocks,
             first_token=self._first_token,
             cached_tokens=self._seal.cached_tokens,
-            times=replace(self._seal.times, transfer_s=now - self._sealed_at),
+            # What the prefill worker tells of transfers is what it fetched before.
+            times=replace(self._seal.times, transfer_s=self._seal.times.transfer_s + now - self._sealed_at),
         )
         return (Commit(info=info),)
 

@@ -52,7 +52,7 @@ from kv_transfer.transport import KVSender
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.errors import InvalidRequest, InvariantError, Overloaded, ServingError, Unavailable
 from tandem.ids import BlockHash, BlockId, TransferId
-from tandem.outputs import PhaseTimes, SampledToken
+from tandem.outputs import NO_CACHED_TOKENS, CachedTokens, PhaseTimes, SampledToken
 from tandem.tracing import NoTracer, Tracer
 from tandem.v1.handoff_pb2_grpc import HandoffServicer, add_HandoffServicer_to_server
 
@@ -215,9 +215,11 @@ class SenderHub:
         )
         self._tell(transfer_id, progress)
 
-    def first_token(self, transfer_id: TransferId, token: SampledToken, cached_tokens: int) -> None:
-        """Sampled: it goes out at once."""
-        first_token = FirstToken(token=token, cached_tokens=cached_tokens)
+    def first_token(
+        self, transfer_id: TransferId, token: SampledToken, cached_tokens: int, cached: CachedTokens = NO_CACHED_TOKENS
+    ) -> None:
+        """Sampled: it goes out at once. `cached`: the cached tokens by source."""
+        first_token = FirstToken(token=token, cached_tokens=cached_tokens, cached=cached)
         self._tell(transfer_id, FirstTokenSampled(first_token=first_token))
 
     def finished(

@@ -146,7 +146,12 @@ def _encode_reserve(body: Reserve) -> pb.Reserve:
 
 def _encode_first_token(body: FirstToken) -> pb.FirstToken:
     logprobs = wire.logprobs_to_pb(body.token)
-    return pb.FirstToken(token_id=body.token.token_id, logprobs=logprobs, cached_tokens=body.cached_tokens)
+    return pb.FirstToken(
+        token_id=body.token.token_id,
+        logprobs=logprobs,
+        cached_tokens=body.cached_tokens,
+        cached_by_source=wire.cached_to_pb(body.cached),
+    )
 
 
 def _encode_seal(body: Seal) -> pb.Seal:
@@ -293,7 +298,11 @@ def _decode_first_token(message: pb.FirstToken, _key: TransferKey | None) -> Fir
     logprobs = message.logprobs if message.HasField("logprobs") else None
     if logprobs is not None:
         _check("logprobs", len(logprobs.top), 0, MAX_TOP_LOGPROBS)
-    return FirstToken(token=wire.token_from_pb(message.token_id, logprobs), cached_tokens=message.cached_tokens)
+    return FirstToken(
+        token=wire.token_from_pb(message.token_id, logprobs),
+        cached_tokens=message.cached_tokens,
+        cached=wire.cached_from_pb(message.cached_by_source),
+    )
 
 
 def _decode_seal(message: pb.Seal, _key: TransferKey | None) -> Seal:

@@ -112,9 +112,11 @@ class PrefillWorker:
         await self._host.guide(request)
         # The engine needs these names anyway; here they also say what is going to be sent.
         self._host.parts.hasher.extend(request.hash_root, request.block_hashes, request.token_ids)
-        if job.holder is not None and self.fabric is not None:
-            await self.fabric.fetcher.bring(request, job.holder, job.trace)
         task = PrefillTask(job=job, request=request)
+        if job.holder is not None and self.fabric is not None:
+            begun_s = time.monotonic()
+            task.fetched_tokens = await self.fabric.fetcher.bring(request, job.holder, job.trace)
+            task.fetch_s = time.monotonic() - begun_s
 
         def add(scheduler: Scheduler) -> None:
             scheduler.add(request)
@@ -157,8 +159,8 @@ class PrefillWorker:
         for admission in output.admissions:
             task = self._tasks.get(TransferId(admission.request_id))
             if task is not None:
-                task.queued_s, task.admitted_s = admission.queued_s, now_s
-                task.cached_tokens = admission.num_cached_tokens
+                task.queued_s, task.admitted_s = max(0.0, admission.queued_s - task.fetch_s), now_s
+                task.cached = admission.cached(task.fetched_tokens)
                 hub.scheduled(task.job.transfer_id, admission.queued_s, task.tail_hash())
         # Tokens first: they wait for no block.
         for event in output.events:
@@ -192,7 +194,7 @@ class PrefillWorker:
             elif event.finish_reason is FinishReason.ERROR:
                 hub.failed(task.job.transfer_id, unusable(task.request.guide))
         elif not task.job.resume:
-            hub.first_token(task.job.transfer_id, event.token, event.num_cached_tokens)
+            hub.first_token(task.job.transfer_id, event.token, event.num_cached_tokens, task.cached)
 
     def _on_progress(self, hub: SenderHub, task: PrefillTask, progress: PrefillProgress, now_s: float) -> None:
         transfer_id = task.job.transfer_id
@@ -203,8 +205,8 @@ class PrefillWorker:
         hub.finished(
             transfer_id,
             task.blocks,
-            cached_tokens=task.cached_tokens,
-            times=task.times(now_s),
+            cached_tokens=task.cached.total,
+            times=task.times(now_s, block_bytes=self._host.parts.layout.worker_block_bytes),
             tail_hash=task.tail_hash(),
         )
 

@@ -39,8 +39,10 @@ from router.shared_limits import SharedLimits
 from router.sibling_limits import SiblingLimits
 from router.siblings import Siblings
 from router.slow_reader import WRITE_TIMEOUT_S
+from router.spending import PriceTable
 from router.status.assembly import open_status
 from router.surroundings import DispatchSettings
+from router.tenant_usage import TenantUsage
 from router.tokenizer import Tokenizer
 from router.workers import WorkerRegistry
 from tandem.block_hash import BlockHasher
@@ -83,7 +85,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         model = _model_info(registry)
         if tokenizer.size > model.vocab_size:
             raise ConfigError(f"the tokenizer has {tokenizer.size} tokens, the model embeds {model.vocab_size}")
-        metrics = RouterMetrics(model.name)
+        metrics = RouterMetrics(model.name, TenantUsage(PriceTable(config.prices), since_s=time.time()))
         if board is not None:
             metrics.registry.register(BoardMetrics(board))
         await _join_siblings(stack, place, metrics, None if board is not None else (incarnation, limits))
@@ -170,6 +172,8 @@ async def _join_siblings(
         return
     siblings = Siblings(place.siblings, index=place.index, render=metrics.render)
     metrics.collect_with((await stack.enter_async_context(siblings)).figures)
+    books = Siblings(place.siblings, index=place.index, render=metrics.usage.render, name="usage")
+    metrics.usage.collect_with((await stack.enter_async_context(books)).others)
     if tells is not None:
         router, limits = tells
         shared = SiblingLimits(place.siblings, index=place.index, router=router, limits=limits)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from random import Random
 
+from router.attempt_ledger import AttemptLedger
 from router.requests import ChoiceFinish
 from router.session_events import AttemptFinished, AttemptStarted, TokensArrived, WorkerPort
 from router.worker_view import WorkerKey
@@ -24,7 +25,7 @@ from tandem.errors import (
     StreamTaken,
     Unavailable,
 )
-from tandem.outputs import FinishReason, PhaseTimes, SampledToken
+from tandem.outputs import FinishReason, SampledToken
 
 MAX_REROUTES = 2
 """Prefill workers tried after the first one, before the decode worker computes the prompt itself."""
@@ -100,12 +101,19 @@ class ChoiceProgress:
     """Waits for room since the last progress."""
     pool_tokens_above: int = 0
     last_error: ServingError | None = None
+    clock: Callable[[], float] = lambda: 0.0
+    """For what attempts took; without one nobody asks."""
+    arrived_s: float | None = None
+    ledger: AttemptLedger = field(init=False)
     _num_taken: int = 0
     _num_failures: int = 0
-    _first_start: AttemptStarted | None = None
 
-    def begin_attempt(self) -> int:
-        """The number of the next attempt, from 1."""
+    def __post_init__(self) -> None:
+        self.ledger = AttemptLedger(prompt_length=self.prompt_length, clock=self.clock, arrived_s=self.arrived_s)
+
+    def begin_attempt(self, kv_bytes_per_token: int = 0) -> int:
+        """The number of the next attempt, from 1; its worker's tokens take so much."""
+        self.ledger.begin(len(self.token_ids), kv_bytes_per_token)
         self.attempt += 1
         self._num_taken += 1
         self.num_reroutes = 0
@@ -118,6 +126,7 @@ class ChoiceProgress:
 
     def was_refused(self) -> None:
         """The attempt was not taken."""
+        self.ledger.refused()
         self._num_taken -= 1
 
     def accept(self, arrived: TokensArrived) -> tuple[SampledToken, ...]:
@@ -129,8 +138,8 @@ class ChoiceProgress:
             if first > num_due:
                 raise TokenGap(f"token {first} came when {num_due} was due")
             new = new[num_due - first :]
-        if started is not None and self._first_start is None:
-            self._first_start = started
+        if started is not None:
+            self.ledger.heard(started)
         if new:
             for token in new:
                 token_ids.append(token.token_id)
@@ -145,6 +154,7 @@ class ChoiceProgress:
         self.last_error = error
         if reason is RetryReason.REFUSED:
             self.was_refused()
+        self.ledger.ended(len(self.token_ids))
         self._num_failures += 1
         if is_final(error) or self._num_failures >= self.max_attempts:
             return False
@@ -184,29 +194,31 @@ class ChoiceProgress:
         return len(self.token_ids) >= self.max_tokens
 
     def finish(self, finished: AttemptFinished) -> ChoiceFinish:
-        """The end, as a worker told it. Of a continued choice: the first attempt's cached count, the last's times.
+        """The end, as a worker told it. Of a continued choice: the first attempt's cached count, all attempts' times.
 
         The cached count is what the client's prompt found when it came; what a later attempt finds of prompt and
         output is our own doing.
         """
-        start = self._first_start
-        cached = start.cached_tokens if start is not None else finished.cached_tokens
-        return self._finish(finished.reason, cached, finished.times)
+        if self.ledger.first is None:
+            self.ledger.heard(AttemptStarted(cached_tokens=finished.cached_tokens, times=finished.times))
+        self.ledger.ended(len(self.token_ids), finished.times)
+        return self._finish(finished.reason)
 
-    def finish_early(self, reason: FinishReason, *, decode_s: float) -> ChoiceFinish:
+    def finish_early(self, reason: FinishReason) -> ChoiceFinish:
         """The end, as decided here: with what is known since the first token."""
-        start = self._first_start or AttemptStarted(cached_tokens=0, times=PhaseTimes())
-        times = PhaseTimes(
-            prefill_queue_s=start.times.prefill_queue_s,
-            prefill_s=start.times.prefill_s,
-            transfer_s=start.times.transfer_s,
-            decode_queue_s=start.times.decode_queue_s,
-            decode_s=decode_s,
-        )
-        return self._finish(reason, start.cached_tokens, times)
+        self.ledger.ended(len(self.token_ids))
+        return self._finish(reason)
 
-    def _finish(self, reason: FinishReason, cached: int, times: PhaseTimes) -> ChoiceFinish:
-        return ChoiceFinish(reason=reason, cached_tokens=min(cached, self.prompt_length), times=times)
+    def _finish(self, reason: FinishReason) -> ChoiceFinish:
+        first, ledger = self.ledger.first, self.ledger
+        cached = 0 if first is None else min(first.cached_tokens, self.prompt_length)
+        return ChoiceFinish(
+            reason=reason,
+            cached_tokens=cached,
+            times=ledger.total(),
+            computed_tokens=ledger.computed_tokens,
+            needed_tokens=self.prompt_length - cached + len(self.token_ids),
+        )
 
 
 def final_error(last: ServingError | None, *, retry_after_s: float) -> ServingError:

@@ -54,6 +54,8 @@ class ChoiceRun:
             prompt_length=len(request.prompt_token_ids),
             max_tokens=request.sampling.max_tokens,
             max_attempts=around.settings.max_attempts,
+            clock=around.clock,
+            arrived_s=request.arrived_s,
         )
         self._progress.attempt = request.resumptions << _ATTEMPTS_BITS
         self._resume = request.resume[self._index] if request.resume else None
@@ -64,7 +66,6 @@ class ChoiceRun:
         self._route: PrefillRoute | None = None
         self._adopting = self._proven = False
         """Of the attempt that runs: a worker was asked to give it away; a token came of it."""
-        self._first_token_s: float | None = None
 
     def submit(self) -> None:
         """Start the next attempt on the best worker whose session takes it.
@@ -85,7 +86,7 @@ class ChoiceRun:
                 if self.waiting is not None:
                     return
                 raise self.final_error() from none
-            number = progress.begin_attempt()
+            number = progress.begin_attempt(assignment.placement.decode.info.kv_bytes_per_token)
             self._route = first_route(self._request_id, number, assignment, self._around.rng)
             self._trace(assignment, started_s)
             try:
@@ -189,8 +190,7 @@ class ChoiceRun:
 
     def finish_early(self, reason: FinishReason) -> ChoiceDelta:
         """The end, by the router's own decision."""
-        decode_s = 0.0 if (since_s := self._first_token_s) is None else self._around.clock() - since_s
-        return self._finish(self._progress.finish_early(reason, decode_s=decode_s))
+        return self._finish(self._progress.finish_early(reason))
 
     def final_error(self) -> ServingError:
         """What the client is told when nothing more can be tried."""
@@ -234,7 +234,6 @@ class ChoiceRun:
         if arrived.started is not None:
             self._placer.found_cached(assignment, arrived.started.cached_tokens)
         self._worker = assignment.decode.incarnation
-        self._first_token_s = self._first_token_s or self._around.clock()
 
     def _retry(self, assignment: Assignment, reason: RetryReason, error: ServingError) -> list[ChoiceDelta]:
         """The attempt has ended on its worker before the choice has: continue elsewhere, or raise."""

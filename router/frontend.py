@@ -245,7 +245,8 @@ class Frontend:
         return self._mint_seed() if fields.last_seen is None else fields.last_seen.head.seed
 
     def _traced(self, operation: str, one: Prepared, fields: ClientFields, started_s: float) -> Prepared:
-        """With the request's span begun, if it is sampled; names after OpenTelemetry's GenAI conventions."""
+        """With its arrival, and its span begun if it is sampled; names after OpenTelemetry's GenAI conventions."""
+        one = replace(one, request=replace(one.request, arrived_s=started_s))
         span = self._tracer.request(f"{operation} {self.model.name}", fields.trace, started_s)
         if span is None:
             return one

@@ -16,8 +16,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from router.board_metrics import PublishMetrics
 from router.instruments import Spread, Total, Totals
 from router.placement_metrics import PlacementMetrics
-from router.requests import ChoiceFinish
+from router.requests import ChoiceFinish, RoutedRequest
+from router.spending import Spent
 from router.status.quantiles import FINE_BOUNDS_S
+from router.tenant_usage import TenantUsage
 from router.tier_metrics import TierMetrics
 from router.transfer_metrics import TransferMetrics
 from router.worker_view import WorkerSnapshot
@@ -45,7 +47,9 @@ _I = TypeVar("_I", Total, Totals, Spread)
 class RouterMetrics:
     """The registry and its instruments."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, usage: TenantUsage | None = None) -> None:
+        """`usage`: where tenants' totals are kept."""
+        self.usage = usage or TenantUsage()
         self.registry = CollectorRegistry()
         self._model = (model_name, _ENGINE)
         self._refresh: Callable[[], None] = _nothing
@@ -209,9 +213,11 @@ class RequestMeter:
         prompt_tokens: int,
         choices: int,
         span: Span | None = None,
+        tenant: str = "",
     ) -> None:
-        """`span`: of the request; ends with it."""
+        """`span`: of the request; ends with it. `tenant`: whose totals it counts for."""
         self._metrics = metrics
+        self._tenant = tenant
         self._span = span
         self._finishes: list[ChoiceFinish] = []
         self._clock = clock
@@ -220,6 +226,18 @@ class RequestMeter:
         self._last: list[float | None] = [None] * choices
         self._counts = [0] * choices
         self._began = False
+
+    @classmethod
+    def of(cls, request: RoutedRequest, metrics: RouterMetrics, clock: Callable[[], float]) -> Self:
+        """Of one request of a client."""
+        return cls(
+            metrics,
+            clock,
+            prompt_tokens=len(request.prompt_token_ids),
+            choices=request.num_choices,
+            span=request.span,
+            tenant=request.tenant,
+        )
 
     def __enter__(self) -> Self:
         self._metrics.waiting.inc()
@@ -234,6 +252,8 @@ class RequestMeter:
         code = _code_of(error)
         if code is not None:
             self._metrics.failed(code)
+        if self._began or self._finishes:
+            self._metrics.usage.add(self._tenant, self._spent())
         if self._span is not None:
             self._end_span(self._span, code)
 
@@ -266,18 +286,35 @@ class RequestMeter:
         metrics.queue_time.observe(times.prefill_queue_s + times.decode_queue_s)
         metrics.prefill_time.observe(times.prefill_s)
         metrics.transfer_time.observe(times.transfer_s)
-        metrics.decode_time.observe(times.decode_s)
+        metrics.decode_time.observe(times.transfer_s + times.decode_queue_s + times.decode_s)
 
     def succeeded(self) -> None:
         """All choices ended."""
         self._metrics.e2e.observe(self._clock() - self._start)
+
+    def _spent(self) -> Spent:
+        """By choices that have ended; of the others the tokens alone are known."""
+        whole = Spent(
+            requests=1,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._least_cached(),
+            completion_tokens=sum(self._counts),
+        )
+        for finish in self._finishes:
+            whole = whole.with_choice(
+                finish.times, computed_tokens=finish.computed_tokens, needed_tokens=finish.needed_tokens
+            )
+        return whole
+
+    def _least_cached(self) -> int:
+        return min((finish.cached_tokens for finish in self._finishes), default=0)
 
     def _end_span(self, span: Span, code: Code | None) -> None:
         span.attributes.update(
             {
                 "gen_ai.usage.input_tokens": self._prompt_tokens,
                 "gen_ai.usage.output_tokens": sum(self._counts),
-                "gen_ai.usage.cache_read.input_tokens": min((f.cached_tokens for f in self._finishes), default=0),
+                "gen_ai.usage.cache_read.input_tokens": self._least_cached(),
                 "gen_ai.response.finish_reasons": tuple(finish.reason.value for finish in self._finishes),
             }
         )

@@ -45,6 +45,8 @@ class RoutedRequest:
     reads_along: bool = True
     """Tokens are wanted as they come; else the first one at once, the others when some have come together."""
     priority: int = 0
+    arrived_s: float | None = None
+    """On the router's monotonic clock: when a door had it; None: when dispatch has it."""
     deadline_s: float | None = None
     """On the router's monotonic clock; None: as long as its reader stays."""
     only_worker: WorkerKey | None = None
@@ -67,6 +69,11 @@ class ChoiceFinish:
     cached_tokens: int
     """Prompt tokens whose KV was reused, wherever the prefill ran: the true count."""
     times: PhaseTimes
+    """Of all its attempts."""
+    computed_tokens: int = 0
+    """By all its attempts, as far as their workers told."""
+    needed_tokens: int = 0
+    """What one attempt that nobody disturbs computes: the prompt without what was cached, and the answer."""
 
 
 class ChoiceDelta(NamedTuple):

@@ -7,6 +7,7 @@ client call to a `TextReader`, in whatever turn brings their tokens. Cancelling 
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -85,7 +86,7 @@ class ChoiceText:
                 text += [self._matcher.feed(self._words.flush()), self._matcher.flush()]
             if self.stopped:
                 # The worker may have met another end between the match and our word to it.
-                finish = ChoiceFinish(reason=FinishReason.STOP, cached_tokens=finish.cached_tokens, times=finish.times)
+                finish = replace(finish, reason=FinishReason.STOP)
         if not tokens and finish is None:
             return None
         return TextDelta(

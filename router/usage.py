@@ -1,17 +1,27 @@
-"""What one client call used: tokens, cached tokens, and time by phase. Both doors report it."""
+"""What one client call used: tokens, cached tokens, time by phase, and what it cost. Both doors report it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, fields
 
 from router.asked import Prepared
 from router.requests import ChoiceFinish
+from router.spending import PriceTable, Spent
 from router.text_stream import TextDelta
-from tandem.outputs import PhaseTimes
+from tandem.outputs import CachedTokens, PhaseTimes
 
 
 class Usage:
     """A running count over all prompts and choices of a call."""
 
-    def __init__(self, prepared: Sequence[Prepared]) -> None:
+    def __init__(
+        self, prepared: Sequence[Prepared], clock: Callable[[], float] = lambda: 0.0, prices: PriceTable | None = None
+    ) -> None:
+        """`clock`: the one of the requests' `arrived_s`."""
+        self.prices = prices or PriceTable()
+        self._clock = clock
+        self._arrived_s = prepared[0].request.arrived_s
+        self.elapsed_s = 0.0
+        """From the call's arrival until every choice had ended."""
         self.prompt_tokens = sum(len(one.request.prompt_token_ids) for one in prepared)
         self.completion_tokens = sum(has.num_tokens for one in prepared for has in one.has)
         self._choices = prepared[0].request.num_choices
@@ -28,23 +38,43 @@ class Usage:
         self.completion_tokens += len(delta.tokens)
         if delta.finish is not None:
             self._finishes[delta.choice_index] = delta.finish
+            if self.complete and self._arrived_s is not None:
+                self.elapsed_s = self._clock() - self._arrived_s
 
     @property
     def cached_tokens(self) -> int:
         """A prompt counts once however many choices it has: what none of them had to compute."""
-        least: dict[int, int] = {}
+        return sum(finish.cached_tokens for finish in self._least_cached())
+
+    def cached_by_source(self) -> CachedTokens:
+        """The same, by where their KV was."""
+        found = [asdict(finish.times.cached) for finish in self._least_cached()]
+        return CachedTokens(**{f.name: sum(one[f.name] for one in found) for f in fields(CachedTokens)})
+
+    def _least_cached(self) -> Collection[ChoiceFinish]:
+        """Of each prompt the choice that found least."""
+        least: dict[int, ChoiceFinish] = {}
         for index, finish in self._finishes.items():
-            prompt = index // self._choices
-            least[prompt] = min(least.get(prompt, finish.cached_tokens), finish.cached_tokens)
-        return sum(least.values())
+            other = least.setdefault(index // self._choices, finish)
+            if finish.cached_tokens < other.cached_tokens:
+                least[index // self._choices] = finish
+        return least.values()
 
     def times(self) -> PhaseTimes:
-        """Phase by phase, the longest of all choices."""
+        """Of the choice that took longest: its phases follow each other, while choices run side by side."""
         times = [finish.times for finish in self._finishes.values()] or [PhaseTimes()]
-        return PhaseTimes(
-            prefill_queue_s=max(t.prefill_queue_s for t in times),
-            prefill_s=max(t.prefill_s for t in times),
-            transfer_s=max(t.transfer_s for t in times),
-            decode_queue_s=max(t.decode_queue_s for t in times),
-            decode_s=max(t.decode_s for t in times),
+        return max(times, key=lambda one: one.total_s)
+
+    def spent(self) -> Spent:
+        """Of all choices that have ended."""
+        whole = Spent(
+            requests=1,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.completion_tokens,
         )
+        for finish in self._finishes.values():
+            whole = whole.with_choice(
+                finish.times, computed_tokens=finish.computed_tokens, needed_tokens=finish.needed_tokens
+            )
+        return whole

@@ -26,6 +26,8 @@ class ApiKey(Section):
     tenant: TenantName | None = None
     """Whose it is: keys of one tenant share its limits, its share and its cached prefixes. Absent: a tenant of its
     own."""
+    operator: bool = False
+    """Sees the usage of all tenants."""
 
 
 def _bare_key(value: Any) -> Any:

@@ -21,6 +21,8 @@ from tandem.door_config import ConnectionsConfig, GrammarsConfig, ToolParserName
 from tandem.errors import ConfigError
 from tandem.kv_agreement import cannot_travel_as
 from tandem.kv_layout import AUTO_DTYPE
+from tandem.plain_yaml import PlainLoader
+from tandem.price_config import PriceConfig
 from tandem.prompt_cache_config import PinnedShares, PromptCaching
 
 
@@ -257,6 +259,7 @@ class ClusterConfig(Section):
     decode: PoolConfig = PoolConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     redis: RedisConfig = RedisConfig()
+    prices: PriceConfig = PriceConfig()
     secret: SecretStr | None = None
     """Keys block names and authenticates workers and routers to each other; `tandem up` draws one when absent."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -306,25 +309,6 @@ class ClusterConfig(Section):
         return self
 
 
-class _PlainLoader(yaml.SafeLoader):
-    """Safe YAML without aliases (a few lines of them can expand to gigabytes) and without duplicate keys."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.events.AliasEvent):
-            raise ConfigError("YAML aliases are not allowed")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise ConfigError(f"a key is a list or a mapping (line {key.start_mark.line + 1})")
-            if key.value in keys:
-                raise ConfigError(f"key {key.value!r} stands twice (line {key.start_mark.line + 1})")
-            keys.add(key.value)
-        return super().construct_mapping(node, deep=deep)
-
-
 def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:
     """The configuration from `path` (defaults when None), then `TANDEM_*` variables, then `overrides`.
 
@@ -364,7 +348,7 @@ def _read(path: Path) -> dict[str, Any]:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError(f"{path}: larger than {MAX_CONFIG_BYTES} bytes")
         # A SafeLoader subclass: it builds plain values only.
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_PlainLoader)  # noqa: S506
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=PlainLoader)  # noqa: S506
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {error}") from None
     except RecursionError:

@@ -36,8 +36,28 @@ class SampledToken(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CachedTokens:
+    """Prompt tokens that nobody had to compute for a request, by where their KV was."""
+
+    prefill_pool: int = 0
+    decode_pool: int = 0
+    fetched: int = 0
+    """Brought from a peer for this request."""
+    host: int = 0
+    disk: int = 0
+
+    @property
+    def total(self) -> int:
+        """Of all sources."""
+        return self.prefill_pool + self.decode_pool + self.fetched + self.host + self.disk
+
+
+NO_CACHED_TOKENS = CachedTokens()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseTimes:
-    """Seconds one request spent in each phase; each measured by the process that spent it."""
+    """Seconds one request spent in each phase, each measured by the process that spent it; what it held meanwhile."""
 
     prefill_queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -45,3 +65,29 @@ class PhaseTimes:
     """From the last computed prompt token to the commit on the decode worker: the exposed transfer."""
     decode_queue_s: float = 0.0
     decode_s: float = 0.0
+    """From the moment at which the sequence could run on the decode worker."""
+    router_queue_s: float = 0.0
+    """In the router: without a worker, tokenizing included."""
+    kv_byte_s: float = 0.0
+    """Bytes of KV blocks that were held, times the seconds for which they were; a shared block counts for each."""
+    cached: CachedTokens = NO_CACHED_TOKENS
+    """What the prompt found when it came."""
+
+    def plus(self, other: "PhaseTimes") -> "PhaseTimes":
+        """Both, one after the other; cached is what the first found."""
+        return PhaseTimes(
+            prefill_queue_s=self.prefill_queue_s + other.prefill_queue_s,
+            prefill_s=self.prefill_s + other.prefill_s,
+            transfer_s=self.transfer_s + other.transfer_s,
+            decode_queue_s=self.decode_queue_s + other.decode_queue_s,
+            decode_s=self.decode_s + other.decode_s,
+            router_queue_s=self.router_queue_s + other.router_queue_s,
+            kv_byte_s=self.kv_byte_s + other.kv_byte_s,
+            cached=self.cached,
+        )
+
+    @property
+    def total_s(self) -> float:
+        """Of all phases."""
+        before_s = self.router_queue_s + self.prefill_queue_s + self.prefill_s
+        return before_s + self.transfer_s + self.decode_queue_s + self.decode_s

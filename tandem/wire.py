@@ -17,7 +17,7 @@ from tandem.errors import (
     Unavailable,
 )
 from tandem.kv_layout import KVLayout
-from tandem.outputs import FinishReason, PhaseTimes, SampledToken, TokenLogprob
+from tandem.outputs import CachedTokens, FinishReason, PhaseTimes, SampledToken, TokenLogprob
 from tandem.sampling import SamplingParams
 from tandem.v1 import common_pb2 as pb
 
@@ -137,6 +137,9 @@ def times_to_pb(times: PhaseTimes) -> pb.PhaseTimes:
         transfer_s=times.transfer_s,
         decode_queue_s=times.decode_queue_s,
         decode_s=times.decode_s,
+        router_queue_s=times.router_queue_s,
+        kv_byte_s=times.kv_byte_s,
+        cached=cached_to_pb(times.cached),
     )
 
 
@@ -148,6 +151,31 @@ def times_from_pb(message: pb.PhaseTimes) -> PhaseTimes:
         transfer_s=message.transfer_s,
         decode_queue_s=message.decode_queue_s,
         decode_s=message.decode_s,
+        router_queue_s=message.router_queue_s,
+        kv_byte_s=message.kv_byte_s,
+        cached=cached_from_pb(message.cached),
+    )
+
+
+def cached_to_pb(cached: CachedTokens) -> pb.CachedTokens:
+    """Cached tokens by source to the wire."""
+    return pb.CachedTokens(
+        prefill_pool=cached.prefill_pool,
+        decode_pool=cached.decode_pool,
+        fetched=cached.fetched,
+        host=cached.host,
+        disk=cached.disk,
+    )
+
+
+def cached_from_pb(message: pb.CachedTokens) -> CachedTokens:
+    """Cached tokens by source from the wire."""
+    return CachedTokens(
+        prefill_pool=message.prefill_pool,
+        decode_pool=message.decode_pool,
+        fetched=message.fetched,
+        host=message.host,
+        disk=message.disk,
     )
 
 

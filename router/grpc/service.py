@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import orjson
+
 from router.asked import ClientFields, Prepared
 from router.auth import ApiKeys
 from router.chat_template import Message
@@ -18,6 +20,7 @@ from router.stream_cursor import StreamCursor
 from router.stream_ids import StreamPosition
 from router.structure import Shape, Structure
 from router.text_stream import TextDelta, read_text
+from router.timing_report import SERVER_TIMING, TIMING, server_timing, timing_object
 from router.usage import Usage
 from tandem import wire
 from tandem.errors import InvalidRequest
@@ -56,18 +59,14 @@ class InferenceService(InferenceServicer):
         if cursor.has_all:
             return
         async with AnswerWriter(context.write, write_timeout_s=self._write_timeout_s) as writer:
-            answer = _AnswerStream(prepared, cursor, writer)
+            usage = Usage([prepared], self._frontend.clock, self._metrics.usage.prices)
+            answer = _AnswerStream(prepared, cursor, writer, usage)
             await read_text(self._generator, [prepared], self._frontend.tokenizer, self._meter, answer)
             await writer.flush()
+        context.set_trailing_metadata(_trailers(usage))
 
     def _meter(self, one: Prepared) -> RequestMeter:
-        return RequestMeter(
-            self._metrics,
-            self._frontend.clock,
-            prompt_tokens=len(one.request.prompt_token_ids),
-            choices=one.request.num_choices,
-            span=one.request.span,
-        )
+        return RequestMeter.of(one.request, self._metrics, self._frontend.clock)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         """Token ids of a text or a conversation."""
@@ -141,10 +140,10 @@ class InferenceService(InferenceServicer):
 class _AnswerStream:
     """A `TextReader` that writes messages."""
 
-    def __init__(self, prepared: Prepared, cursor: StreamCursor, writer: AnswerWriter) -> None:
+    def __init__(self, prepared: Prepared, cursor: StreamCursor, writer: AnswerWriter, usage: Usage) -> None:
         self._prepared = prepared
         self._cursor = cursor
-        self._usage = Usage([prepared])
+        self._usage = usage
         self._writer = writer
         self.ready = writer.flush
 
@@ -176,6 +175,11 @@ def _structure(request: pb.GenerateRequest) -> Structure | None:
         raise InvalidRequest(f"{_STRUCTURE}: say what answers must be", param=_STRUCTURE)
     value = tuple(asked.choice.texts) if kind == Shape.CHOICE.value else getattr(asked, kind)
     return Structure(shape=Shape(kind), value=value, param=_STRUCTURE)
+
+
+def _trailers(usage: Usage) -> tuple[tuple[str, str], ...]:
+    """Where the time went; what HTTP tells those who ask for it."""
+    return ((SERVER_TIMING, server_timing(usage)), (TIMING, orjson.dumps(timing_object(usage)).decode()))
 
 
 def _trace(context: Any) -> TraceContext | None:

@@ -12,9 +12,10 @@ import orjson
 
 from router.http.answers import Answer
 from router.http.sse import EventStream, event
-from router.http.usage_json import timing_object, usage_object
+from router.http.usage_json import usage_object
 from router.stream_cursor import StreamCursor
 from router.text_stream import TextDelta
+from router.timing_report import timing_object
 from router.usage import Usage
 
 

@@ -19,6 +19,7 @@ from router.http.schemas import DetokenizeBody, TokenizeBody, validate
 from router.http.static_page import add_page
 from router.http.status import StatusRoutes
 from router.http.tool_schemas import tool_use
+from router.http.usage_routes import UsageRoutes
 from router.metrics import RouterMetrics
 from router.requests import Generator
 from router.status.feed import StatusFeed
@@ -69,6 +70,7 @@ def create_app(
     routes.add("GET", "/v1/models/*", public(texts.model))
     routes.add("POST", "/tokenize", public(texts.tokenize))
     routes.add("POST", "/detokenize", public(texts.detokenize))
+    routes.add("GET", "/v1/usage", public(UsageRoutes(metrics.usage, keys).show))
     if decisions is not None and decisions.most:
         routes.add("GET", "/debug/decisions", public(DecisionRoutes(decisions).show))
     if status is not None:

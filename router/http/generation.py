@@ -21,13 +21,14 @@ from router.http.prompt_scores import PromptScores, ScoresShown
 from router.http.schemas import ChatBody, CompletionBody, GenerationBody, validate
 from router.http.sse import EventStream, SseResponse
 from router.http.tool_answer import CallingChatAnswer
-from router.http.usage_json import timing_object, usage_object
+from router.http.usage_json import usage_object
 from router.http.whole_answer import WholeResponse, whole_content
 from router.metrics import RequestMeter, RouterMetrics
 from router.requests import Generator
 from router.stream_cursor import StreamCursor
 from router.stream_ids import LAST_EVENT_ID, StreamIds, StreamPosition
 from router.text_stream import TextReader, WholeText, read_text
+from router.timing_report import SERVER_TIMING, server_timing, timing_object
 from router.usage import Usage
 from tandem.errors import InvalidRequest
 from tandem.tracing import TraceContext, context_from_headers
@@ -35,7 +36,7 @@ from tandem.tracing import TraceContext, context_from_headers
 IDS_HEADER = "X-Tandem-Stream-Ids"
 """`1` asks for an `id` with each event. Not unasked: some readers of streams know `data` lines only."""
 TIMING_HEADER = "X-Tandem-Timing"
-"""`1` asks for a `timing` object in the answer, or in the last chunk of a stream."""
+"""`1` asks for a `timing` object in the answer, or in the last chunk of a stream, and for `Server-Timing`."""
 TIMEOUT_HEADER = "X-Tandem-Timeout"
 """Seconds that the client gives the whole answer; if its first token cannot come by then, it is refused at once."""
 
@@ -132,25 +133,20 @@ class GenerationRoutes:
         if body.stream:
             return SseResponse(partial(self._stream, call))
         async with WhileConnected(request.scope, request.receive):
-            content = await self._whole(call)
-        return WholeResponse(orjson.dumps(content))
+            return await self._whole(call)
 
     async def _read_text(self, prepared: list[Prepared], show: TextReader) -> None:
         await read_text(self._generator, prepared, self._frontend.tokenizer, self._meter, show)
 
     def _meter(self, one: Prepared) -> RequestMeter:
-        request = one.request
-        return RequestMeter(
-            self._metrics,
-            self._frontend.clock,
-            prompt_tokens=len(request.prompt_token_ids),
-            choices=request.num_choices,
-            span=request.span,
-        )
+        return RequestMeter.of(one.request, self._metrics, self._frontend.clock)
 
-    async def _whole(self, call: _Call) -> dict[str, Any]:
+    def _usage(self, prepared: list[Prepared]) -> Usage:
+        return Usage(prepared, self._frontend.clock, self._metrics.usage.prices)
+
+    async def _whole(self, call: _Call) -> Response:
         prepared = await call.prepare()
-        usage, text = Usage(prepared), WholeText()
+        usage, text = self._usage(prepared), WholeText()
         await self._read_text(prepared, text)
         choices = text.choices()
         for choice in choices:
@@ -158,9 +154,11 @@ class GenerationRoutes:
         scores = PromptScores(call.scores, prepared, text.readings, self._frontend.tokenizer)
         content = await whole_content(call.show(prepared), choices, scores)
         content["usage"] = usage_object(usage)
+        headers = {}
         if call.extras.timing:
             content["timing"] = timing_object(usage)
-        return content
+            headers[SERVER_TIMING] = server_timing(usage)
+        return WholeResponse(orjson.dumps(content), headers=headers)
 
     async def _stream(self, call: _Call, events: EventStream) -> None:
         """Nothing is written before the first token, so that earlier errors keep their HTTP status."""
@@ -168,7 +166,7 @@ class GenerationRoutes:
         cursor = StreamCursor(prepared, call.ids, call.seen)
         if cursor.has_all:
             return
-        stream = AnswerStream(events, call.show(prepared), cursor, Usage(prepared), call.extras)
+        stream = AnswerStream(events, call.show(prepared), cursor, self._usage(prepared), call.extras)
         await self._read_text(prepared, stream)
         stream.end()
 

@@ -107,19 +107,39 @@ class KVLayout(_message.Message):
     tp_rank: int
     def __init__(self, model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., tp_size: _Optional[int] = ..., tp_rank: _Optional[int] = ...) -> None: ...
 
+class CachedTokens(_message.Message):
+    __slots__ = ("prefill_pool", "decode_pool", "fetched", "host", "disk")
+    PREFILL_POOL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_POOL_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    DISK_FIELD_NUMBER: _ClassVar[int]
+    prefill_pool: int
+    decode_pool: int
+    fetched: int
+    host: int
+    disk: int
+    def __init__(self, prefill_pool: _Optional[int] = ..., decode_pool: _Optional[int] = ..., fetched: _Optional[int] = ..., host: _Optional[int] = ..., disk: _Optional[int] = ...) -> None: ...
+
 class PhaseTimes(_message.Message):
-    __slots__ = ("prefill_queue_s", "prefill_s", "transfer_s", "decode_queue_s", "decode_s")
+    __slots__ = ("prefill_queue_s", "prefill_s", "transfer_s", "decode_queue_s", "decode_s", "router_queue_s", "kv_byte_s", "cached")
     PREFILL_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTE_S_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
     prefill_queue_s: float
     prefill_s: float
     transfer_s: float
     decode_queue_s: float
     decode_s: float
-    def __init__(self, prefill_queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., decode_s: _Optional[float] = ...) -> None: ...
+    router_queue_s: float
+    kv_byte_s: float
+    cached: CachedTokens
+    def __init__(self, prefill_queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., router_queue_s: _Optional[float] = ..., kv_byte_s: _Optional[float] = ..., cached: _Optional[_Union[CachedTokens, _Mapping]] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("code", "message", "retry_after_s")

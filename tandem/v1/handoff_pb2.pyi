@@ -162,14 +162,16 @@ class Nack(_message.Message):
     def __init__(self, seq: _Optional[int] = ..., rewrite: _Optional[int] = ...) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("token_id", "logprobs", "cached_tokens")
+    __slots__ = ("token_id", "logprobs", "cached_tokens", "cached_by_source")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BY_SOURCE_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     logprobs: _common_pb2.Logprobs
     cached_tokens: int
-    def __init__(self, token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    cached_by_source: _common_pb2.CachedTokens
+    def __init__(self, token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., cached_by_source: _Optional[_Union[_common_pb2.CachedTokens, _Mapping]] = ...) -> None: ...
 
 class Seal(_message.Message):
     __slots__ = ("num_chunks", "cached_tokens", "times", "tail_hash")

@@ -15,7 +15,11 @@ NUM_PROCESSES = 3
 PER_MINUTE = 40
 SETTINGS = {
     "router__processes": NUM_PROCESSES,
-    "router__api_keys": [{"key": "key-of-all"}, {"key": "key-of-few", "tenant": "few"}],
+    "router__api_keys": [
+        {"key": "key-of-all"},
+        {"key": "key-of-operator", "operator": True},
+        {"key": "key-of-few", "tenant": "few"},
+    ],
     "router__limits": {"tenants": {"few": {"requests_per_minute": PER_MINUTE}}},
 }
 
@@ -40,6 +44,13 @@ async def ask(cluster, prompt, num_tokens=8):
     return response.json()["choices"][0]["token_ids"]
 
 
+async def usage(cluster, key):
+    """What the key's holder may see of what was spent."""
+    headers = {"Authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, trust_env=False) as http:
+        return (await http.get("/v1/usage", headers=headers)).json()
+
+
 async def figure(cluster, name, **labels):
     """As whoever answers tells it."""
     async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, trust_env=False) as http:
@@ -54,6 +65,9 @@ async def test_the_figures_are_those_of_all(cluster, oracle):
     assert await asyncio.gather(*(ask(cluster, prompt) for _ in range(ASKED))) == [expected] * ASKED
     told = [await figure(cluster, "vllm:request_success_total") for _ in range(6)]
     assert told == [ASKED] * 6, "whichever process was asked"
+    books = [await usage(cluster, "key-of-operator") for _ in range(6)]
+    assert [book["total"]["requests"] for book in books] == [ASKED] * 6
+    assert (await usage(cluster, "key-of-few"))["total"]["requests"] == 0
     assert await figure(cluster, "tandem_workers", role="decode", state="live") == 1
     names = {view.name for view in cluster.local.processes}
     assert {"router-0", "router-1", "router-2"} <= names

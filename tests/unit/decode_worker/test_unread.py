@@ -39,7 +39,7 @@ async def test_each_has_its_logprobs() -> None:
     port = SessionPort(Incarnation(1))
     one = task(port, "r")
     one.tokens_per_message = TOGETHER
-    reports = StepReports(lambda: 0.0)
+    reports = StepReports(lambda: 0.0, block_bytes=1)
     for index in range(6):
         token = SampledToken(token_id=index, logprob=-float(index))
         reports.token(one, index, token, FinishReason.LENGTH if index == 5 else None)

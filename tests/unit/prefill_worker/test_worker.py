@@ -14,7 +14,7 @@ from kv_transfer.messages import PrefillJob
 from prefill_worker.worker import PrefillWorker
 from tandem.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, RequestTooLarge, ServingError
 from tandem.ids import BlockHash, BlockId, Incarnation, RequestId, TransferId, WorkerId
-from tandem.outputs import PhaseTimes, SampledToken
+from tandem.outputs import CachedTokens, PhaseTimes, SampledToken
 from tandem.roles import WorkerRole
 from tandem.sampling import SamplingParams
 from tandem.session_port import SessionPort
@@ -58,7 +58,7 @@ class FakeHub:
         self.sent[transfer_id] = list(blocks)
         self.computed.append(num_computed_tokens)
 
-    def first_token(self, transfer_id: TransferId, token: SampledToken, _cached: int) -> None:
+    def first_token(self, transfer_id: TransferId, token: SampledToken, _cached: int, _by_source: CachedTokens) -> None:
         self.said.append(("first_token", transfer_id))
         self.tokens.append(token)
 

@@ -21,7 +21,7 @@ from router.tokenizer import Tokenizer
 from tandem.config import RouterConfig
 from tandem.errors import ServingError
 from tandem.ids import RequestId
-from tandem.outputs import FinishReason, PhaseTimes, SampledToken, TokenLogprob
+from tandem.outputs import CachedTokens, FinishReason, PhaseTimes, SampledToken, TokenLogprob
 from tandem.tracing import Tracer
 
 MODEL = "tiny"
@@ -38,7 +38,15 @@ CORPUS = [
     "naïve café 漢字 😀 hello world",
     "a stop string STOP here",
 ] * 4
-TIMES = PhaseTimes(prefill_queue_s=0.25, prefill_s=0.5, transfer_s=0.125, decode_queue_s=0.25, decode_s=1.0)
+TIMES = PhaseTimes(
+    prefill_queue_s=0.25,
+    prefill_s=0.5,
+    transfer_s=0.125,
+    decode_queue_s=0.25,
+    decode_s=1.0,
+    kv_byte_s=2048.0,
+    cached=CachedTokens(prefill_pool=4, fetched=2, host=1),
+)
 
 
 def byte_level_spec() -> str:
@@ -120,7 +128,13 @@ class FakeGenerator:
                 for choice in range(request.num_choices):
                     if tokens := script.tokens[done : done + script.per_delta]:
                         yield ChoiceDelta(choice_index=choice, tokens=tuple(map(self._token, tokens)))
-            finish = ChoiceFinish(reason=script.reason, cached_tokens=script.cached_tokens, times=TIMES)
+            finish = ChoiceFinish(
+                reason=script.reason,
+                cached_tokens=script.cached_tokens,
+                times=TIMES,
+                computed_tokens=30,
+                needed_tokens=20,
+            )
             for choice in range(request.num_choices):
                 yield ChoiceDelta(choice_index=choice, finish=finish)
         finally:

@@ -1,5 +1,6 @@
 """The retry ladder's decisions, and the ledger that placement relies on, without any I/O."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
@@ -29,9 +30,12 @@ from tandem.outputs import FinishReason, PhaseTimes, SampledToken
 from tests.unit.router.test_placement import worker
 
 
-def _progress(**changes: int) -> ChoiceProgress:
+def _progress(clock: Callable[[], float] = lambda: 0.0, **changes: int) -> ChoiceProgress:
     return ChoiceProgress(
-        prompt_length=20, max_tokens=changes.get("max_tokens", 10), max_attempts=changes.get("max_attempts", 3)
+        prompt_length=20,
+        max_tokens=changes.get("max_tokens", 10),
+        max_attempts=changes.get("max_attempts", 3),
+        clock=clock,
     )
 
 
@@ -120,11 +124,27 @@ def test_cached_count_is_the_first_attempts_and_never_beyond_the_prompt() -> Non
     end = AttemptFinished(reason=FinishReason.STOP, cached_tokens=40, times=PhaseTimes(decode_s=1.0))
     assert _progress().finish(end).cached_tokens == 20
     progress = _progress()
+    progress.begin_attempt()
     progress.accept(_arrived(0, 1, cached=4))
+    assert progress.may_retry(RetryReason.WORKER_LOST, Unavailable("lost"), RetryBudget())
+    progress.begin_attempt()
     progress.accept(_arrived(1, 2, cached=18))
-    assert (progress.finish(end).cached_tokens, progress.finish(end).times.decode_s) == (4, 1.0)
-    early = progress.finish_early(FinishReason.STOP, decode_s=3.0)
-    assert (early.cached_tokens, early.times) == (4, PhaseTimes(prefill_s=2.0, decode_s=3.0))
+    finish = progress.finish(end)
+    assert (finish.cached_tokens, finish.times) == (4, PhaseTimes(prefill_s=2.0, decode_s=1.0))
+
+
+def test_an_end_of_the_routers_own_has_what_it_saw() -> None:
+    now_s = 10.0
+    progress = _progress(lambda: now_s)
+    now_s = 10.5
+    progress.begin_attempt(kv_bytes_per_token=4)
+    now_s = 13.0
+    progress.accept(_arrived(0, 1, 2, cached=4))
+    now_s = 16.0
+    early = progress.finish_early(FinishReason.STOP)
+    held = (20 + 1) * 4 * 3.0
+    assert early.times == PhaseTimes(router_queue_s=0.5, prefill_s=2.0, decode_s=3.0, kv_byte_s=held)
+    assert (early.cached_tokens, early.computed_tokens, early.needed_tokens) == (4, 18, 18)
 
 
 def test_lost_end_of_a_full_output_is_known() -> None:

@@ -1,6 +1,7 @@
 """The gRPC door over real sockets: the same text as HTTP, status codes, cancellation, health, reflection."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -56,6 +57,17 @@ async def refused(call: Any) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await (anext(aiter(call)) if hasattr(call, "__aiter__") else call)
     return caught.value
+
+
+async def test_the_times_come_behind_the_answer(parts: doors.Doors, stub: InferenceStub) -> None:
+    parts.say("hello")
+    call = stub.Generate(pb.GenerateRequest(chat=HELLO))
+    usage = [answer async for answer in call][-1].usage
+    trailing = dict(await call.trailing_metadata())
+    timing = json.loads(trailing["tandem-timing"])
+    assert (timing["queue_s"], timing["decode_queue_s"], timing["cost"]["kv_byte_s"]) == (0.25, 0.25, 2048.0)
+    assert trailing["server-timing"].startswith("queue;dur=250.000, prefill;dur=500.000")
+    assert (usage.times.cached.prefill_pool, usage.times.cached.fetched, usage.times.cached.host) == (4, 2, 1)
 
 
 async def test_generate(parts: doors.Doors, stub: InferenceStub) -> None:

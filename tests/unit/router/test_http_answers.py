@@ -46,12 +46,27 @@ async def test_chat(parts: doors.Doors, client: httpx.AsyncClient) -> None:
         "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert body["timing"] == {
-        "queue_s": 0.5,
+        "queue_s": 0.25,
         "prefill_s": 0.5,
         "transfer_s": 0.125,
+        "decode_queue_s": 0.25,
         "decode_s": 1.0,
+        "other_s": 0.0,
+        "total_s": 0.0,
         "cached_tokens": 7,
+        "cached_by_source": {"prefill_pool": 4, "decode_pool": 0, "fetched": 2, "host": 1, "disk": 0},
+        "retry_amplification": 1.5,
+        "cost": {"prefill_s": 0.5, "decode_s": 1.0, "kv_byte_s": 2048.0, "amount": 0.0, "currency": "USD"},
     }
+    queue, *_, total = answer.headers["server-timing"].split(", ")
+    assert (queue, total) == ("queue;dur=250.000", "total;dur=0.000")
+
+
+async def test_who_does_not_ask_is_told_no_times(parts: doors.Doors, client: httpx.AsyncClient) -> None:
+    parts.say("hello")
+    answer = await client.post(CHAT, json=HELLO)
+    assert "timing" not in answer.json()
+    assert "server-timing" not in answer.headers
 
 
 async def test_chat_stream(parts: doors.Doors, client: httpx.AsyncClient) -> None:
