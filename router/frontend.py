@@ -27,6 +27,7 @@ from tandem.block_hash import root_hash
 from tandem.config import RouterConfig
 from tandem.errors import InvalidRequest, ModelNotFound, Overloaded
 from tandem.ids import BlockHash, RequestId
+from tandem.sampling import MAX_BAD_WORDS
 from tandem.tracing import NoTracer, Tracer
 
 MAX_SALT_CHARS = 1024
@@ -142,7 +143,8 @@ class Frontend:
         """With what workers follow: a grammar, words as tokens."""
         structure = fields.structure
         if fields.bad_words:
-            fields = replace(fields, sampling=replace(fields.sampling, bad_words=self._bad_words(fields.bad_words)))
+            banned = (*fields.sampling.bad_words, *self._bad_words(fields.bad_words))
+            fields = replace(fields, sampling=replace(fields.sampling, bad_words=banned))
             fields.sampling.validate(vocab_size=self.model.vocab_size)
         if structure is None:
             return fields
@@ -152,6 +154,8 @@ class Frontend:
         return replace(fields, sampling=replace(fields.sampling, grammar=grammar))
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        if len(words) > MAX_BAD_WORDS:
+            raise InvalidRequest(f"bad_words: at most {MAX_BAD_WORDS}", param="bad_words")
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             if not word or len(word) > MAX_BAD_WORD_CHARS:

@@ -50,6 +50,12 @@ class ServingError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
 
+    @classmethod
+    def word(cls) -> str:
+        """The class's name in snake case: what clients tell kinds of errors apart by."""
+        name = cls.__name__
+        return "".join(f"_{char.lower()}" if i and char.isupper() else char.lower() for i, char in enumerate(name))
+
 
 class InvalidRequest(ServingError):
     """The request itself is wrong; sending it again cannot help."""

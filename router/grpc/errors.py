@@ -7,8 +7,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from router.grpc.status_details import status_details
 from router.metrics import RouterMetrics
 from tandem.errors import InternalError, ServingError
+from tandem.rpc_details import DETAILS_KEY
 
 MAX_METADATA_BYTES = 32 << 10
 _RETRY_AFTER = "retry-after"
@@ -60,13 +62,14 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
 
     async def _abort(self, method: str, context: Any, error: ServingError) -> None:
         self._metrics.rpc_answered(method, error.code.value)
-        trailing = []
+        code = grpc.StatusCode[error.code.value]
+        trailing: list[tuple[str, str | bytes]] = [(DETAILS_KEY, status_details(error, code.value[0]))]
         if error.retry_after_s is not None:
             trailing.append((_RETRY_AFTER, f"{error.retry_after_s:.3f}"))
         if error.param is not None:
             trailing.append((_PARAM, error.param))
         try:
-            await context.abort(grpc.StatusCode[error.code.value], error.message, tuple(trailing))
+            await context.abort(code, error.message, tuple(trailing))
         except grpc.aio.InternalError:
             # Its status could not be sent: the client left with its answer unread.
             _log.debug("%s: the client left before it was told of %s", method, error.code.value)

@@ -1,35 +1,29 @@
 """tandem.v1.Inference: each call decodes, delegates to the frontend that HTTP uses, and encodes."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
 from router.asked import ClientFields, Prepared
 from router.auth import ApiKeys
-from router.chat_template import Message
 from router.frontend import Frontend
 from router.grpc.answer_writer import AnswerWriter
+from router.grpc.client_request import client_fields, messages_of, model_of, wants_bos, wants_generation_prompt
 from router.grpc.prompt_scores import prompt_responses
 from router.metrics import RequestMeter, RouterMetrics
-from router.reading import ReadAsk
-from router.reading_asked import read_ask
 from router.requests import Generator
 from router.slow_reader import WRITE_TIMEOUT_S
 from router.stream_cursor import StreamCursor
 from router.stream_ids import StreamPosition
-from router.structure import Shape, Structure
 from router.text_stream import TextDelta, read_text
 from router.timing_report import SERVER_TIMING, TIMING, server_timing, timing_object
 from router.usage import Usage
 from tandem import wire
 from tandem.errors import InvalidRequest
-from tandem.tracing import TraceContext, context_from_headers
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceServicer
 
 _LAST_ID = "last_stream_id"
-_STRUCTURE = "structured_output"
 
 
 class InferenceService(InferenceServicer):
@@ -53,14 +47,16 @@ class InferenceService(InferenceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         """Stream an answer; a client that cancels, or does not read, ends the request."""
         seen = self._seen(request)
-        prepared = await self._prepare(request, self._fields(request, context, seen))
+        prepared = await self._prepare(
+            request, client_fields(request, context, tenant=self._tenant(context), seen=seen)
+        )
         ids = self._frontend.stream_ids if request.stream_ids or seen is not None else None
         cursor = StreamCursor([prepared], ids, seen, param=_LAST_ID)
         if cursor.has_all:
             return
         async with AnswerWriter(context.write, write_timeout_s=self._write_timeout_s) as writer:
             usage = Usage([prepared], self._frontend.clock, self._metrics.usage.prices)
-            answer = _AnswerStream(prepared, cursor, writer, usage)
+            answer = _AnswerStream(prepared, cursor, writer, usage, name=request.request_id)
             await read_text(self._generator, [prepared], self._frontend.tokenizer, self._meter, answer)
             await writer.flush()
         context.set_trailing_metadata(_trailers(usage))
@@ -71,21 +67,22 @@ class InferenceService(InferenceServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         """Token ids of a text or a conversation."""
         self._tenant(context)
-        self._frontend.check_model(request.model or None)
-        kind = request.WhichOneof("input")
+        self._frontend.check_model(model_of(request))
+        prompts, kind = self._frontend.prompts, request.WhichOneof("input")
         if kind == "chat":
-            ids = await self._frontend.prompts.encode_chat(_messages(request.chat), add_generation_prompt=True)
+            begins_turn = wants_generation_prompt(request)
+            ids = await prompts.encode_chat(messages_of(request.chat), add_generation_prompt=begins_turn)
         elif kind == "text":
-            add = request.add_special_tokens if request.HasField("add_special_tokens") else True
-            ids = await self._frontend.prompts.encode(request.text, add)
+            ids = await prompts.encode(request.text, wants_bos(request))
         else:
             raise InvalidRequest("input is missing: send text or chat", param="input")
-        return pb.TokenizeResponse(token_ids=ids, max_model_len=self._frontend.model.max_model_len)
+        shown = [self._frontend.tokenizer.bytes_of(i) for i in ids] if request.return_token_bytes else []
+        return pb.TokenizeResponse(token_ids=ids, max_model_len=self._frontend.model.max_model_len, token_bytes=shown)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
         """Text of token ids, special tokens included."""
         self._tenant(context)
-        self._frontend.check_model(request.model or None)
+        self._frontend.check_model(model_of(request))
         ids = self._frontend.prompts.parse_ids(request.token_ids, "token_ids") if request.token_ids else ()
         return pb.DetokenizeResponse(text=self._frontend.tokenizer.decode(ids, skip_special_tokens=False))
 
@@ -93,7 +90,8 @@ class InferenceService(InferenceServicer):
         """The one model."""
         self._tenant(context)
         model = self._frontend.model
-        return pb.ListModelsResponse(models=[pb.Model(id=model.name, max_model_len=model.max_model_len)])
+        card = pb.Model(id=model.name, max_model_len=model.max_model_len, created_s=model.created_s)
+        return pb.ListModelsResponse(models=[card])
 
     def _tenant(self, context: Any) -> str:
         sent = (value for key, value in context.invocation_metadata() or () if key == "authorization")
@@ -104,31 +102,10 @@ class InferenceService(InferenceServicer):
         sent = request.last_stream_id
         return self._frontend.stream_ids.read(sent, param=_LAST_ID) if sent else None
 
-    def _fields(self, request: pb.GenerateRequest, context: Any, seen: StreamPosition | None) -> ClientFields:
-        sampling = request.sampling
-        max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else None
-        reads = _reads(request, max_tokens)
-        return ClientFields(
-            sampling=wire.sampling_from_pb(sampling),
-            max_tokens=1 if reads is not None and reads.only else max_tokens,
-            seed=sampling.seed if sampling.HasField("seed") else None,
-            model=request.model or None,
-            num_choices=request.n if request.HasField("n") else 1,
-            stop=tuple(request.stop),
-            priority=request.priority,
-            cache_salt=request.cache_salt or None,
-            tenant=self._tenant(context),
-            trace=_trace(context),
-            time_left_s=context.time_remaining(),
-            last_seen=seen,
-            structure=_structure(request),
-            reads=reads,
-        )
-
     async def _prepare(self, request: pb.GenerateRequest, fields: ClientFields) -> Prepared:
         kind = request.WhichOneof("input")
         if kind == "chat":
-            return await self._frontend.prepare_chat(_messages(request.chat), fields)
+            return await self._frontend.prepare_chat(messages_of(request.chat), fields)
         if kind == "prompt":
             return (await self._frontend.prepare_prompts([request.prompt], fields))[0]
         if kind == "prompt_token_ids":
@@ -140,8 +117,12 @@ class InferenceService(InferenceServicer):
 class _AnswerStream:
     """A `TextReader` that writes messages."""
 
-    def __init__(self, prepared: Prepared, cursor: StreamCursor, writer: AnswerWriter, usage: Usage) -> None:
-        self._prepared = prepared
+    def __init__(
+        self, prepared: Prepared, cursor: StreamCursor, writer: AnswerWriter, usage: Usage, *, name: str
+    ) -> None:
+        """`name`: the client's own of the answer; empty: the request's id."""
+        self._request = prepared.request
+        self._name = name or self._request.request_id
         self._cursor = cursor
         self._usage = usage
         self._writer = writer
@@ -149,32 +130,11 @@ class _AnswerStream:
 
     def take(self, delta: TextDelta) -> bool:
         if delta.reading is not None:
-            request = self._prepared.request
-            parts = prompt_responses(request.request_id, request.prompt_token_ids, delta.reading)
+            parts = prompt_responses(self._name, self._request.prompt_token_ids, delta.reading)
             return any([self._writer.put(part) for part in parts])
         self._usage.add(delta)
-        response = _response(self._prepared, delta, self._usage, self._cursor)
+        response = _response(self._name, delta, self._usage, self._cursor)
         return response is not None and self._writer.put(response)
-
-
-def _reads(request: pb.GenerateRequest, max_tokens: int | None) -> ReadAsk | None:
-    if not request.HasField("prompt_logprobs"):
-        return None
-    if request.stream_ids or request.last_stream_id:
-        raise InvalidRequest("prompt_logprobs: not of a stream that can be continued", param="prompt_logprobs")
-    return read_ask(prompt_logprobs=request.prompt_logprobs, streams=False, max_tokens=max_tokens, echo=False)
-
-
-def _structure(request: pb.GenerateRequest) -> Structure | None:
-    if request.sampling.HasField("grammar"):
-        raise InvalidRequest("sampling.grammar is the cluster's own: send structured_output", param="sampling.grammar")
-    if not request.HasField("structured_output"):
-        return None
-    asked, kind = request.structured_output, request.structured_output.WhichOneof("kind")
-    if kind is None or (kind == Shape.JSON_OBJECT.value and not asked.json_object):
-        raise InvalidRequest(f"{_STRUCTURE}: say what answers must be", param=_STRUCTURE)
-    value = tuple(asked.choice.texts) if kind == Shape.CHOICE.value else getattr(asked, kind)
-    return Structure(shape=Shape(kind), value=value, param=_STRUCTURE)
 
 
 def _trailers(usage: Usage) -> tuple[tuple[str, str], ...]:
@@ -182,17 +142,7 @@ def _trailers(usage: Usage) -> tuple[tuple[str, str], ...]:
     return ((SERVER_TIMING, server_timing(usage)), (TIMING, orjson.dumps(timing_object(usage)).decode()))
 
 
-def _trace(context: Any) -> TraceContext | None:
-    sent = context.invocation_metadata() or ()
-    parents = [value for key, value in sent if key == "traceparent"]
-    return context_from_headers(parents, [value for key, value in sent if key == "tracestate"])
-
-
-def _messages(chat: pb.Chat) -> Sequence[Message]:
-    return [Message(role=m.role, content=m.content) for m in chat.messages]
-
-
-def _response(prepared: Prepared, delta: TextDelta, usage: Usage, cursor: StreamCursor) -> pb.GenerateResponse | None:
+def _response(name: str, delta: TextDelta, usage: Usage, cursor: StreamCursor) -> pb.GenerateResponse | None:
     """None when the client has all of it: a stream that is continued comes again from its beginning."""
     if cursor.is_continued:
         if cursor.has_ended(delta.choice_index):
@@ -202,7 +152,7 @@ def _response(prepared: Prepared, delta: TextDelta, usage: Usage, cursor: Stream
     cursor.moved(delta)
     ended = () if delta.finish is None else (delta.choice_index,)
     response = pb.GenerateResponse(
-        id=prepared.request.request_id,
+        id=name,
         choice_index=delta.choice_index,
         text=delta.text,
         token_ids=[token.token_id for token in delta.tokens],

@@ -1,7 +1,6 @@
 """Every error as HTTP shows it: `{"error": {"message", "type", "param", "code"}}`, whatever raised it."""
 
 import math
-import re
 from http import HTTPStatus
 from typing import Any
 
@@ -10,13 +9,10 @@ from starlette.responses import Response
 
 from tandem.errors import ServingError
 
-_WORD = re.compile(r"(?<!^)(?=[A-Z])")
-
 
 def error_object(error: ServingError) -> dict[str, Any]:
     """OpenAI's error object; `code` is the error's class in snake case."""
-    code = _WORD.sub("_", type(error).__name__).lower()
-    return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": code}}
+    return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.word()}}
 
 
 def error_response(error: ServingError) -> Response:

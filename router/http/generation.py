@@ -16,7 +16,6 @@ from router.http.answer_stream import AnswerStream, StreamExtras
 from router.http.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer
 from router.http.json_body import BodyBounds, read_object
 from router.http.link import WhileConnected
-from router.http.middleware import check_request_id
 from router.http.prompt_scores import PromptScores, ScoresShown
 from router.http.schemas import ChatBody, CompletionBody, GenerationBody, validate
 from router.http.sse import EventStream, SseResponse
@@ -24,6 +23,7 @@ from router.http.tool_answer import CallingChatAnswer
 from router.http.usage_json import usage_object
 from router.http.whole_answer import WholeResponse, whole_content
 from router.metrics import RequestMeter, RouterMetrics
+from router.request_names import check_request_id
 from router.requests import Generator
 from router.stream_cursor import StreamCursor
 from router.stream_ids import LAST_EVENT_ID, StreamIds, StreamPosition

@@ -1,6 +1,5 @@
 """Around every request: bounds on its headers, its id, and the count of its answer."""
 
-import re
 import secrets
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -8,19 +7,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router.http.errors import error_response
 from router.http.routes import ROUTE_KEY
 from router.metrics import RouterMetrics
+from router.request_names import check_request_id
 from tandem.errors import InvalidRequest
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 << 10
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-
-
-def check_request_id(value: str, param: str) -> str:
-    """A client's own id, fit to be sent back. Raises InvalidRequest."""
-    if not _REQUEST_ID.fullmatch(value):
-        raise InvalidRequest(f"{param} must have 1 to 128 visible ASCII characters", param=param)
-    return value
 
 
 class Envelope:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tandem/v1/inference.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"0\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x9a\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12/\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x0e\n\x01n\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x12\n\nstream_ids\x18\n \x01(\x08\x12\x16\n\x0elast_stream_id\x18\x0b \x01(\t\x12\x36\n\x11structured_output\x18\x0c \x01(\x0b\x32\x1b.tandem.v1.StructuredOutput\x12\x1c\n\x0fprompt_logprobs\x18\r \x01(\rH\x02\x88\x01\x01\x42\x07\n\x05inputB\x04\n\x02_nB\x12\n\x10_prompt_logprobs\"\xbd\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x35\n\x06\x63hoice\x18\x04 \x01(\x0b\x32#.tandem.v1.StructuredOutput.ChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x1a\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\tB\x06\n\x04kind\"\xa3\x02\n\x10GenerateResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12%\n\x08logprobs\x18\x05 \x03(\x0b\x32\x13.tandem.v1.Logprobs\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12$\n\x05usage\x18\x07 \x01(\x0b\x32\x10.tandem.v1.UsageH\x00\x88\x01\x01\x12\x11\n\tstream_id\x18\x08 \x01(\t\x12\x32\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x19.tandem.v1.PromptLogprobsB\x08\n\x06_usage\"g\n\x0ePromptLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12$\n\x03top\x18\x04 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\"v\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12$\n\x05times\x18\x04 \x01(\x0b\x32\x15.tandem.v1.PhaseTimes\"\x92\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.tandem.v1.Model\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r2\xad\x02\n\tInference\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.tandem.v1.TokenizeRequest\x1a\x1b.tandem.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.tandem.v1.DetokenizeRequest\x1a\x1d.tandem.v1.DetokenizeResponse\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tandem/v1/inference.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"Y\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x14\n\x07\x63ontent\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x11\n\x04name\x18\x03 \x01(\tH\x01\x88\x01\x01\x42\n\n\x08_contentB\x07\n\x05_name\"0\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc2\x06\n\x0fGenerateRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12/\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x0e\n\x01n\x18\x07 \x01(\rH\x02\x88\x01\x01\x12\x15\n\x08priority\x18\x08 \x01(\x05H\x03\x88\x01\x01\x12\x17\n\ncache_salt\x18\t \x01(\tH\x04\x88\x01\x01\x12\x12\n\nstream_ids\x18\n \x01(\x08\x12\x16\n\x0elast_stream_id\x18\x0b \x01(\t\x12\x36\n\x11structured_output\x18\x0c \x01(\x0b\x32\x1b.tandem.v1.StructuredOutput\x12\x1c\n\x0fprompt_logprobs\x18\r \x01(\rH\x05\x88\x01\x01\x12\x11\n\tbad_words\x18\x0e \x03(\t\x12#\n\x16truncate_prompt_tokens\x18\x0f \x01(\x05H\x06\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x10 \x01(\x08H\x07\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x11 \x01(\x08H\x08\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x12 \x01(\x08H\t\x88\x01\x01\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x13 \x01(\x08H\n\x88\x01\x01\x12\x17\n\nrequest_id\x18\x14 \x01(\tH\x0b\x88\x01\x01\x42\x07\n\x05inputB\x08\n\x06_modelB\x04\n\x02_nB\x0b\n\t_priorityB\r\n\x0b_cache_saltB\x12\n\x10_prompt_logprobsB\x19\n\x17_truncate_prompt_tokensB\x1d\n\x1b_include_stop_str_in_outputB\x16\n\x14_skip_special_tokensB\x15\n\x13_add_special_tokensB\x18\n\x16_add_generation_promptB\r\n\x0b_request_id\"\xbd\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x35\n\x06\x63hoice\x18\x04 \x01(\x0b\x32#.tandem.v1.StructuredOutput.ChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x1a\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\tB\x06\n\x04kind\"\xa3\x02\n\x10GenerateResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12%\n\x08logprobs\x18\x05 \x03(\x0b\x32\x13.tandem.v1.Logprobs\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12$\n\x05usage\x18\x07 \x01(\x0b\x32\x10.tandem.v1.UsageH\x00\x88\x01\x01\x12\x11\n\tstream_id\x18\x08 \x01(\t\x12\x32\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x19.tandem.v1.PromptLogprobsB\x08\n\x06_usage\"g\n\x0ePromptLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12$\n\x03top\x18\x04 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\"v\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12$\n\x05times\x18\x04 \x01(\x0b\x32\x15.tandem.v1.PhaseTimes\"\x97\x02\n\x0fTokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x02\x88\x01\x01\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x05 \x01(\x08H\x03\x88\x01\x01\x12\x1f\n\x12return_token_bytes\x18\x06 \x01(\x08H\x04\x88\x01\x01\x42\x07\n\x05inputB\x08\n\x06_modelB\x15\n\x13_add_special_tokensB\x18\n\x16_add_generation_promptB\x15\n\x13_return_token_bytes\"Q\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x13\n\x0btoken_bytes\x18\x03 \x03(\x0c\"D\n\x11\x44\x65tokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x02 \x03(\rB\x08\n\x06_model\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.tandem.v1.Model\"=\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x11\n\tcreated_s\x18\x03 \x01(\x03\x32\xad\x02\n\tInference\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.tandem.v1.TokenizeRequest\x1a\x1b.tandem.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.tandem.v1.DetokenizeRequest\x1a\x1d.tandem.v1.DetokenizeResponse\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,37 +33,37 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.inference_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CHATMESSAGE']._serialized_start=64
-  _globals['_CHATMESSAGE']._serialized_end=108
-  _globals['_CHAT']._serialized_start=110
-  _globals['_CHAT']._serialized_end=158
-  _globals['_TOKENIDS']._serialized_start=160
-  _globals['_TOKENIDS']._serialized_end=183
-  _globals['_GENERATEREQUEST']._serialized_start=186
-  _globals['_GENERATEREQUEST']._serialized_end=596
-  _globals['_STRUCTUREDOUTPUT']._serialized_start=599
-  _globals['_STRUCTUREDOUTPUT']._serialized_end=788
-  _globals['_STRUCTUREDOUTPUT_CHOICES']._serialized_start=756
-  _globals['_STRUCTUREDOUTPUT_CHOICES']._serialized_end=780
-  _globals['_GENERATERESPONSE']._serialized_start=791
-  _globals['_GENERATERESPONSE']._serialized_end=1082
-  _globals['_PROMPTLOGPROBS']._serialized_start=1084
-  _globals['_PROMPTLOGPROBS']._serialized_end=1187
-  _globals['_USAGE']._serialized_start=1189
-  _globals['_USAGE']._serialized_end=1307
-  _globals['_TOKENIZEREQUEST']._serialized_start=1310
-  _globals['_TOKENIZEREQUEST']._serialized_end=1456
-  _globals['_TOKENIZERESPONSE']._serialized_start=1458
-  _globals['_TOKENIZERESPONSE']._serialized_end=1518
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1520
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1573
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1575
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1609
-  _globals['_LISTMODELSREQUEST']._serialized_start=1611
-  _globals['_LISTMODELSREQUEST']._serialized_end=1630
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1632
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1686
-  _globals['_MODEL']._serialized_start=1688
-  _globals['_MODEL']._serialized_end=1730
-  _globals['_INFERENCE']._serialized_start=1733
-  _globals['_INFERENCE']._serialized_end=2034
+  _globals['_CHATMESSAGE']._serialized_end=153
+  _globals['_CHAT']._serialized_start=155
+  _globals['_CHAT']._serialized_end=203
+  _globals['_TOKENIDS']._serialized_start=205
+  _globals['_TOKENIDS']._serialized_end=228
+  _globals['_GENERATEREQUEST']._serialized_start=231
+  _globals['_GENERATEREQUEST']._serialized_end=1065
+  _globals['_STRUCTUREDOUTPUT']._serialized_start=1068
+  _globals['_STRUCTUREDOUTPUT']._serialized_end=1257
+  _globals['_STRUCTUREDOUTPUT_CHOICES']._serialized_start=1225
+  _globals['_STRUCTUREDOUTPUT_CHOICES']._serialized_end=1249
+  _globals['_GENERATERESPONSE']._serialized_start=1260
+  _globals['_GENERATERESPONSE']._serialized_end=1551
+  _globals['_PROMPTLOGPROBS']._serialized_start=1553
+  _globals['_PROMPTLOGPROBS']._serialized_end=1656
+  _globals['_USAGE']._serialized_start=1658
+  _globals['_USAGE']._serialized_end=1776
+  _globals['_TOKENIZEREQUEST']._serialized_start=1779
+  _globals['_TOKENIZEREQUEST']._serialized_end=2058
+  _globals['_TOKENIZERESPONSE']._serialized_start=2060
+  _globals['_TOKENIZERESPONSE']._serialized_end=2141
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2143
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2211
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2213
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2247
+  _globals['_LISTMODELSREQUEST']._serialized_start=2249
+  _globals['_LISTMODELSREQUEST']._serialized_end=2268
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2270
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2324
+  _globals['_MODEL']._serialized_start=2326
+  _globals['_MODEL']._serialized_end=2387
+  _globals['_INFERENCE']._serialized_start=2390
+  _globals['_INFERENCE']._serialized_end=2691
 # @@protoc_insertion_point(module_scope)

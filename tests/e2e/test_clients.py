@@ -7,6 +7,9 @@ import openai
 import pytest
 import pytest_asyncio
 
+from tandem.client.options import Options, Turn
+from tandem.client.sync import Client
+from tandem.errors import InvalidRequest
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceStub
@@ -128,6 +131,24 @@ async def test_grpc_streams_the_same_text(cluster, inference, oracle):
         assert answers[-1].usage.completion_tokens == 40
         assert answers[-1].usage.prompt_tokens == length
         assert answers[-1].finish_reason == common.FINISH_REASON_LENGTH
+
+
+async def test_tandems_own_client_for_threads(cluster, oracle):
+    prompt = oracle.story(9600, 90)
+
+    def ask():
+        with Client(cluster.local.grpc_address) as own:
+            answer = own.generate(prompt, Options(max_tokens=12, temperature=0.0, ignore_eos=True))
+            told = own.chat([Turn(role="user", content=QUESTION)], Options(temperature=0.0)).text
+            with pytest.raises(InvalidRequest) as wrong:
+                own.generate(prompt, Options(top_p=2.0))
+            return answer, told, own.detokenize(own.tokenize(QUESTION)), wrong.value.param
+
+    answer, told, text, param = await asyncio.to_thread(ask)
+    assert answer.choices[0].token_ids == oracle.tokens(prompt, 12)
+    assert answer.timing["total_s"] > 0.0
+    assert (told.strip(), param) == ("4821", "top_p")
+    assert text.endswith(QUESTION)
 
 
 async def test_grpc_chat_tokenize_and_models(inference):

@@ -12,6 +12,8 @@ import pytest
 import pytest_asyncio
 
 from cluster.effective import PortDrawer
+from tandem.client.aio import AsyncClient
+from tandem.client.options import Options
 from tests.e2e.running_cluster import WAIT_S, RunningCluster, body, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -40,6 +42,7 @@ async def second_router(cluster):
 
             await replica.until(is_ready)
             await replica.until_workers(len(cluster.local.workers))
+            replica.grpc_address = f"127.0.0.1:{grpc}"
             yield replica
     finally:
         process.send_signal(signal.SIGTERM)
@@ -104,6 +107,25 @@ def requests(oracle):
     ]
 
 
+class OwnClient:
+    """`tandem.client`: it goes on by itself."""
+
+    def __init__(self, prompt):
+        self.prompt = prompt
+        self.token_ids = []
+        self.usage = None
+        self.has_some = asyncio.Event()
+
+    async def read(self, *addresses):
+        asked = Options(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
+        async with AsyncClient(addresses) as client:
+            async for piece in client.stream(self.prompt, asked):
+                self.token_ids += piece.token_ids
+                self.usage = piece.usage or self.usage
+                if len(self.token_ids) >= SEEN:
+                    self.has_some.set()
+
+
 async def test_another_router_takes_the_streams_over(cluster, oracle):
     asked = requests(oracle)
     undisturbed = [Reader(one) for one in asked]
@@ -111,7 +133,9 @@ async def test_another_router_takes_the_streams_over(cluster, oracle):
     async with second_router(cluster) as other:
         readers, pid = [Reader(one) for one in asked], cluster.pid("router")
         reading = [asyncio.ensure_future(reader.read(cluster.http)) for reader in readers]
-        await asyncio.gather(*(reader.has_some.wait() for reader in readers))
+        own = OwnClient(oracle.story(9250, 120))
+        by_itself = asyncio.ensure_future(own.read(cluster.local.grpc_address, other.grpc_address))
+        await asyncio.gather(*(reader.has_some.wait() for reader in (*readers, own)))
         cluster.local.kill("router", signal.SIGKILL)
         assert not any(await asyncio.gather(*reading)), "all were under way"
         assert all(await asyncio.gather(*(reader.read(other.http) for reader in readers)))
@@ -122,7 +146,10 @@ async def test_another_router_takes_the_streams_over(cluster, oracle):
                 quiet.usage["completion_tokens"],
                 quiet.usage["prompt_tokens"],
             )
-        assert await other.figure("tandem_placements_total", reason="adopted") == 5
+        await by_itself
+        assert own.token_ids == oracle.tokens(own.prompt, ANSWER)
+        assert (own.usage.prompt_tokens, own.usage.completion_tokens) == (120, ANSWER)
+        assert await other.figure("tandem_placements_total", reason="adopted") == 6
         await other.until_idle()
     await cluster.local.wait_ready("router", after_pid=pid)
     await cluster.until_workers(3)

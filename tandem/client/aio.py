@@ -1,0 +1,101 @@
+"""The client of `tandem.v1.Inference`, for asyncio.
+
+    async with AsyncClient("127.0.0.1:8001") as client:
+        print((await client.generate("Once upon a time", Options(max_tokens=20))).text)
+
+Errors are those of `tandem.errors`: `param` names a wrong field, `retry_after_s` says when to come back. A stream whose
+connection breaks goes on, at the next of the given routers, where it stopped.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import grpc.aio
+
+from tandem.client.answers import Answer, Model, Piece, answer_of, timing_of
+from tandem.client.base import ClientBase, failure_of, models_of
+from tandem.client.options import DEFAULT_OPTIONS, Options, Turn
+from tandem.client.requests import Prompt, generate_request, tokenize_request
+from tandem.v1 import inference_pb2 as pb
+
+
+class AsyncClient(ClientBase):
+    """Channels to one cluster's routers; a context manager. One event loop's."""
+
+    async def __aenter__(self) -> Self:
+        self._open(grpc.aio)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends what is under way."""
+        for channel in self._leave():
+            await channel.close()
+
+    async def generate(self, prompt: Prompt, options: Options = DEFAULT_OPTIONS) -> Answer:
+        """The whole answer to a text or to token ids. Raises ServingError."""
+        return await self._whole(generate_request(prompt, options), options)
+
+    async def chat(self, turns: Sequence[Turn], options: Options = DEFAULT_OPTIONS) -> Answer:
+        """The whole answer to a conversation. Raises ServingError."""
+        return await self._whole(generate_request(turns, options), options)
+
+    def stream(self, prompt: Prompt, options: Options = DEFAULT_OPTIONS) -> AsyncGenerator[Piece, None]:
+        """The answer as it comes. Raises ServingError."""
+        return self._pieces(generate_request(prompt, options), options, {})
+
+    def stream_chat(self, turns: Sequence[Turn], options: Options = DEFAULT_OPTIONS) -> AsyncGenerator[Piece, None]:
+        """The answer to a conversation as it comes. Raises ServingError."""
+        return self._pieces(generate_request(turns, options), options, {})
+
+    async def tokenize(
+        self, text: str | Sequence[Turn], *, model: str | None = None, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Token ids of a text or a conversation. Raises ServingError."""
+        answer = await self._ask("Tokenize", tokenize_request(text, model, add_special_tokens))
+        return list(answer.token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
+        """Their text, special tokens included. Raises ServingError."""
+        answer = await self._ask("Detokenize", pb.DetokenizeRequest(model=model, token_ids=token_ids))
+        return str(answer.text)
+
+    async def models(self) -> list[Model]:
+        """What is served. Raises ServingError."""
+        return models_of(await self._ask("ListModels", pb.ListModelsRequest()))
+
+    async def _ask(self, method: str, request: Any) -> Any:
+        try:
+            return await getattr(self._stub(), method)(request, metadata=self._routers.metadata)
+        except grpc.aio.AioRpcError as error:
+            raise failure_of(error) from None
+
+    async def _whole(self, request: pb.GenerateRequest, options: Options) -> Answer:
+        timing: dict[str, Any] = {}
+        pieces = [piece async for piece in self._pieces(request, options, timing)]
+        return answer_of(pieces, timing)
+
+    async def _pieces(
+        self, request: pb.GenerateRequest, options: Options, timing: dict[str, Any]
+    ) -> AsyncGenerator[Piece, None]:
+        progress, ends_s = self._begin(request, options)
+        while True:
+            call = self._call(progress, ends_s)
+            try:
+                async for message in call:
+                    yield progress.take(message)
+                timing.update(timing_of(await call.trailing_metadata()))
+                return
+            except grpc.aio.AioRpcError as error:
+                if progress.is_over:
+                    return
+                wait_s = self._wait_s(progress, error, error.trailing_metadata(), ends_s)
+            finally:
+                call.cancel()
+            await asyncio.sleep(wait_s)

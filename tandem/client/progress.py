@@ -1,0 +1,59 @@
+"""One streamed answer across the connections that it takes: what is asked next, and when. Pure.
+
+A stream that broke goes on behind the last piece that came; before the first piece it is simply asked for again.
+Routers are asked in turn. The bound is one of attempts in a row that bring nothing.
+"""
+
+from dataclasses import dataclass
+from random import Random
+
+from tandem.client.answers import Piece, piece_of
+from tandem.errors import ServingError
+from tandem.v1 import inference_pb2 as pb
+
+FIRST_WAIT_S = 0.1
+LONGEST_WAIT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """Connect once more."""
+
+    wait_s: float
+    next_router: bool
+
+
+class StreamProgress:
+    """What came of one call."""
+
+    def __init__(self, request: pb.GenerateRequest, *, max_reconnects: int, rng: Random) -> None:
+        self._request = request
+        self._most = max_reconnects
+        self._rng = rng
+        self._num_failed = 0
+        self.is_over = False
+
+    def request(self) -> pb.GenerateRequest:
+        """To be sent now."""
+        return self._request
+
+    def take(self, message: pb.GenerateResponse) -> Piece:
+        """A piece came."""
+        self._num_failed = 0
+        if message.stream_id:
+            self._request.last_stream_id = message.stream_id
+        self.is_over = self.is_over or message.HasField("usage")
+        return piece_of(message)
+
+    def after(self, error: ServingError, *, from_server: bool) -> Again | None:
+        """What follows upon an error; None: the caller is told of it.
+
+        A broken connection is always worth another. What a server says is final, unless it is that it cannot now go on
+        with a stream that had begun.
+        """
+        has_begun = bool(self._request.last_stream_id)
+        if self._num_failed >= self._most or (from_server and not (has_begun and error.retryable)):
+            return None
+        self._num_failed += 1
+        wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** (self._num_failed - 1)) * self._rng.uniform(0.5, 1.0)
+        return Again(wait_s=max(wait_s, error.retry_after_s or 0.0), next_router=True)

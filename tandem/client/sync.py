@@ -1,0 +1,101 @@
+"""The client of `tandem.v1.Inference`, for threads.
+
+    with Client("127.0.0.1:8001") as client:
+        print(client.generate("Once upon a time", Options(max_tokens=20)).text)
+
+Errors are those of `tandem.errors`: `param` names a wrong field, `retry_after_s` says when to come back. A stream whose
+connection breaks goes on, at the next of the given routers, where it stopped.
+"""
+
+import time
+from collections.abc import Generator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from tandem.client.answers import Answer, Model, Piece, answer_of, timing_of
+from tandem.client.base import ClientBase, failure_of, models_of
+from tandem.client.options import DEFAULT_OPTIONS, Options, Turn
+from tandem.client.requests import Prompt, generate_request, tokenize_request
+from tandem.v1 import inference_pb2 as pb
+
+
+class Client(ClientBase):
+    """Channels to one cluster's routers; a context manager. Threads may share it."""
+
+    def __enter__(self) -> Self:
+        self._open(grpc)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends what is under way."""
+        for channel in self._leave():
+            channel.close()
+
+    def generate(self, prompt: Prompt, options: Options = DEFAULT_OPTIONS) -> Answer:
+        """The whole answer to a text or to token ids. Raises ServingError."""
+        return self._whole(generate_request(prompt, options), options)
+
+    def chat(self, turns: Sequence[Turn], options: Options = DEFAULT_OPTIONS) -> Answer:
+        """The whole answer to a conversation. Raises ServingError."""
+        return self._whole(generate_request(turns, options), options)
+
+    def stream(self, prompt: Prompt, options: Options = DEFAULT_OPTIONS) -> Generator[Piece, None, None]:
+        """The answer as it comes. Raises ServingError."""
+        return self._pieces(generate_request(prompt, options), options, {})
+
+    def stream_chat(self, turns: Sequence[Turn], options: Options = DEFAULT_OPTIONS) -> Generator[Piece, None, None]:
+        """The answer to a conversation as it comes. Raises ServingError."""
+        return self._pieces(generate_request(turns, options), options, {})
+
+    def tokenize(
+        self, text: str | Sequence[Turn], *, model: str | None = None, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Token ids of a text or a conversation. Raises ServingError."""
+        answer = self._ask("Tokenize", tokenize_request(text, model, add_special_tokens))
+        return list(answer.token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
+        """Their text, special tokens included. Raises ServingError."""
+        answer = self._ask("Detokenize", pb.DetokenizeRequest(model=model, token_ids=token_ids))
+        return str(answer.text)
+
+    def models(self) -> list[Model]:
+        """What is served. Raises ServingError."""
+        return models_of(self._ask("ListModels", pb.ListModelsRequest()))
+
+    def _ask(self, method: str, request: Any) -> Any:
+        try:
+            return getattr(self._stub(), method)(request, metadata=self._routers.metadata)
+        except grpc.RpcError as error:
+            raise failure_of(error) from None
+
+    def _whole(self, request: pb.GenerateRequest, options: Options) -> Answer:
+        timing: dict[str, Any] = {}
+        pieces = [piece for piece in self._pieces(request, options, timing)]
+        return answer_of(pieces, timing)
+
+    def _pieces(
+        self, request: pb.GenerateRequest, options: Options, timing: dict[str, Any]
+    ) -> Generator[Piece, None, None]:
+        progress, ends_s = self._begin(request, options)
+        while True:
+            call = self._call(progress, ends_s)
+            try:
+                for message in call:
+                    yield progress.take(message)
+                timing.update(timing_of(call.trailing_metadata()))
+                return
+            except grpc.RpcError as error:
+                if progress.is_over:
+                    return
+                wait_s = self._wait_s(progress, error, error.trailing_metadata(), ends_s)
+            finally:
+                call.cancel()
+            time.sleep(wait_s)

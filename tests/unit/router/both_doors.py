@@ -1,0 +1,174 @@
+"""One request in the words of both doors, and what each says of it: the real validators, without sockets."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from router.auth import ApiKeys
+from router.grpc.service import InferenceService
+from tandem.config import RouterConfig
+from tandem.errors import ServingError
+from tandem.v1 import inference_pb2 as pb
+from tests.unit.router import doors
+from tests.unit.router.http_doors import CHAT, PLAIN, client_of
+
+_SCALARS = (
+    *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "ignore_eos", "seed"),
+)
+_TOP = (
+    *("model", "n", "priority", "cache_salt", "truncate_prompt_tokens", "include_stop_str_in_output", "request_id"),
+    *("skip_special_tokens", "add_special_tokens", "add_generation_prompt"),
+)
+_SAME = {"logprobs": "top_logprobs", "structured_outputs": "structured_output", "prompt_token_ids": "prompt"}
+"""One thing's names at the two doors."""
+
+
+class Inexpressible(Exception):
+    """gRPC's types have no such value."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one door says: nothing of a request that it accepts."""
+
+    status: int = 200
+    param: str | None = None
+
+
+class AnyGrammar:
+    """In the place of the process that compiles them."""
+
+    async def checked(self, grammar: str, _param: str) -> str:
+        return grammar
+
+
+class _Context:
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def time_remaining(self) -> None:
+        return None
+
+    def set_trailing_metadata(self, _: object) -> None:
+        pass
+
+    async def write(self, _: object) -> None:
+        pass
+
+
+def in_grpcs_words(body: dict[str, Any]) -> pb.GenerateRequest:
+    """Raises Inexpressible."""
+    request = pb.GenerateRequest()
+    try:
+        for name, value in body.items():
+            _put(request, name, value)
+    except (TypeError, ValueError, UnicodeError) as error:
+        raise Inexpressible(str(error)) from None
+    return pb.GenerateRequest.FromString(request.SerializeToString())
+
+
+def _put(request: pb.GenerateRequest, name: str, value: Any) -> None:
+    if name in _SCALARS or name in _TOP:
+        _put_scalar(request.sampling if name in _SCALARS else request, name, value)
+    else:
+        _WRITERS[name](request, name, value)
+
+
+def _put_scalar(message: Any, name: str, value: Any) -> None:
+    kind = message.DESCRIPTOR.fields_by_name[name]
+    if isinstance(value, bool) != (kind.type == kind.TYPE_BOOL):
+        raise Inexpressible(name)
+    setattr(message, name, value)
+
+
+def _put_ids(request: pb.GenerateRequest, name: str, value: Any) -> None:
+    if not value:
+        raise Inexpressible("an empty list is an absent one")
+    getattr(request.sampling, name).extend(value)
+
+
+def _put_texts(request: pb.GenerateRequest, name: str, value: Any) -> None:
+    getattr(request, name).extend(value)
+
+
+def _put_bias(request: pb.GenerateRequest, _name: str, value: Any) -> None:
+    for key, bias in value.items():
+        request.sampling.logit_bias[int(key)] = bias
+
+
+def _put_logprobs(request: pb.GenerateRequest, _name: str, value: Any) -> None:
+    """Chat says whether, and how many in a field of its own."""
+    if not isinstance(value, bool):
+        request.sampling.num_logprobs = value
+    elif value and not request.sampling.HasField("num_logprobs"):
+        request.sampling.num_logprobs = 0
+
+
+def _put_prompt(request: pb.GenerateRequest, _name: str, value: Any) -> None:
+    if isinstance(value, str):
+        request.prompt = value
+    else:
+        request.prompt_token_ids.SetInParent()
+        request.prompt_token_ids.ids.extend(value)
+
+
+def _put_messages(request: pb.GenerateRequest, _name: str, value: Any) -> None:
+    request.chat.SetInParent()
+    for turn in value:
+        request.chat.messages.add(**turn)
+
+
+def _put_structure(request: pb.GenerateRequest, _name: str, outputs: Any) -> None:
+    output = request.structured_output
+    ((kind, value),) = outputs.items()
+    if kind == "json":
+        output.json_schema = value
+    elif kind == "choice":
+        output.choice.SetInParent()
+        output.choice.texts.extend(value)
+    else:
+        setattr(output, kind, value)
+
+
+_WRITERS = {
+    "stop_token_ids": _put_ids,
+    "allowed_token_ids": _put_ids,
+    "stop": _put_texts,
+    "bad_words": _put_texts,
+    "logit_bias": _put_bias,
+    "logprobs": _put_logprobs,
+    "top_logprobs": _put_logprobs,
+    "prompt": _put_prompt,
+    "messages": _put_messages,
+    "structured_outputs": _put_structure,
+}
+
+
+class BothDoors:
+    """One router's."""
+
+    def __init__(self) -> None:
+        parts = doors.make_doors(doors.make_tokenizer(), RouterConfig(), grammars=AnyGrammar())  # type: ignore[arg-type]
+        parts.say("hi")
+        self._http: httpx.AsyncClient = client_of(parts)
+        self._grpc = InferenceService(parts.frontend, parts.generator, ApiKeys(()), parts.metrics)
+
+    async def over_http(self, body: dict[str, Any]) -> Verdict:
+        route = CHAT if "messages" in body else PLAIN
+        answer = await self._http.post(route, json=body | {"stream": True})
+        if answer.status_code == 200:
+            assert '"error"' not in answer.text
+            return Verdict()
+        param = json.loads(answer.content)["error"]["param"]
+        return Verdict(answer.status_code, _SAME.get(param, param))
+
+    async def over_grpc(self, request: pb.GenerateRequest) -> Verdict:
+        try:
+            await self._grpc.Generate(request, _Context())
+        except ServingError as error:
+            param = _SAME.get(error.param or "", error.param)
+            return Verdict(error.http_status, param)
+        return Verdict()
