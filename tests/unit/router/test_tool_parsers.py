@@ -183,7 +183,7 @@ FRAGMENTS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     family=st.sampled_from(FAMILIES),
     fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=12),
