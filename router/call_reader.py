@@ -49,6 +49,11 @@ class CallReader:
             events += self._parser.flush()
         return [piece for event in events if (piece := self._piece(event)) is not None]
 
+    @property
+    def has_open_call(self) -> bool:
+        """Whether the last call is not whole."""
+        return self._parser.is_open
+
     def finish(self, reason: FinishReason) -> str:
         """Why it ended, as doors say it: calls that are whole are a reason of their own."""
         is_calls = reason is FinishReason.STOP and self._parser.num_calls and not self._parser.is_open

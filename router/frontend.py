@@ -137,7 +137,8 @@ class Frontend:
             return fields, None
         fields.tools.check()
         structure = self.tooling.structure(fields.tools, fields.structure)
-        return replace(fields, structure=structure), self.tooling.calling(fields.tools)
+        calling = self.tooling.calling(fields.tools, is_forced=structure is not None)
+        return replace(fields, structure=structure), calling
 
     async def _structured(self, fields: ClientFields) -> ClientFields:
         """With what workers follow: a grammar, words as tokens."""

@@ -31,24 +31,21 @@ class CallGrammar:
 
     def with_text(self, use: ToolUse) -> str:
         """Text, with calls in it; the arguments of strict tools obey their schemas, others are any object."""
-        trigger = self._form.trigger
+        trigger, starts = self._form.trigger, self._form.starts
         rules = self._rules(use, is_strict=False)
         if trigger is None:
-            rest = r"TEXT: /(?s:\s*([^{\s].*)?)/"
-            return "\n".join(["start: block | TEXT", rest, f"block: {self._block(use)}", *rules])
+            text = rf"/(?s:\s*([^{{\s].*)?)/{_without(starts)}"
+            return "\n".join(["start: block | TEXT", f"TEXT: {text}", f"block: {self._block(use)}", *rules])
         times = "*" if use.parallel else "?"
+        # What is no call must not look like one to the parser either.
+        texts = [f"LEAD: {_ANY}{_without(starts)}", f"REST: {_ANY}{_without((trigger, *starts))}"]
         if trigger in self._token_ids:
-            head = [f"start: (TEXT {self._written(trigger)} block){times} TEXT", f"TEXT: {_ANY}"]
+            texts[0] = f"LEAD: {_ANY}{_without((trigger, *starts))}"
+            lead = f"lead: LEAD {self._written(trigger)}"
         else:
-            no_more = rf"{_ANY} & ~/(?s:.*){_pattern(trigger)}(?s:.*)/"
-            head = [
-                f"start: (lead block){times} rest",
-                f"lead[lazy]: ANY {json.dumps(trigger, ensure_ascii=False)}",
-                f"ANY: {_ANY}",
-                "rest: REST",
-                f"REST: {no_more}",
-            ]
-        return "\n".join([*head, f"block: {self._block(use, is_begun=True)}", *rules])
+            lead = f"lead[lazy]: LEAD {json.dumps(trigger, ensure_ascii=False)}"
+        block = f"block: {self._block(use, is_begun=True)}"
+        return "\n".join([f"start: (lead block){times} rest", lead, "rest: REST", *texts, block, *rules])
 
     def _block(self, use: ToolUse, *, is_begun: bool = False) -> str:
         """`is_begun`: the trigger is there. Where each call has its own, text is between two of them."""
@@ -90,9 +87,12 @@ def _json(schema: Any) -> str:
     return f"%json {json.dumps(schema)}"
 
 
-def _pattern(text: str) -> str:
-    """The text as a regular expression between slashes."""
-    return re.escape(text).replace("/", "\\/")
+def _without(texts: Sequence[str]) -> str:
+    """After a regular expression: none of these is in it."""
+    if not texts:
+        return ""
+    patterns = "|".join(re.escape(text).replace("/", "\\/") for text in texts)
+    return f" & ~/(?s:.*)({patterns})(?s:.*)/"
 
 
 def strict_tools(tools: Sequence[Tool]) -> bool:

@@ -25,10 +25,9 @@ class Tooling:
             self._family = HERMES if forced is None else family_of("", forced)
         self._tokenizer = tokenizer
 
-    def calling(self, use: ToolUse) -> Calling:
-        """Raises InvalidRequest when it is not known how this model writes calls."""
+    def calling(self, use: ToolUse, *, is_forced: bool = False) -> Calling:
+        """`is_forced`: by a structure made here. Raises InvalidRequest when it is not known how this model calls."""
         family, ids = self._known(), self._tokenizer.added_ids
-        is_forced = use.must_call or strict_tools(use.callable_tools)
         return Calling(
             use=use,
             new_parser=lambda: family.parser(use.callable_tools, is_forced=is_forced),

@@ -122,13 +122,12 @@ def check_call_id(text: str, param: str) -> None:
 
 
 def check_calls(calls: Sequence[ToolCall], param: str) -> None:
-    """Of a message that a client sends back."""
+    """Of a message that a client sends back. Their arguments are read where the prompt is made, see `arguments_of`."""
     if len(calls) > MAX_CALLS:
         raise InvalidRequest(f"{param}: at most {MAX_CALLS} calls in a message", param=param)
     for call in calls:
         check_call_id(call.id, param)
         check_name(call.name, param)
-        arguments_of(call, param)
 
 
 def arguments_of(call: ToolCall, param: str = "messages") -> dict[str, Any]:

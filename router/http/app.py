@@ -16,6 +16,7 @@ from router.http.generation import GenerationRoutes
 from router.http.guard import Guard, OperatorPage, operator, public
 from router.http.json_body import BodyBounds, read_object
 from router.http.middleware import Envelope
+from router.http.responses import ResponsesRoutes
 from router.http.routes import Routes
 from router.http.schemas import DetokenizeBody, TokenizeBody, validate
 from router.http.static_page import add_page
@@ -63,6 +64,8 @@ def create_app(
     texts = _TextRoutes(frontend, max_body_bytes=config.max_body_bytes)
     routes.add("POST", "/v1/chat/completions", public(generation.chat))
     routes.add("POST", "/v1/completions", public(generation.completions))
+    responses = ResponsesRoutes(frontend, generator, metrics, max_body_bytes=config.max_body_bytes)
+    routes.add("POST", "/v1/responses", public(responses.create))
     embeddings = EmbeddingRoutes(
         frontend,
         generator,

@@ -1,17 +1,17 @@
 """What every body over HTTP is: strict, and honest about what is not served.
 
 A field is honoured, or harmless by nature, or refused: never ignored. Fields of OpenAI's and vLLM's that Tandem does
-not serve stand in `_NOT_YET` with the values that ask for nothing; everything else unknown is refused by its name.
+not serve stand in `NOT_YET` with the values that ask for nothing; everything else unknown is refused by its name.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from tandem.errors import InvalidRequest
 
 _MAX_KEYS = 128
-_NOT_YET: dict[str, tuple[Any, ...]] = {
+NOT_YET: dict[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
@@ -56,6 +56,8 @@ def at_most(limit: int) -> BeforeValidator:
 class StrictBody(BaseModel):
     """No value is turned into another type, no field is overlooked."""
 
+    NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = NOT_YET
+    """Fields of this body that are not served, with the values that ask for nothing."""
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     @model_validator(mode="before")
@@ -68,13 +70,13 @@ class StrictBody(BaseModel):
         known = cls.__pydantic_fields__
         if data.keys() <= known.keys():
             return data
-        return {name: value for name, value in data.items() if name in known or not _neutral(name, value)}
+        return {name: value for name, value in data.items() if name in known or not _neutral(cls.NOT_YET, name, value)}
 
 
-def _neutral(name: str, value: Any) -> bool:
+def _neutral(not_yet: dict[str, tuple[Any, ...]], name: str, value: Any) -> bool:
     """Whether a field that is not served yet asks for nothing. Raises InvalidRequest when it asks for something."""
-    if name not in _NOT_YET:
+    if name not in not_yet:
         return False
-    if any(type(value) is type(one) and value == one for one in _NOT_YET[name]):
+    if any(type(value) is type(one) and value == one for one in not_yet[name]):
         return True
     raise InvalidRequest(f"{name} is not supported yet", param=name)

@@ -23,7 +23,9 @@ class CallForm:
     """Between two calls."""
     close: str = ""
     trigger: str | None = None
-    """A call begins with it and no other text does; None: it stands in place of an answer, and begins with a brace."""
+    """A call begins with it; None: it stands in place of an answer, and begins with a brace."""
+    starts: tuple[str, ...] = ()
+    """Other texts after which the parser looks for a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,7 @@ class Family:
         """A fresh one; `is_forced`: of an answer that a grammar keeps to `form`."""
         match self.name:
             case "hermes" | "qwen3_coder":
-                return tagged.TaggedCalls(tools, has_bare_functions=self.name == "qwen3_coder")
+                return tagged.TaggedCalls(tools, has_bare_functions=self.name == "qwen3_coder" and not is_forced)
             case "mistral":
                 return mistral.MistralCalls(tools)
             case "llama3":
@@ -65,7 +67,7 @@ QWEN3_CODER = Family(name="qwen3_coder", form=_TAGGED, markers=_TAGS)
 PYTHONIC = Family(name="pythonic", form=_TAGGED, is_own_form=False)
 LLAMA3 = Family(
     name="llama3",
-    form=CallForm(before=f'{{"name": "{NAME}", "parameters": ', after="}", joint="; "),
+    form=CallForm(before=f'{{"name": "{NAME}", "parameters": ', after="}", joint="; ", starts=(llama.OPEN,)),
     markers=(llama.OPEN,),
 )
 _MISTRAL_MARKERS = (mistral.OPEN, mistral.ARGUMENTS, "[CALL_ID]")
@@ -98,6 +100,7 @@ DEEPSEEK = Family(
         joint="",
         close=deepseek.ALL_END,
         trigger=deepseek.ALL,
+        starts=(deepseek.ONE,),
     ),
     markers=_DEEPSEEK_MARKERS,
 )
@@ -110,6 +113,7 @@ _DEEPSEEK_FENCED = Family(
         joint="\n",
         close=deepseek.ALL_END,
         trigger=deepseek.ALL,
+        starts=(deepseek.ONE,),
     ),
     markers=_DEEPSEEK_MARKERS,
 )

@@ -1,4 +1,4 @@
-"""Tools over a real cluster with the `openai` package: calls that were asked for come, and obey their schemas."""
+"""Tools and responses over a real cluster with the `openai` package: what was asked for comes, and obeys its schema."""
 
 import json
 import signal
@@ -35,14 +35,18 @@ ASKED = [{"role": "user", "content": "What is the weather in the valley of the f
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def cluster():
-    async with running(decode__replicas=2) as made:
+    async with running() as made:
         yield made
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def client(cluster):
-    async with openai.AsyncOpenAI(base_url=f"{cluster.local.http_url}/v1", api_key="none", timeout=WAIT_S) as made:
+    async with client_of(cluster) as made:
         yield made
+
+
+def client_of(cluster):
+    return openai.AsyncOpenAI(base_url=f"{cluster.local.http_url}/v1", api_key="none", timeout=WAIT_S)
 
 
 def asked(choice, **more):
@@ -60,7 +64,7 @@ def check(message, names):
 
 @pytest.mark.parametrize(("choice", "names"), [("required", set(SCHEMAS)), (NAMED, {"get_weather"})])
 async def test_forced_calls(cluster, client, choice, names):
-    for seed in range(3):
+    for seed in range(2):
         answer = await client.chat.completions.create(**asked(choice, n=2, temperature=1.0, seed=seed))
         for one in answer.choices:
             assert one.finish_reason == "tool_calls"
@@ -71,41 +75,39 @@ async def test_forced_calls(cluster, client, choice, names):
     assert await cluster.disaggregated(), "a prefill worker drew a first token"
 
 
-@pytest.mark.parametrize(("choice", "names"), [("required", set(SCHEMAS)), (NAMED, {"get_weather"})])
-async def test_forced_calls_in_a_stream(client, choice, names):
+async def test_forced_calls_in_a_stream(client):
     """Put together by the client itself, as users do it; the same answer as whole but for its ids."""
-    for seed in range(2):
-        body = asked(choice, temperature=1.0, seed=seed)
-        whole = (await client.chat.completions.create(**body)).choices[0]
-        async with client.chat.completions.stream(**body) as stream:
-            kinds = [event.type async for event in stream]
-            one = (await stream.get_final_completion()).choices[0]
-        assert "tool_calls.function.arguments.delta" in kinds
-        assert "content.delta" not in kinds
-        assert one.finish_reason == "tool_calls"
-        check(one.message, names)
-        assert [call.function.arguments for call in one.message.tool_calls] == [
-            call.function.arguments for call in whole.message.tool_calls
-        ]
+    body = asked("required", temperature=1.0, seed=4)
+    whole = (await client.chat.completions.create(**body)).choices[0]
+    async with client.chat.completions.stream(**body) as stream:
+        kinds = [event.type async for event in stream]
+        one = (await stream.get_final_completion()).choices[0]
+    assert "tool_calls.function.arguments.delta" in kinds
+    assert "content.delta" not in kinds
+    assert one.finish_reason == "tool_calls"
+    check(one.message, set(SCHEMAS))
+    assert [call.function.arguments for call in one.message.tool_calls] == [
+        call.function.arguments for call in whole.message.tool_calls
+    ]
 
 
 @pytest.mark.slow
-async def test_a_call_goes_on_when_its_worker_dies(cluster, client):
+async def test_a_call_goes_on_when_its_worker_dies():
     many = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 60, "maxItems": 60}
     schema = NOTHING | {"properties": {"colours": many}, "required": ["colours"]}
     tool = {"type": "function", "function": {"name": "paint", "parameters": schema}}
     body = asked("required", tools=[tool], temperature=1.0, seed=3, parallel_tool_calls=False)
-    whole = (await client.chat.completions.create(**body)).choices[0].message
-    text, struck = "", None
-    async for chunk in await client.chat.completions.create(**body, stream=True):
-        for call in chunk.choices[0].delta.tool_calls or ():
-            text += call.function.arguments
-        if len(text) > 40 and struck is None:
-            struck = await cluster.kill_the_busiest(signal.SIGKILL)
-    assert struck is not None
-    assert text == whole.tool_calls[0].function.arguments
-    jsonschema.validate(json.loads(text), schema)
-    await cluster.comes_back(*struck)
+    async with running(decode__replicas=2) as cluster, client_of(cluster) as client:
+        whole = (await client.chat.completions.create(**body)).choices[0].message
+        text, struck = "", None
+        async for chunk in await client.chat.completions.create(**body, stream=True):
+            for call in chunk.choices[0].delta.tool_calls or ():
+                text += call.function.arguments
+            if len(text) > 40 and struck is None:
+                struck = await cluster.kill_the_busiest(signal.SIGKILL)
+        assert struck is not None
+        assert text == whole.tool_calls[0].function.arguments
+        jsonschema.validate(json.loads(text), schema)
 
 
 async def test_the_result_goes_back_and_an_answer_comes(client):
@@ -125,7 +127,7 @@ async def test_strict_tools_and_a_format_beside_them(client):
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     schema["additionalProperties"] = False
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    for seed in range(4):
+    for seed in range(2):
         one = (await client.chat.completions.create(**asked("auto", response_format=form, seed=seed))).choices[0]
         if one.message.tool_calls:
             check(one.message, set(SCHEMAS))
@@ -139,3 +141,42 @@ async def test_a_schema_that_cannot_be_kept_is_refused(client):
     with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
         await client.chat.completions.create(**asked("required", tools=[tool]))
     assert caught.value.param == "tools"
+
+
+FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
+
+
+async def test_responses_with_calls_and_a_second_turn(client):
+    body = {"model": MODEL, "input": ASKED, "tools": FLAT, "tool_choice": "required", "max_output_tokens": 600}
+    body["extra_body"] = {"seed": 5}
+    whole = await client.responses.create(**body)
+    async with client.responses.stream(**body) as stream:
+        kinds = [event.type async for event in stream]
+        final = await stream.get_final_response()
+    assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
+    assert kinds[-1] == "response.completed"
+    for answer in (whole, final):
+        assert answer.status == "completed"
+        assert answer.usage.output_tokens > 0
+        for item in answer.output:
+            assert item.type == "function_call"
+            jsonschema.validate(json.loads(item.arguments), SCHEMAS[item.name])
+    assert [item.arguments for item in whole.output] == [item.arguments for item in final.output]
+    results = [{"type": "function_call_output", "call_id": item.call_id, "output": "rain"} for item in whole.output]
+    again = await client.responses.create(
+        model=MODEL, tools=FLAT, input=[*ASKED, *whole.output, *results], max_output_tokens=5
+    )
+    assert again.output_text
+    assert again.usage.input_tokens > whole.usage.input_tokens
+
+
+async def test_responses_of_a_schema(client):
+    form = {"type": "json_schema", "name": "place", "schema": WEATHER, "strict": True}
+    body = {"model": MODEL, "input": "Where is the fox?", "text": {"format": form}, "extra_body": {"seed": 2}}
+    whole = await client.responses.create(**body)
+    async with client.responses.stream(**body) as stream:
+        final = await stream.get_final_response()
+    assert whole.output_text == final.output_text
+    jsonschema.validate(json.loads(whole.output_text), WEATHER)
+    with pytest.raises(openai.BadRequestError, match="store"):
+        await client.responses.create(model=MODEL, input="x", store=True)

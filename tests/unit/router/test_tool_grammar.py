@@ -127,6 +127,20 @@ def test_calls_in_text_obey_their_schemas_too(tokens: Any, signs: tuple[str, str
         assert follow.try_consume_tokens(ids) < len(ids)
 
 
+@pytest.mark.parametrize("signs", SIGNS)
+@pytest.mark.parametrize("token", [False, True])
+def test_text_beside_calls_never_looks_like_a_call(tokens: Any, signs: tuple[str, str], token: bool) -> None:
+    """Also where a marker is a token of its own: spelled out it would be read as well."""
+    which = family(signs)
+    ids = {which.form.trigger: 5} if token and which.form.trigger else {}
+    lark = CallGrammar(which.form, ids).with_text(ToolUse(tools=TOOLS))
+    for start in filter(None, (which.form.trigger, *which.form.starts)):
+        for text in (f"so {start} free", f"{start}free", f"so {start}"):
+            follow, spelled = matcher(tokens, lark), tokens.tokenize_str(text)
+            is_taken = follow.try_consume_tokens(spelled) == len(spelled) and follow.is_accepting()
+            assert not is_taken
+
+
 def test_markers_that_are_tokens_are_written_as_tokens(tokens: Any) -> None:
     grammar = CallGrammar(family(("", "hermes")).form, {"<tool_call>": 5, "</tool_call>": 4})
     inside = tokens.tokenize_str('\n{"name": "now-1", "arguments": {}}\n')

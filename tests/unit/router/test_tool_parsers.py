@@ -183,7 +183,7 @@ FRAGMENTS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     family=st.sampled_from(FAMILIES),
     fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=12),
@@ -204,6 +204,6 @@ def test_any_split_tells_the_same(family: str, fragments: list[str], cuts: list[
 
 def test_long_texts_take_linear_time() -> None:
     """A parser that read what it holds again and again would not come to their end before the suite's limit."""
-    text = (' <tool_call> {"name": "x' * 20_000) + '{"' * 100_000
+    text = (' <tool_call> {"name": "x' * 6_000) + '{"' * 30_000
     for family in FAMILIES:
         assert read(family, text) == (text, [])

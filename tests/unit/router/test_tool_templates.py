@@ -1,6 +1,7 @@
 """Tools in chat templates: which form each takes, which family it is of, and that clients' texts stay text."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from router.chat_template import ChatTemplate, Message, check_template
 from router.conversation import ToolForm
+from router.structure import Shape, Structure
 from router.tokenizer import Tokenizer
 from router.tooling import Tooling
 from router.tools import Tool, ToolCall, ToolUse
@@ -58,7 +60,7 @@ def test_the_form_is_found_out_by_trying(source: str, form: ToolForm | None) -> 
     assert check_template(source, {}) == form
 
 
-@pytest.mark.parametrize("source", [OBJECTS, TEXTS, PRINTED, NEEDS_TEXT_CONTENT, NO_RESULTS, doors.TEMPLATE])
+@pytest.mark.parametrize("source", [OBJECTS, TEXTS, doors.TEMPLATE])
 def test_what_a_client_wrote_of_tools_is_text(tmp_path: Path, source: str) -> None:
     doors.write_model(tmp_path, source)
     tokenizer = Tokenizer.load(tmp_path)
@@ -104,6 +106,17 @@ def test_an_unknown_way_of_writing_is_refused_unless_it_is_stated() -> None:
 def test_a_template_that_knows_no_tools_is_told_in_words_and_read_likewise() -> None:
     parser = tooling("{{ 1 }}", None, form=None).calling(ToolUse(tools=(TOOL,))).new_parser()
     assert parser.feed('<tool_call>{"name": "weather"}</tool_call>')
+
+
+def test_calls_that_a_grammar_writes_are_read_as_it_writes_them() -> None:
+    pythonic, use = tooling("[func_name1(", None), ToolUse(tools=(TOOL,))
+    answer = Structure(shape=Shape.JSON_OBJECT, value=None, param="response_format")
+    for forced in (pythonic.structure(replace(use, must_call=True), None), pythonic.structure(use, answer)):
+        assert forced is not None
+        assert "<tool_call>" in forced.value
+    parser = pythonic.calling(use, is_forced=True).new_parser()
+    assert parser.feed('<tool_call>{"name": "weather"}')
+    assert pythonic.structure(use, None) is None
 
 
 def test_strict_is_refused_where_it_cannot_be_kept() -> None:
