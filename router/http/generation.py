@@ -23,6 +23,7 @@ from router.http.tool_answer import CallingChatAnswer
 from router.http.usage_json import usage_object
 from router.http.whole_answer import WholeResponse, whole_content
 from router.metrics import RequestMeter, RouterMetrics
+from router.named_prompts import NamedPrompts, prepare_named
 from router.request_names import check_request_id
 from router.requests import Generator
 from router.stream_cursor import StreamCursor
@@ -57,8 +58,16 @@ class GenerationRoutes:
     """The handlers of the two routes."""
 
     def __init__(
-        self, frontend: Frontend, generator: Generator, metrics: RouterMetrics, *, max_body_bytes: int
+        self,
+        frontend: Frontend,
+        generator: Generator,
+        metrics: RouterMetrics,
+        *,
+        max_body_bytes: int,
+        named: NamedPrompts | None = None,
     ) -> None:
+        """`named`: what `cached_content` may name; without it nothing is kept by name."""
+        self._named = named
         self._frontend = frontend
         self._generator = generator
         self._metrics = metrics
@@ -68,11 +77,11 @@ class GenerationRoutes:
         """A conversation."""
         body = validate(ChatBody, await self._read(request))
         seen = self._seen(request, body)
-        fields = _with_headers(body.chat_fields(request.state.tenant), request, seen)
+        fields = with_headers(body.chat_fields(request.state.tenant), request, seen)
         messages = [turn.message() for turn in body.messages]
 
         async def prepare() -> list[Prepared]:
-            return [await self._frontend.prepare_chat(messages, fields)]
+            return [await prepare_named(self._frontend, self._named, body.cached_content, messages, fields)]
 
         def show(prepared: list[Prepared]) -> Answer:
             head = _head(body, "chatcmpl", prepared[0], seen, self._frontend.model.name)
@@ -87,7 +96,7 @@ class GenerationRoutes:
         """Plain prompts."""
         body = validate(CompletionBody, await self._read(request))
         seen = self._seen(request, body)
-        fields = _with_headers(body.completion_fields(request.state.tenant), request, seen)
+        fields = with_headers(body.completion_fields(request.state.tenant), request, seen)
         prompts = self._frontend.prompts.parse_prompts(body.prompt)
 
         async def prepare() -> list[Prepared]:
@@ -187,7 +196,8 @@ def _head(body: GenerationBody, prefix: str, first: Prepared, seen: StreamPositi
     )
 
 
-def _with_headers(fields: ClientFields, request: Request, seen: StreamPosition | None) -> ClientFields:
+def with_headers(fields: ClientFields, request: Request, seen: StreamPosition | None = None) -> ClientFields:
+    """With the client's trace and deadline, and the place in a stream that it continues. Raises InvalidRequest."""
     trace, time_left_s = _trace(request), _time_left_s(request)
     if trace is None and seen is None and time_left_s is None:
         return fields

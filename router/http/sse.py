@@ -58,9 +58,9 @@ class EventStream:
             if self._direct is not None and self._direct.is_paused:
                 await taken_in_time(self._direct.drain(), self._timeout_s)
 
-    async def end(self) -> None:
+    async def end(self, closing: bytes) -> None:
         """Write the end mark."""
-        await self._send_body(self._take_held() + DONE, more=False)
+        await self._send_body(self._take_held() + closing, more=False)
 
     def _take_held(self) -> bytes:
         held, self._held = b"".join(self._held), []
@@ -84,11 +84,16 @@ class SseResponse(Response):
         run: Callable[[EventStream], Awaitable[None]],
         *,
         write_timeout_s: float = WRITE_TIMEOUT_S,
+        show_error: Callable[[ServingError], bytes] | None = None,
+        closing: bytes = DONE,
     ) -> None:
+        """`show_error`: an event of another shape than OpenAI's; `closing`: the end mark."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         # The length of a stream is not known.
         del self.headers["content-length"]
         self._run = run
+        self._show_error = show_error or _error_event
+        self._closing = closing
         self._write_timeout_s = write_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,7 +103,7 @@ class SseResponse(Response):
         try:
             async with WhileConnected(scope, receive):
                 await self._fill(stream)
-                await stream.end()
+                await stream.end(self._closing)
         except SlowReader:
             _log.warning("a client did not read its stream for %s s and was given up", self._write_timeout_s)
         except ClientLeft:
@@ -112,10 +117,14 @@ class SseResponse(Response):
         except ServingError as error:
             if not stream.started:
                 raise
-            stream.write(event(error_object(error)))
+            stream.write(self._show_error(error))
         except Exception:
             # The stream's interceptor: a fault of ours must still end in a readable event.
             if not stream.started:
                 raise
             _log.exception("a stream failed")
-            stream.write(event(error_object(InternalError("internal error"))))
+            stream.write(self._show_error(InternalError("internal error")))
+
+
+def _error_event(error: ServingError) -> bytes:
+    return event(error_object(error))
