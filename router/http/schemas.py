@@ -2,11 +2,12 @@
 
 import re
 from dataclasses import replace
-from typing import Annotated, Any, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
 from router.asked import ClientFields
+from router.beams_asked import beam_ask
 from router.conversation import MAX_VARIABLES, Message, TemplateOptions
 from router.http.prompt_scores import ScoresShown
 from router.http.selected import selection_ask
@@ -61,6 +62,9 @@ class GenerationBody(StrictBody):
     logit_bias: Annotated[dict[str, float] | None, at_most(MAX_LOGIT_BIAS)] = None
     n: int | None = None
     best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     vote: bool | None = None
     vote_pattern: str | None = None
     seed: int | None = None
@@ -146,6 +150,14 @@ class GenerationBody(StrictBody):
             structure=self._structure(),
             bad_words=tuple(self.bad_words or ()),
             reads=reads,
+            beams=beam_ask(
+                wanted=bool(self.use_beam_search),
+                width=self.best_of or self.n or 1,
+                length_penalty=self.length_penalty,
+                early_stopping=self.early_stopping,
+                streams=bool(self.stream),
+                votes=bool(self.vote),
+            ),
             truncate_prompt_tokens=self.truncate_prompt_tokens,
         )
 
@@ -155,7 +167,9 @@ class GenerationBody(StrictBody):
         return False
 
     def selection(self) -> SelectionAsk | None:
-        """Which choices are shown, if more are generated."""
+        """Which choices are shown, if more are generated. Of a beam search it knows them itself."""
+        if self.use_beam_search:
+            return None
         return selection_ask(
             n=self.n,
             best_of=self.best_of,
