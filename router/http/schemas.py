@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from router.asked import ClientFields
+from router.beam_search import BeamAsk
 from router.beams_asked import beam_ask
 from router.conversation import MAX_VARIABLES, Message, TemplateOptions
 from router.http.prompt_scores import ScoresShown
@@ -150,15 +151,18 @@ class GenerationBody(StrictBody):
             structure=self._structure(),
             bad_words=tuple(self.bad_words or ()),
             reads=reads,
-            beams=beam_ask(
-                wanted=bool(self.use_beam_search),
-                width=self.best_of or self.n or 1,
-                length_penalty=self.length_penalty,
-                early_stopping=self.early_stopping,
-                streams=bool(self.stream),
-                votes=bool(self.vote),
-            ),
+            beams=self._beams(),
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+        )
+
+    def _beams(self) -> BeamAsk | None:
+        return beam_ask(
+            wanted=bool(self.use_beam_search),
+            width=self.best_of or self.n or 1,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            streams=bool(self.stream),
+            votes=bool(self.vote),
         )
 
     @property
