@@ -15,13 +15,13 @@ from itertools import count
 from engine.guide import unusable
 from engine.host import EngineHost
 from engine.reading import Reading
-from engine.request import FinishReason, Request
+from engine.request import FinishReason, Request, SampledToken
 from engine.step import StepOutput
 from tandem.block_hash import HASH_BYTES
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, ServingError, Unavailable
 from tandem.ids import BlockHash, RequestId
 from tandem.outputs import PhaseTimes
-from tandem.sampling import MAX_TOP_LOGPROBS, SamplingParams
+from tandem.sampling import MAX_CONTINUATIONS, MAX_TOP_LOGPROBS, SamplingParams
 from tandem.session_port import SessionPort
 from tandem.v1 import session_pb2 as pb
 from tandem.wire import failure_to_pb, times_to_pb
@@ -42,8 +42,9 @@ class _Task:
     request_id: str
     attempt: int
     request: Request
-    reading: Reading
     queued_s: float = 0.0
+    next_token: SampledToken | None = None
+    """Of a prompt whose continuations are wanted: the likeliest, with all of them."""
 
 
 class ReadOrders:
@@ -93,6 +94,7 @@ class ReadOrders:
             task = self._tasks.get(event.request_id)
             if task is None or event.finish_reason is None:
                 continue
+            task.next_token = event.token
             self._remove(task)
             if (error := _ENDS.get(event.finish_reason)) is not None:
                 _refuse(task.port, task.request_id, task.attempt, error)
@@ -106,24 +108,29 @@ class ReadOrders:
                 raise Unavailable("this worker is draining", retry_after_s=1.0)
             if any(_is(task, port, order.request_id, order.attempt) for task in self._tasks.values()):
                 raise InvalidRequest(f"attempt {order.attempt} of this request is here already", param="request_id")
-            reading = self._reading(order)
-            request = self._request(order, reading)
+            request = self._request(order)
         except ServingError as error:
             _refuse(port, order.request_id, order.attempt, error)
             return
-        task = _Task(port=port, request_id=order.request_id, attempt=order.attempt, request=request, reading=reading)
+        task = _Task(port=port, request_id=order.request_id, attempt=order.attempt, request=request)
         self._tasks[request.request_id] = task
         self._idle.clear()
         added = asyncio.ensure_future(self._host.call(lambda scheduler: scheduler.add(request)))
         added.add_done_callback(lambda future: self._added(task, future))
 
-    def _reading(self, order: pb.Read) -> Reading:
+    def _reading(self, order: pb.Read) -> Reading | None:
+        """None: continuations are wanted, which are sampled as ever."""
+        if order.HasField("num_next"):
+            if not 1 <= order.num_next <= min(MAX_CONTINUATIONS, self._host.parts.model.vocab_size):
+                raise InvalidRequest(f"num_next must be in [1, {MAX_CONTINUATIONS}]", param="num_next")
+            return None
         num_top = order.num_top if order.HasField("num_top") else None
         if num_top is not None and num_top > min(MAX_TOP_LOGPROBS, self._host.parts.model.vocab_size):
             raise InvalidRequest(f"num_top must be at most {MAX_TOP_LOGPROBS}", param="num_top")
         return Reading(num_prompt_tokens=len(order.prompt_token_ids), num_top=num_top)
 
-    def _request(self, order: pb.Read, reading: Reading) -> Request:
+    def _request(self, order: pb.Read) -> Request:
+        num_next = order.num_next if order.HasField("num_next") else None
         vocab_size = self._host.parts.model.vocab_size
         if len(order.hash_root) != HASH_BYTES or not 0 < len(order.request_id) <= _MAX_ID_CHARS:
             raise InvalidRequest(f"hash_root has {HASH_BYTES} bytes, request_id at most {_MAX_ID_CHARS} characters")
@@ -134,12 +141,12 @@ class ReadOrders:
             request_id=RequestId(f"read {next(self._serial)}:{order.request_id}"),
             token_ids=array("i", order.prompt_token_ids),
             num_prompt_tokens=len(order.prompt_token_ids),
-            params=SamplingParams(max_tokens=1, temperature=0.0),
+            params=SamplingParams(max_tokens=1, temperature=0.0, num_logprobs=num_next),
             hash_root=BlockHash(order.hash_root),
             arrival_s=now_s,
             priority=order.priority,
             deadline_s=now_s + order.timeout_s if order.HasField("timeout_s") else None,
-            reading=reading,
+            reading=self._reading(order),
         )
 
     def _added(self, task: _Task, future: "asyncio.Future[None]") -> None:
@@ -172,9 +179,19 @@ def _refuse(port: SessionPort, request_id: str, attempt: int, error: ServingErro
 
 def _parts(task: _Task) -> Iterator[pb.ReadPart]:
     """All that was read; the last part says that it is."""
-    reading, top = task.reading, task.reading.num_top or 0
-    rows = len(reading.logprobs)
-    step = max(1, _VALUES_PER_MESSAGE // (2 + 2 * top))
+    reading = task.request.reading
+    if reading is None:
+        top = () if task.next_token is None else task.next_token.top_logprobs
+        part = pb.ReadPart(
+            request_id=task.request_id,
+            attempt=task.attempt,
+            top_ids=[one.token_id for one in top],
+            top_logprobs=[one.logprob for one in top],
+        )
+        yield _closed(part, task)
+        return
+    width, rows = reading.num_top or 0, len(reading.logprobs)
+    step = max(1, _VALUES_PER_MESSAGE // (2 + 2 * width))
     last = max(0, rows - 1) // step * step
     for begin in range(0, last + 1, step):
         end = min(rows, begin + step)
@@ -183,13 +200,16 @@ def _parts(task: _Task) -> Iterator[pb.ReadPart]:
             attempt=task.attempt,
             logprobs=reading.logprobs[begin:end],
             ranks=reading.ranks[begin:end],
-            top_ids=reading.top_ids[begin * top : end * top],
-            top_logprobs=reading.top_logprobs[begin * top : end * top],
+            top_ids=reading.top_ids[begin * width : end * width],
+            top_logprobs=reading.top_logprobs[begin * width : end * width],
+            mean=reading.mean() if begin == last and reading.num_top is None else (),
         )
-        if begin == last:
-            if reading.num_top is None:
-                part.mean.extend(reading.mean())
-            now_s = time.monotonic()
-            prefill_s = max(0.0, now_s - task.request.arrival_s - task.queued_s)
-            part.times.CopyFrom(times_to_pb(PhaseTimes(prefill_queue_s=task.queued_s, prefill_s=prefill_s)))
-        yield part
+        yield _closed(part, task) if begin == last else part
+
+
+def _closed(part: pb.ReadPart, task: _Task) -> pb.ReadPart:
+    """The last part."""
+    prefill_s = max(0.0, time.monotonic() - task.request.arrival_s - task.queued_s)
+    part.times.CopyFrom(times_to_pb(PhaseTimes(prefill_queue_s=task.queued_s, prefill_s=prefill_s)))
+    part.cached_tokens = task.request.num_cached_tokens
+    return part

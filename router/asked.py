@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from router.beam_search import BeamAsk
 from router.calling import Calling
 from router.conversation import TemplateOptions
 from router.reading import ReadAsk
@@ -62,6 +63,7 @@ class ClientFields:
     """What the model may call, in a conversation."""
     truncate_prompt_tokens: int | None = None
     """Only so many of the prompt's last tokens are kept; -1: as many as the model's context leaves for one more."""
+    beams: BeamAsk | None = None
     reads: ReadAsk | None = None
     """What is asked of the prompt itself."""
     bad_words: tuple[str, ...] = ()

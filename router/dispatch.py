@@ -12,6 +12,7 @@ from random import Random
 
 from router.admission import Admission
 from router.attempts import RetryBudget
+from router.beam_run import BeamRun
 from router.hedging import Hedging
 from router.observer import DispatchObserver, SilentObserver
 from router.placer import Placer
@@ -97,9 +98,9 @@ class Dispatcher:
         """Stream all choices, interleaved. Closing the iterator early cancels the request on every worker.
 
         Raises Overloaded, Unavailable, RequestTooLarge, DeadlineExceeded or InternalError, or what a worker found wrong
-        with the request. Reads no prompts.
+        with the request. Reads no prompts and searches with no beams.
         """
-        if request.reads is not None:
+        if request.reads is not None or request.beams is not None:
             raise InvariantError(f"request {request.request_id}: only `run` has prompts read")
         with self._running(request, taken) as run:
             while not run.done:
@@ -111,18 +112,24 @@ class Dispatcher:
 
         Raises as `generate`, and what the reader raises.
         """
-        if request.reads is None:
+        if request.reads is None and request.beams is None:
             with self._running(request, taken) as run:
                 await run.follow(reader)
             return
+        sent = partial(taken, frozenset())
         with self._admitted(request):
-            reading = await self._reads.read(request, request.reads, partial(taken, frozenset()))
-            reader.take(ChoiceDelta(0, reading=reading))
-            if request.reads.only:
-                tell_end(request, reading, reader)
+            if (ask := request.reads) is not None:
+                reading = await self._reads.read(request, ask, sent)
+                reader.take(ChoiceDelta(0, reading=reading))
+                if ask.only:
+                    tell_end(request, reading, reader)
+                    return
+                reader = AfterReading(reader, reading)
+            if request.beams is not None:
+                await BeamRun(self._reads, request, request.beams, self._around.clock).tell(reader, sent)
                 return
             with self._under_way(request, taken) as run:
-                await run.follow(AfterReading(reader, reading))
+                await run.follow(reader)
 
     @contextlib.contextmanager
     def _running(self, request: RoutedRequest, taken: Taken) -> Iterator[RequestRun]:

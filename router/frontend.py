@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from router.asked import ClientFields, ModelInfo, Prepared
+from router.beams_asked import with_beams
 from router.calling import Calling
 from router.chat_template import Message
 from router.grammar_check import GrammarChecker
@@ -85,7 +86,9 @@ class Frontend:
                 tools=fields.tools,
                 options=fields.template,
             )
-        one = replace(self._finish(ids, fields, None), calling=calling)
+        one = with_beams(
+            replace(self._finish(ids, fields, None), calling=calling), fields, most_beams=self._config.max_choices
+        )
         check_reading_sizes([one], self._config.max_answer_values)
         return self._traced("chat", one, fields, started_s)
 
@@ -104,6 +107,7 @@ class Frontend:
                     else await self.prompts.encode(prompt, fields.add_special_tokens)
                 )
                 one = self._finish(ids, fields, DEFAULT_COMPLETION_TOKENS, num_prompts=len(prompts))
+                one = with_beams(one, fields, most_beams=self._config.max_choices)
                 one = self._traced(fields.operation, one, fields, started_s)
                 prepared.append(replace(one, prompt_text=text))
         check_reading_sizes(prepared, self._config.max_answer_values)

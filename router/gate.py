@@ -148,7 +148,7 @@ class Gate:
             tenant=request.tenant,
             priority=request.priority,
             num_tokens=len(request.prompt_token_ids),
-            max_output_tokens=request.sampling.max_tokens * request.num_choices,
+            max_output_tokens=request.sampling.max_tokens * _num_beginnings(request),
             deadline_s=request.deadline_s,
             promised=promised,
             # Its former reader is about to be told that the stream is another's now.
@@ -221,6 +221,11 @@ class Gate:
         for entry, error in refused:
             if (turn := self._turns.get(entry)) is not None and not turn.done():
                 turn.set_exception(error)
+
+
+def _num_beginnings(request: RoutedRequest) -> int:
+    """That are generated at once."""
+    return request.num_choices if request.beams is None else request.beams.num_beams
 
 
 class _Visit:

@@ -14,6 +14,7 @@ from router.session_events import AttemptRefused, ReadEvent, ReadOrder, ReadPart
 from router.surroundings import Surroundings
 from router.worker_view import WorkerKey
 from router.workers import FAILURE_PENALTY_S
+from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.errors import DeadlineExceeded, InternalError, RequestTooLarge, ServingError, Unavailable
 from tandem.ids import RequestId
 from tandem.outputs import FinishReason
@@ -29,29 +30,38 @@ class PromptReads:
     def __init__(self, around: Surroundings) -> None:
         self._around = around
 
-    async def read(self, request: RoutedRequest, ask: ReadAsk, on_sent: Callable[[], None]) -> PromptReading:
+    async def read(
+        self, request: RoutedRequest, ask: ReadAsk, on_sent: Callable[[], None], *, prefer: WorkerKey | None = None
+    ) -> PromptReading:
         """What was asked of the request's prompt. Cancelling it ends the reading; `on_sent` hears of each try.
+
+        `prefer`: who has all but the prompt's end cached.
 
         Raises Overloaded, Unavailable, RequestTooLarge, DeadlineExceeded, InternalError, or what a worker found wrong.
         """
         left_s = None if request.deadline_s is None else max(0.0, request.deadline_s - self._around.clock())
         try:
             async with asyncio.timeout(left_s):
-                return await self._until_read(request, ask, on_sent)
+                return await self._until_read(request, ask, on_sent, prefer)
         except TimeoutError:
             raise DeadlineExceeded("the request's time ran out") from None
 
-    async def _until_read(self, request: RoutedRequest, ask: ReadAsk, on_sent: Callable[[], None]) -> PromptReading:
+    async def _until_read(
+        self, request: RoutedRequest, ask: ReadAsk, on_sent: Callable[[], None], prefer: WorkerKey | None
+    ) -> PromptReading:
         excluded: set[WorkerKey] = set()
         error: ServingError | None = None
         lost = attempt = 0
+        num_tokens = len(request.prompt_token_ids)
         while lost < _MOST_LOST:
-            key = self._choose(request, excluded)
+            key = self._choose(request, excluded, prefer)
             if key is None:
                 await self._wait_for_worker(request, excluded, error)
                 continue
             attempt += 1
-            found = await self._ask(request, ask, key, attempt, on_sent)
+            num_owed = min(num_tokens, HASH_BLOCK_TOKENS) if key == prefer else num_tokens
+            order = _order(request, ask, attempt, self._around.clock())
+            found = await self._ask(order, _Coming(ask, num_tokens, key), num_owed, on_sent)
             if isinstance(found, PromptReading):
                 return found
             excluded.add(key)
@@ -63,12 +73,14 @@ class PromptReads:
                 raise error
         raise Unavailable("two workers were lost while they read this prompt", retry_after_s=_LATEST_RETRY_S)
 
-    def _choose(self, request: RoutedRequest, excluded: set[WorkerKey]) -> WorkerKey | None:
+    def _choose(
+        self, request: RoutedRequest, excluded: set[WorkerKey], prefer: WorkerKey | None = None
+    ) -> WorkerKey | None:
         around = self._around
         workers = around.placer.registry.snapshots()
         shunned = around.health.breakers.closed_to(around.clock())
         num_tokens = len(request.prompt_token_ids)
-        found = choose_reader(workers, num_tokens, excluded=excluded, shunned=shunned)
+        found = choose_reader(workers, num_tokens, excluded=excluded, shunned=shunned, prefer=prefer)
         if found is None and workers and num_tokens > max(worker.info.pool_tokens for worker in workers):
             raise RequestTooLarge(
                 f"prompt: {num_tokens} tokens are more than any worker's KV pool holds", param="prompt"
@@ -95,15 +107,13 @@ class PromptReads:
             registry.unwatch(changed.set)
 
     async def _ask(
-        self, request: RoutedRequest, ask: ReadAsk, key: WorkerKey, attempt: int, on_sent: Callable[[], None]
+        self, order: ReadOrder, coming: "_Coming", num_owed: int, on_sent: Callable[[], None]
     ) -> PromptReading | ServingError | WorkerLost:
-        around, registry = self._around, self._around.placer.registry
+        around, registry, key = self._around, self._around.placer.registry, coming.worker
         port = registry.port(key)
         if port is None:
             return Unavailable("the worker has left", retry_after_s=around.settings.retry_after_s)
-        order = _order(request, ask, attempt, around.clock())
-        coming = _Coming(ask, len(request.prompt_token_ids))
-        booked = registry.assign(key, len(request.prompt_token_ids))
+        booked = registry.assign(key, num_owed)
         breakers = around.health.breakers
         breakers.began(key, around.clock())
         try:
@@ -117,7 +127,7 @@ class PromptReads:
             breakers.released(key)
             raise
         finally:
-            port.cancel(order.request_id, attempt)
+            port.cancel(order.request_id, order.attempt)
             booked.end()
         if isinstance(found, PromptReading):
             breakers.succeeded(key, around.clock())
@@ -162,7 +172,8 @@ def tell_end(request: RoutedRequest, reading: PromptReading, reader: Reader) -> 
 class _Coming:
     """One reading at one worker, as its parts arrive."""
 
-    def __init__(self, ask: ReadAsk, num_tokens: int) -> None:
+    def __init__(self, ask: ReadAsk, num_tokens: int, worker: WorkerKey) -> None:
+        self.worker = worker
         self.outcome: asyncio.Future[PromptReading | ServingError | WorkerLost] = (
             asyncio.get_running_loop().create_future()
         )
@@ -182,7 +193,7 @@ class _Coming:
                     mean=event.mean,
                 )
                 if event.times is not None:
-                    whole = self._parts.whole(event.times)
+                    whole = self._parts.whole(event.times, event.cached_tokens, self.worker)
                     wrong = InternalError("a worker read something else than was asked for")
                     self.outcome.set_result(wrong if whole is None else whole)
             case AttemptRefused():
@@ -196,7 +207,8 @@ def _order(request: RoutedRequest, ask: ReadAsk, attempt: int, now_s: float) -> 
         request_id=RequestId(f"{request.request_id}/prompt"),
         attempt=attempt,
         prompt_token_ids=request.prompt_token_ids,
-        num_top=ask.num_top,
+        num_top=None if ask.continues else ask.num_top,
+        num_next=ask.num_top if ask.continues else None,
         hash_root=request.hash_root,
         priority=request.priority,
         timeout_s=None if request.deadline_s is None else max(0.0, request.deadline_s - now_s),

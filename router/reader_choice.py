@@ -15,8 +15,12 @@ def choose_reader(
     *,
     excluded: Collection[WorkerKey],
     shunned: Collection[WorkerKey],
+    prefer: WorkerKey | None = None,
 ) -> WorkerSnapshot | None:
-    """Who is predicted to have read it first; `shunned`: only if there is nobody else. None: nobody can."""
+    """Who is predicted to have read it first; `shunned`: only if there is nobody else. None: nobody can.
+
+    `prefer`: who has most of it cached.
+    """
     fit = [
         worker
         for worker in workers
@@ -25,11 +29,12 @@ def choose_reader(
         and num_tokens <= min(worker.info.max_model_len, worker.info.pool_tokens)
     ]
 
-    def cost(worker: WorkerSnapshot) -> tuple[bool, bool, float, str]:
+    def cost(worker: WorkerSnapshot) -> tuple[bool, bool, bool, float, str]:
         rate = worker.load.prefill_tokens_per_s or _TOKENS_PER_S
         wait_ms = 1e3 * (worker.backlog_tokens + num_tokens) / rate
         return (
             worker.info.key in shunned,
+            worker.info.key != prefer,
             worker.info.role is not WorkerRole.PREFILL,
             wait_ms + worker.penalty_ms,
             worker.info.key.worker_id,

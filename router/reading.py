@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from router.worker_view import WorkerKey
 from tandem.outputs import PhaseTimes
 
 
@@ -15,6 +16,8 @@ class ReadAsk:
     """Log probabilities, and of each token so many of the most likely in its place; None: the mean hidden state."""
     only: bool = False
     """Nothing is generated."""
+    continues: bool = False
+    """Of the prompt itself nothing: the `num_top` most likely tokens behind it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,9 @@ class PromptReading:
     """Of each token `num_top`, the most likely first."""
     mean: Sequence[float] = ()
     times: PhaseTimes = field(default_factory=PhaseTimes)
+    cached_tokens: int = 0
+    worker: WorkerKey | None = None
+    """Who read it."""
 
     def __len__(self) -> int:
         return len(self.logprobs)
@@ -45,6 +51,7 @@ class ReadingInParts:
 
     def __init__(self, ask: ReadAsk, num_tokens: int) -> None:
         self._num_top = ask.num_top
+        self._continues = ask.continues
         self._num_tokens = num_tokens
         self._logprobs, self._top_logprobs = array("f"), array("f")
         self._ranks, self._top_ids = array("i"), array("i")
@@ -66,10 +73,10 @@ class ReadingInParts:
         self._top_logprobs.extend(top_logprobs)
         self._mean.extend(mean)
 
-    def whole(self, times: PhaseTimes) -> PromptReading | None:
+    def whole(self, times: PhaseTimes, cached_tokens: int, worker: WorkerKey) -> PromptReading | None:
         """All of it; None when it is not what was asked for."""
-        num_scored = 0 if self._num_top is None else self._num_tokens - 1
-        num_top = num_scored * (self._num_top or 0)
+        num_scored = 0 if self._num_top is None or self._continues else self._num_tokens - 1
+        num_top = (1 if self._continues else num_scored) * (self._num_top or 0)
         sizes = (len(self._logprobs), len(self._ranks), len(self._top_ids), len(self._top_logprobs))
         if sizes != (num_scored, num_scored, num_top, num_top) or bool(self._mean) != (self._num_top is None):
             return None
@@ -81,4 +88,6 @@ class ReadingInParts:
             top_logprobs=self._top_logprobs,
             mean=self._mean,
             times=times,
+            cached_tokens=cached_tokens,
+            worker=worker,
         )

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from router.beam_search import BeamAsk
 from router.pin_registry import PinWish
 from router.reading import PromptReading, ReadAsk
 from router.worker_view import WorkerKey
@@ -60,6 +61,8 @@ class RoutedRequest:
     """How often the stream has been continued."""
     reads: ReadAsk | None = None
     """What is asked of the prompt itself; it is told before any token."""
+    beams: BeamAsk | None = None
+    """The choices are the best of a beam search."""
     span: Span | None = field(default=None, compare=False)
     """Of the whole request, when it is traced; its door ends it."""
 

@@ -120,6 +120,7 @@ class ReadOrder:
     attempt: int
     prompt_token_ids: tuple[int, ...]
     num_top: int | None
+    num_next: int | None
     hash_root: BlockHash
     priority: int
     timeout_s: float | None
@@ -135,6 +136,7 @@ class ReadPart(NamedTuple):
     mean: Sequence[float]
     times: PhaseTimes | None
     """With the last part."""
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -128,6 +128,7 @@ def read_to_pb(order: ReadOrder) -> pb.RouterMessage:
         priority=order.priority,
         timeout_s=order.timeout_s,
         num_top=order.num_top,
+        num_next=order.num_next,
     )
     return pb.RouterMessage(read=read)
 
@@ -141,6 +142,7 @@ def read_part_from_pb(part: pb.ReadPart) -> ReadPart:
         top_logprobs=part.top_logprobs,
         mean=part.mean,
         times=times_from_pb(part.times) if part.HasField("times") else None,
+        cached_tokens=part.cached_tokens,
     )
 
 

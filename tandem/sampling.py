@@ -12,6 +12,8 @@ from tandem.errors import InvalidRequest
 MAX_SEED = 2**63 - 1
 MIN_SEED = -(2**63)
 MAX_TOP_LOGPROBS = 20
+MAX_CONTINUATIONS = 256
+"""Of one beam, that a step of a beam search may look at."""
 MAX_STOP_TOKENS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_CHARS = 256 * 1024

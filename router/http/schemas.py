@@ -2,11 +2,13 @@
 
 import re
 from dataclasses import replace
-from typing import Annotated, Any, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
 from router.asked import ClientFields
+from router.beam_search import BeamAsk
+from router.beams_asked import beam_ask
 from router.conversation import MAX_VARIABLES, Message, TemplateOptions
 from router.http.prompt_scores import ScoresShown
 from router.http.selected import selection_ask
@@ -61,6 +63,9 @@ class GenerationBody(StrictBody):
     logit_bias: Annotated[dict[str, float] | None, at_most(MAX_LOGIT_BIAS)] = None
     n: int | None = None
     best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     vote: bool | None = None
     vote_pattern: str | None = None
     seed: int | None = None
@@ -146,7 +151,18 @@ class GenerationBody(StrictBody):
             structure=self._structure(),
             bad_words=tuple(self.bad_words or ()),
             reads=reads,
+            beams=self._beams(),
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+        )
+
+    def _beams(self) -> BeamAsk | None:
+        return beam_ask(
+            wanted=bool(self.use_beam_search),
+            width=self.best_of or self.n or 1,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            streams=bool(self.stream),
+            votes=bool(self.vote),
         )
 
     @property
@@ -155,7 +171,9 @@ class GenerationBody(StrictBody):
         return False
 
     def selection(self) -> SelectionAsk | None:
-        """Which choices are shown, if more are generated."""
+        """Which choices are shown, if more are generated. Of a beam search it knows them itself."""
+        if self.use_beam_search:
+            return None
         return selection_ask(
             n=self.n,
             best_of=self.best_of,

@@ -44,6 +44,40 @@ class Oracle:
         out = self._model(torch.tensor([list(prompt)]), output_hidden_states=True)
         return out.hidden_states[-1][0].mean(0)
 
+    @property
+    def end_id(self) -> int:
+        """The token that ends an answer."""
+        return int(self._model.config.eos_token_id)
+
+    def beams(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        num_beams: int,
+        length_penalty: float,
+        early_stopping: bool | str,
+        end_id: int | None,
+    ) -> tuple[list[list[int]], list[float]]:
+        """All answers of a beam search, the best first, and their scores."""
+        ids = torch.tensor([list(prompt)])
+        out = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            num_beams=num_beams,
+            num_return_sequences=num_beams,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            eos_token_id=end_id,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        rows = [row[len(prompt) :].tolist() for row in out.sequences]
+        ends = [row.index(end_id) + 1 if end_id in row else len(row) for row in rows]
+        return [row[:end] for row, end in zip(rows, ends, strict=True)], out.sequences_scores.tolist()
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
         return list(self._tokenizer.encode(text))

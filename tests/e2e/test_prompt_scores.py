@@ -135,6 +135,33 @@ async def test_prompts_that_are_read_and_answers_that_stream_get_along(cluster, 
     await cluster.until_idle()
 
 
+@pytest.mark.parametrize(
+    ("num_beams", "length_penalty", "early_stopping", "ignore_eos"),
+    [(4, 1.0, False, False), (3, -0.5, True, False), (4, 2.0, "never", True)],
+)
+async def test_beam_search_finds_what_transformers_finds(
+    cluster, oracle, num_beams, length_penalty, early_stopping, ignore_eos
+):
+    for prompt in (oracle.encode("Once upon a time"), oracle.story(6, 150)):
+        response = await cluster.http.post(
+            "/v1/completions",
+            json=body(prompt, 24)
+            | {"use_beam_search": True, "n": num_beams, "ignore_eos": ignore_eos, "logprobs": 0}
+            | {"length_penalty": length_penalty, "early_stopping": early_stopping},
+        )
+        assert response.status_code == 200, response.text
+        choices = response.json()["choices"]
+        expected, scores = oracle.beams(
+            prompt, 24, num_beams, length_penalty, early_stopping, None if ignore_eos else oracle.end_id
+        )
+        assert [choice["token_ids"] for choice in choices] == expected
+        told = [
+            sum(choice["logprobs"]["token_logprobs"]) / len(choice["token_ids"]) ** length_penalty for choice in choices
+        ]
+        assert told == pytest.approx(scores, abs=1e-3)
+    await cluster.until_idle()
+
+
 async def test_embeddings_are_the_mean_of_the_last_hidden_states(cluster, client, oracle):
     """As floats and as base64, which the client asks for by itself; longer than a chunk and shorter."""
     asked = [*prompts(oracle, 5, seed=4), [5], oracle.encode("A fox.")]

@@ -14,7 +14,7 @@ from typing import Any
 from engine.block_moves import BlockLoad, BlockOffload
 from engine.config import EngineConfig
 from engine.reading import Reading
-from engine.request import Batch, Request, SampledToken
+from engine.request import Batch, Request, SampledToken, TokenLogprob
 from engine.scheduler import Scheduler
 from engine.tier_counts import Traffic
 from tandem.block_hash import BlockHasher, root_hash
@@ -131,7 +131,10 @@ class LedgerRunner:
             if request.reading is not None:
                 read(request, request.reading, item.start, item.num_tokens)
             if item.samples:
-                sampled.append(SampledToken(token_id=next_token(self.read(request.block_table, end))))
+                token_id = next_token(self.read(request.block_table, end))
+                # Of no distribution: who asks for alternatives gets the first tokens.
+                top = [TokenLogprob(token_id=i, logprob=-float(i)) for i in range(request.params.num_logprobs or 0)]
+                sampled.append(SampledToken(token_id=token_id, top_logprobs=tuple(top)))
         return sampled
 
     def move(self, batch: Batch) -> None:

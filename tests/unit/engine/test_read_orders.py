@@ -95,6 +95,16 @@ async def test_a_mean_is_of_all_rows_and_one_token_has_no_scores(bench: Bench) -
     await bench.assert_empty()
 
 
+async def test_continuations_may_use_what_is_cached(bench: Bench) -> None:
+    for cached in (0, 48):
+        bench.read("next", num_next=30)
+        (part,) = await bench.parts()
+        assert list(part.top_ids) == list(range(30))
+        assert list(part.top_logprobs) == [-float(i) for i in range(30)]
+        assert (part.cached_tokens, len(part.logprobs), len(part.mean)) == (cached, 0, 0)
+    await bench.assert_empty()
+
+
 @pytest.mark.parametrize(
     ("fields", "code"),
     [
@@ -102,6 +112,9 @@ async def test_a_mean_is_of_all_rows_and_one_token_has_no_scores(bench: Bench) -
         ({"prompt_token_ids": []}, "InvalidRequest"),
         ({"hash_root": b"short"}, "InvalidRequest"),
         ({"num_top": 21}, "InvalidRequest"),
+        ({"num_next": 0}, "InvalidRequest"),
+        ({"num_next": ledger.VOCAB + 1}, "InvalidRequest"),
+        ({"num_next": 2, "prompt_token_ids": [1] * 200}, "ContextLengthExceeded"),
         ({"prompt_token_ids": [1] * 201}, "ContextLengthExceeded"),
         ({"timeout_s": 0.0}, "DeadlineExceeded"),
     ],

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from router.beam_search import BeamAsk
 from router.reader_choice import choose_reader
 from router.reading import PromptReading, ReadAsk
 from router.requests import RoutedRequest
@@ -12,6 +13,8 @@ from router.surroundings import DispatchSettings
 from tandem.errors import DeadlineExceeded, InternalError, InvariantError, Overloaded, ServingError, Unavailable
 from tandem.outputs import FinishReason
 from tandem.roles import WorkerRole
+from tandem.v1 import common_pb2 as common
+from tandem.v1 import session_pb2 as pb
 from tests.fake_worker import FakeWorker, ReadAttempt, expected_tokens
 from tests.unit.router.cluster import PROMPT, Cluster, cluster, collect, routed
 from tests.unit.router.readers import QuickReader
@@ -197,3 +200,44 @@ def test_the_prefill_worker_that_is_done_first_reads() -> None:
     assert chosen(excluded=[one.info.key for one in everybody]) is None
     assert chosen(num_tokens=10**6) is None
     assert choose_reader([replace(idle, draining=True)], 5, excluded=(), shunned=()) is None
+
+
+async def test_a_beam_search_asks_one_worker_for_what_may_follow_and_survives_its_loss() -> None:
+    """The likeliest token is always its position; the second ends the answer."""
+    asked_of: dict[str, list[int]] = {"p0": [], "p1": []}
+
+    def follow(name: str) -> object:
+        def answer(reading: ReadAttempt) -> None:
+            length = len(reading.order.prompt_token_ids) - len(PROMPT)
+            asked_of[name].append(length)
+            if len(asked_of[name]) > 3:
+                workers[name].send(pb.WorkerMessage())  # what the protocol does not have ends the session
+                return
+            tops = [(length, -0.1), (900, -3.0), *((100 + i, -9.0 - i) for i in range(2))]
+            assert reading.order.num_next == len(tops)
+            order = reading.order
+            part = pb.ReadPart(request_id=order.request_id, attempt=order.attempt, cached_tokens=16 * (length == 0))
+            part.top_ids.extend(token for token, _ in tops)
+            part.top_logprobs.extend(value for _, value in tops)
+            part.times.CopyFrom(common.PhaseTimes(prefill_s=0.25))
+            workers[name].send(pb.WorkerMessage(read=part))
+
+        return answer
+
+    workers = {name: prefill(name, follow(name)) for name in asked_of}
+    async with cluster(FakeWorker("d0"), *workers.values()) as router:
+        beams = BeamAsk(num_beams=2, end_ids=frozenset({900}), early_stopping="never", length_penalty=0.0)
+        request = replace(routed(max_tokens=3, n=2), beams=beams)
+        reader = QuickReader()
+        async with asyncio.timeout(WAIT_S):
+            await router.dispatcher.run(request, reader)
+        assert [reader.token_ids(choice) for choice in (0, 1)] == [[0, 1, 2], [900]]
+        finishes = [delta.finish for delta in reader.taken]
+        assert [(f.reason, f.cached_tokens, f.times.prefill_s) for f in finishes if f] == [
+            (FinishReason.LENGTH, 16, 0.25),
+            (FinishReason.STOP, 16, 0.25),
+        ]
+        first, second = sorted(asked_of.values(), key=len, reverse=True)
+        assert first[:4] == [0, 1, 1, 2], "the same worker goes on"
+        assert second == [2, 2], "and another when it is lost"
+        router.assert_idle()

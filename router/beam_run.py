@@ -1,0 +1,73 @@
+"""Runs a beam search over workers: each step asks for the likeliest next tokens of every running beam at once.
+
+One worker is asked as long as it answers: the beams' common beginning is in its cache, and what they differ in is at
+most a block of each. If it is lost, another one computes the beginning anew; nothing else is.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from router.beam_search import Beam, BeamAsk, BeamSearch
+from router.prompt_reads import PromptReads
+from router.reading import PromptReading, ReadAsk
+from router.requests import ChoiceDelta, ChoiceFinish, Reader, RoutedRequest
+from router.worker_view import WorkerKey
+from tandem.ids import RequestId
+from tandem.outputs import PhaseTimes, SampledToken, TokenLogprob
+
+
+class BeamRun:
+    """One request's."""
+
+    def __init__(self, reads: PromptReads, request: RoutedRequest, ask: BeamAsk, clock: Callable[[], float]) -> None:
+        self._reads = reads
+        self._request = request
+        self._next = ReadAsk(num_top=ask.num_next, only=True, continues=True)
+        self._search = BeamSearch(ask, max_tokens=request.sampling.max_tokens)
+        self._clock = clock
+        self._worker: WorkerKey | None = None
+        self._num_steps = 0
+
+    async def tell(self, reader: Reader, on_sent: Callable[[], None]) -> None:
+        """Search, and give `reader` the best. Raises as `PromptReads.read`."""
+        started_s, first, search = self._clock(), PromptReading(), self._search
+        while not search.is_over:
+            found = await self._step(on_sent)
+            if not self._num_steps:
+                first = found[0]
+            self._num_steps += 1
+            self._worker = found[0].worker
+            search.advance([self._tokens(reading) for reading in found])
+        spent = first.times.prefill_queue_s + first.times.prefill_s
+        times: PhaseTimes = replace(first.times, decode_s=max(0.0, self._clock() - started_s - spent))
+        for index, ended in enumerate(search.ended[: self._request.num_choices]):
+            finish = ChoiceFinish(reason=ended.reason, cached_tokens=first.cached_tokens, times=times)
+            reader.take(ChoiceDelta(index, tokens=ended.beam.tokens, finish=finish))
+
+    async def _step(self, on_sent: Callable[[], None]) -> list[PromptReading]:
+        """What may follow each running beam. The first error ends all."""
+        running = enumerate(self._search.running)
+        tasks = [asyncio.create_task(self._continue(index, beam, on_sent)) for index, beam in running]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _continue(self, index: int, beam: Beam, on_sent: Callable[[], None]) -> PromptReading:
+        request = self._request
+        tokens = tuple(token.token_id for token in beam.tokens)
+        step = replace(
+            request,
+            request_id=RequestId(f"{request.request_id}/{self._num_steps}.{index}"),
+            prompt_token_ids=request.prompt_token_ids + tokens,
+        )
+        return await self._reads.read(step, self._next, on_sent, prefer=self._worker)
+
+    def _tokens(self, reading: PromptReading) -> list[SampledToken]:
+        asked = self._request.sampling.num_logprobs or 0
+        places = reading.top(0)
+        top = tuple(TokenLogprob(token_id=token_id, logprob=value) for token_id, value in places[:asked])
+        return [SampledToken(token_id=token_id, logprob=value, top_logprobs=top) for token_id, value in places]
