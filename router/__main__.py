@@ -112,9 +112,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         await rpc.set_serving(True)
         await stack.enter_async_context(canary)
         shown = reachable(where)
-        # What was made until now lives as long as the process: collections need not look at it.
-        gc.freeze()
-        gc.set_threshold(*_COLLECT_AFTER)
+        _collect_seldom()
         heart.begin({"http": f"{http.scheme}://{join(shown, http.port)}", "grpc": join(shown, rpc.port)})
         _log.info("router serves HTTP on %s:%d and gRPC on %s:%d", where, http.port, where, rpc.port)
         await lifetime.wait()
@@ -122,6 +120,12 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         status.close()
         await canary.stop()
         await drain(gate, http, rpc, drain_s=drain_s, is_alone=place.siblings is None)
+
+
+def _collect_seldom() -> None:
+    """What was made until now lives as long as the process: collections need not look at it."""
+    gc.freeze()
+    gc.set_threshold(*_COLLECT_AFTER)
 
 
 def _grammars(config: ClusterConfig, model: ModelInfo) -> GrammarProcess:
