@@ -50,7 +50,6 @@ from router.workers import WorkerRegistry
 from tandem.block_hash import BlockHasher
 from tandem.board.settings import board_settings
 from tandem.config import ClusterConfig
-from tandem.errors import ConfigError
 from tandem.heartbeat import Heartbeat
 from tandem.hosts import join, reachable
 from tandem.ids import Incarnation
@@ -86,8 +85,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         if not await first_worker(registry, lifetime):
             return
         model = _model_info(registry)
-        if tokenizer.size > model.vocab_size:
-            raise ConfigError(f"the tokenizer has {tokenizer.size} tokens, the model embeds {model.vocab_size}")
+        tokenizer.check_fits(model.vocab_size)
         metrics = RouterMetrics(model.name, TenantUsage(PriceTable(config.prices), since_s=time.time()))
         keeper.show(metrics.registry)
         if board is not None:
