@@ -16,6 +16,7 @@ from router.http.generation import GenerationRoutes
 from router.http.guard import Guard, OperatorPage, operator, public
 from router.http.json_body import BodyBounds, read_object
 from router.http.middleware import Envelope
+from router.http.openapi import OpenApiRoute
 from router.http.responses import ResponsesRoutes
 from router.http.routes import Routes
 from router.http.schemas import DetokenizeBody, TokenizeBody, validate
@@ -59,7 +60,8 @@ def create_app(
     absent.
     """
     keeper = keeper or Doorkeeper(config)
-    routes = Routes(Guard(keeper.keys, config))
+    guard = Guard(keeper.keys, config)
+    routes = Routes(guard)
     generation = GenerationRoutes(frontend, generator, metrics, max_body_bytes=config.max_body_bytes)
     texts = _TextRoutes(frontend, max_body_bytes=config.max_body_bytes)
     routes.add("POST", "/v1/chat/completions", public(generation.chat))
@@ -86,6 +88,8 @@ def create_app(
         routes.add("GET", "/status/snapshot", public(shown.snapshot))
         routes.add("GET", "/status/events", public(shown.events))
         add_page(routes)
+    document = OpenApiRoute(routes, guard, keeper.keys, _version())
+    routes.add("GET", "/openapi.json", operator(document.show, OperatorPage.OPENAPI))
     _add_operator_routes(routes, readiness, metrics)
     return Envelope(routes, metrics, keeper.audit)
 
@@ -152,6 +156,13 @@ class _TextRoutes:
         }
 
 
+def _version() -> str:
+    try:
+        return metadata.version(_DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
 def _add_operator_routes(routes: Routes, readiness: Readiness, metrics: RouterMetrics) -> None:
     """Probes, metrics, version."""
 
@@ -167,10 +178,7 @@ def _add_operator_routes(routes: Routes, readiness: Readiness, metrics: RouterMe
         return Response(await metrics.collect(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def version(_request: Request) -> dict[str, Any]:
-        try:
-            return {"version": metadata.version(_DISTRIBUTION)}
-        except metadata.PackageNotFoundError:
-            return {"version": "unknown"}
+        return {"version": _version()}
 
     routes.add("GET", "/health", operator(health, OperatorPage.HEALTH))
     routes.add("GET", "/readyz", operator(readyz, OperatorPage.READYZ))

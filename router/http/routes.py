@@ -1,6 +1,7 @@
 """Which handler answers a path, and how its errors look. Paths are few and known: a table, no patterns."""
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import orjson
@@ -44,6 +45,11 @@ class Routes:
             self._below[path.removesuffix("*")] = route
         else:
             self._routes[path] = route
+
+    def described(self) -> Iterator[tuple[str, str, Guarded]]:
+        """Method, path and handler of each."""
+        for route in (*self._routes.values(), *self._below.values()):
+            yield route.method, route.path, route.guarded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""

@@ -98,8 +98,6 @@ async def following(liar: Liar) -> AsyncIterator[RedisLink]:
         "log that is a list",
         "lists within lists",
         "LOADING",
-        "OOM",
-        "READONLY",
     ],
 )
 async def test_the_follower_takes_nonsense_for_no_answer(said: bytes) -> None:
