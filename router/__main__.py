@@ -51,7 +51,6 @@ from router.workers import WorkerRegistry
 from tandem.block_hash import BlockHasher
 from tandem.board.settings import board_settings
 from tandem.config import ClusterConfig
-from tandem.errors import ConfigError
 from tandem.heartbeat import Heartbeat
 from tandem.hosts import join, reachable
 from tandem.ids import Incarnation
@@ -86,8 +85,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         if not await first_worker(registry, lifetime):
             return
         model = _model_info(registry)
-        if tokenizer.size > model.vocab_size:
-            raise ConfigError(f"the tokenizer has {tokenizer.size} tokens, the model embeds {model.vocab_size}")
+        tokenizer.check_fits(model.vocab_size)
         metrics = RouterMetrics(model.name, TenantUsage(PriceTable(config.prices), since_s=time.time()))
         keeper.show(metrics.registry)
         if board is not None:
@@ -111,9 +109,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         await rpc.set_serving(True)
         await stack.enter_async_context(canary)
         shown = reachable(where)
-        # What was made until now lives as long as the process: collections need not look at it.
-        gc.freeze()
-        gc.set_threshold(*_COLLECT_AFTER)
+        _collect_seldom()
         heart.begin({"http": f"{http.scheme}://{join(shown, http.port)}", "grpc": join(shown, rpc.port)})
         _log.info("router serves HTTP on %s:%d and gRPC on %s:%d", where, http.port, where, rpc.port)
         await lifetime.wait()
@@ -133,6 +129,12 @@ def _complete(stack: AsyncExitStack, frontend: Frontend, config: ClusterConfig, 
     frontend.kept = kept
     frontend.grammars = grammars = _grammars(config, frontend.model)
     stack.push_async_callback(grammars.close)
+
+
+def _collect_seldom() -> None:
+    """What was made until now lives as long as the process: collections need not look at it."""
+    gc.freeze()
+    gc.set_threshold(*_COLLECT_AFTER)
 
 
 def _grammars(config: ClusterConfig, model: ModelInfo) -> GrammarProcess:

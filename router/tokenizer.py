@@ -128,6 +128,11 @@ class Tokenizer:
         """A stream whose pieces, joined, equal `decode` of its tokens; `shown_ids`: not skipped although special."""
         return self._pieces.detokenizer(self.special_ids - shown_ids if skip_special_tokens else frozenset())
 
+    def check_fits(self, vocab_size: int) -> None:
+        """Raise ConfigError when it makes tokens that a model with so many embeddings does not know."""
+        if self.size > vocab_size:
+            raise ConfigError(f"the tokenizer has {self.size} tokens, the model embeds {vocab_size}")
+
     def bytes_of(self, token_id: int) -> bytes:
         """One token's bytes; for logprobs."""
         return self._pieces.bytes_of(token_id)

@@ -17,15 +17,15 @@ from router.http.embeddings import EmbeddingRoutes
 from router.http.error_shapes import anthropic_error, google_error
 from router.http.generation import GenerationRoutes
 from router.http.guard import Guard, OperatorPage, operator, public
-from router.http.json_body import BodyBounds, read_object
+from router.http.json_body import BodyBounds
 from router.http.messages import MessagesRoutes
 from router.http.middleware import Envelope
+from router.http.openapi import OpenApiRoute
 from router.http.responses import ResponsesRoutes
 from router.http.routes import Routes
-from router.http.schemas import DetokenizeBody, TokenizeBody, validate
 from router.http.static_page import add_page
 from router.http.status import StatusRoutes
-from router.http.tool_schemas import tool_use
+from router.http.text_routes import TextRoutes
 from router.http.usage_routes import UsageRoutes
 from router.metrics import RouterMetrics
 from router.named_prompts import NamedPrompts
@@ -64,7 +64,8 @@ def create_app(
     absent.
     """
     keeper = keeper or Doorkeeper(config)
-    routes = Routes(Guard(keeper.keys, config))
+    guard = Guard(keeper.keys, config)
+    routes = Routes(guard)
     kept, named, most_bytes = frontend.kept, NamedPrompts.of(frontend), config.max_body_bytes
     generation = GenerationRoutes(frontend, generator, metrics, max_body_bytes=most_bytes, named=named)
     bounds = BodyBounds.of(most_bytes, frontend.model.max_model_len)
@@ -74,7 +75,7 @@ def create_app(
         routes.add("GET", "/debug/pins", public(PinRoutes(kept.pins).show))
     if named is not None:
         _add_cached_contents(routes, CachedContentRoutes(answering, named))
-    texts = _TextRoutes(frontend, max_body_bytes=config.max_body_bytes)
+    texts = TextRoutes(frontend, max_body_bytes=config.max_body_bytes)
     routes.add("POST", "/v1/chat/completions", public(generation.chat))
     routes.add("POST", "/v1/completions", public(generation.completions))
     responses = ResponsesRoutes(frontend, generator, metrics, max_body_bytes=config.max_body_bytes)
@@ -99,70 +100,10 @@ def create_app(
         routes.add("GET", "/status/snapshot", public(shown.snapshot))
         routes.add("GET", "/status/events", public(shown.events))
         add_page(routes)
+    document = OpenApiRoute(routes, guard, keeper.keys, _version())
+    routes.add("GET", "/openapi.json", operator(document.show, OperatorPage.OPENAPI))
     _add_operator_routes(routes, readiness, metrics)
     return Envelope(routes, metrics, keeper.audit)
-
-
-class _TextRoutes:
-    """What needs the model's names and tokenizer only."""
-
-    def __init__(self, frontend: Frontend, *, max_body_bytes: int) -> None:
-        self._frontend = frontend
-        self._bounds = BodyBounds.of(max_body_bytes, frontend.model.max_model_len)
-
-    async def models(self, _request: Request) -> dict[str, Any]:
-        """The one model."""
-        return {"object": "list", "data": [self._card()]}
-
-    async def model(self, request: Request) -> dict[str, Any]:
-        """The same, by name."""
-        self._frontend.check_model(request.scope["path"].removeprefix("/v1/models/"))
-        return self._card()
-
-    async def tokenize(self, request: Request) -> dict[str, Any]:
-        """Token ids of a prompt or a conversation."""
-        body = validate(TokenizeBody, await self._read(request))
-        self._frontend.check_model(body.model)
-        if body.messages is not None:
-            messages = [turn.message() for turn in body.messages]
-            generation_prompt = body.add_generation_prompt is not False
-            tools = tool_use(body.tools, None, None)
-            ids = await self._frontend.prompts.encode_chat(
-                messages, add_generation_prompt=generation_prompt, tools=tools
-            )
-        else:
-            ids = await self._frontend.prompts.encode(body.prompt or "", body.add_special_tokens is not False)
-        texts = None
-        if body.return_token_strs:
-            texts = [self._frontend.tokenizer.bytes_of(i).decode(errors="replace") for i in ids]
-        return {
-            "count": len(ids),
-            "max_model_len": self._frontend.model.max_model_len,
-            "tokens": ids,
-            "token_strs": texts,
-        }
-
-    async def detokenize(self, request: Request) -> dict[str, Any]:
-        """Text of token ids, special tokens included."""
-        body = validate(DetokenizeBody, await self._read(request))
-        self._frontend.check_model(body.model)
-        ids = self._frontend.prompts.parse_ids(body.tokens, "tokens") if body.tokens else ()
-        return {"prompt": self._frontend.tokenizer.decode(ids, skip_special_tokens=False)}
-
-    async def _read(self, request: Request) -> dict[str, Any]:
-        return await read_object(request, self._bounds)
-
-    def _card(self) -> dict[str, Any]:
-        model = self._frontend.model
-        return {
-            "id": model.name,
-            "object": "model",
-            "created": model.created_s,
-            "owned_by": "tandem",
-            "root": model.name,
-            "parent": None,
-            "max_model_len": model.max_model_len,
-        }
 
 
 def _add_messages(routes: Routes, messages: MessagesRoutes) -> None:
@@ -181,6 +122,13 @@ def _add_cached_contents(routes: Routes, cached: CachedContentRoutes) -> None:
         routes.add(method, path, handler, show_error=google_error)
 
 
+def _version() -> str:
+    try:
+        return metadata.version(_DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
 def _add_operator_routes(routes: Routes, readiness: Readiness, metrics: RouterMetrics) -> None:
     """Probes, metrics, version."""
 
@@ -196,10 +144,7 @@ def _add_operator_routes(routes: Routes, readiness: Readiness, metrics: RouterMe
         return Response(await metrics.collect(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def version(_request: Request) -> dict[str, Any]:
-        try:
-            return {"version": metadata.version(_DISTRIBUTION)}
-        except metadata.PackageNotFoundError:
-            return {"version": "unknown"}
+        return {"version": _version()}
 
     routes.add("GET", "/health", operator(health, OperatorPage.HEALTH))
     routes.add("GET", "/readyz", operator(readyz, OperatorPage.READYZ))

@@ -1,6 +1,7 @@
 """Which handler answers a path, and how its errors look. Paths are few and known: a table, no patterns."""
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import orjson
@@ -46,6 +47,12 @@ class Routes:
             self._below.setdefault(path.removesuffix("*"), {})[method] = route
         else:
             self._routes.setdefault(path, {})[method] = route
+
+    def described(self) -> Iterator[tuple[str, str, Guarded]]:
+        """Method, path and handler of each."""
+        for methods in (*self._routes.values(), *self._below.values()):
+            for route in methods.values():
+                yield route.method, route.path, route.guarded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""

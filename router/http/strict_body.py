@@ -70,6 +70,11 @@ class StrictBody(BaseModel):
         return {name: value for name, value in data.items() if name in known or not _neutral(cls.NOT_YET, name, value)}
 
 
+def asks_for_nothing(body: type[StrictBody]) -> dict[str, tuple[Any, ...]]:
+    """Fields that a body does not serve, with the values that it takes all the same."""
+    return {name: values for name, values in body.NOT_YET.items() if name not in body.__pydantic_fields__}
+
+
 def _neutral(not_yet: dict[str, tuple[Any, ...]], name: str, value: Any) -> bool:
     """Whether a field that is not served yet asks for nothing. Raises InvalidRequest when it asks for something."""
     if name not in not_yet:

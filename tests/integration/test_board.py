@@ -96,7 +96,7 @@ async def test_no_log_grows_without_bound(server: RedisServer) -> None:
         assert worker.publisher.report().states >= 2
 
 
-FAULTS = ("killed", "hung", "slow", "flushed", "replica", "no_replicas", "restarted", "lying")
+FAULTS = ("killed", "hung", "slow", "flushed", "replica", "no_replicas", "full", "restarted", "lying")
 
 
 class Fate:
@@ -129,6 +129,8 @@ class Fate:
                 server.do("REPLICAOF", "127.0.0.1", "1")
             case "no_replicas":
                 server.do("CONFIG", "SET", "min-replicas-to-write", "1")
+            case "full":
+                server.do("CONFIG", "SET", "maxmemory", "1")
             case "restarted":
                 server.kill()
                 server.start()
@@ -149,6 +151,8 @@ class Fate:
                 server.do("REPLICAOF", "NO", "ONE")
             case "no_replicas":
                 server.do("CONFIG", "SET", "min-replicas-to-write", "0")
+            case "full":
+                server.do("CONFIG", "SET", "maxmemory", "0")
 
 
 def lie(server: RedisServer, workers: list[PublishingWorker]) -> None:

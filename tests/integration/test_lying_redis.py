@@ -86,8 +86,19 @@ async def following(liar: Liar) -> AsyncIterator[RedisLink]:
         b"*1\r\n*2\r\n$1\r\nk\r\n*1\r\n*2\r\n$2\r\n\xff\xff\r\n*-1\r\n",
         b"*1\r\n*2\r\n*0\r\n*0\r\n",
         b"*1\r\n" * 20_000,
+        b"-LOADING Redis is loading the dataset in memory\r\n",
     ],
-    ids=["number", "text", "bare log", "no entries", "bare id", "no id", "log that is a list", "lists within lists"],
+    ids=[
+        "number",
+        "text",
+        "bare log",
+        "no entries",
+        "bare id",
+        "no id",
+        "log that is a list",
+        "lists within lists",
+        "LOADING",
+    ],
 )
 async def test_the_follower_takes_nonsense_for_no_answer(said: bytes) -> None:
     liar = Liar(said)

@@ -62,6 +62,7 @@ from tandem.worker_session import LOAD_PERIOD_S
         ("router: {api_keys: [typo], limits: {tenants: {typo: {}}}}", "router.limits.tenants.typo: no key"),
         ("router: {limits: {tenants: {any: {weight: 2}}}}", "router.limits.tenants.any: no key"),
         ("router: {worker_silence_s: 0.1}", "router.worker_silence_s: Input should be greater than or equal to 0.5"),
+        ("{prefill: {block_size: 24}, decode: {block_size: 16}}", "prefill.block_size"),
         ("redis: {password: x}", "redis.password: there is no redis.url"),
         ("decode: {addresses: [localhost]}", "decode.addresses.0: 'localhost' is not host:port"),
         ("decode: {addresses: ['127.0.0.1:4000', '127.0.0.1:99999']}", "decode.addresses.1: '127.0.0.1:99999' is not"),

@@ -1,4 +1,6 @@
-"""docs/incidents.md says what proves that peers' incidents cannot happen here: what it names must be there."""
+"""docs/incidents.md says what proves that peers' incidents cannot happen here, docs/bad_inputs.md what proves that bad
+input harms nothing: what they name must be there.
+"""
 
 import ast
 import re
@@ -11,6 +13,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "incidents.md"
 _NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 _REASON = "no test: "
+NUM_BAD_INPUTS = 70
+"""What the list has that the page answers."""
 
 
 def rows(page: str) -> Iterator[tuple[str, str, str]]:
@@ -18,7 +22,7 @@ def rows(page: str) -> Iterator[tuple[str, str, str]]:
     for line in page.splitlines():
         if line.startswith("|"):
             incident, held, proved = (cell.strip() for cell in line.strip("|").split("|"))
-            if incident not in ("incident", "---"):
+            if incident not in ("incident", "bad input", "---"):
                 yield incident, held, proved
 
 
@@ -52,6 +56,12 @@ def problems(page: str) -> list[str]:
 def test_every_incident_has_its_tests() -> None:
     page = PAGE.read_text()
     assert len(list(rows(page))) >= 21
+    assert problems(page) == []
+
+
+def test_every_bad_input_has_its_tests() -> None:
+    page = (ROOT / "docs" / "bad_inputs.md").read_text()
+    assert len(list(rows(page))) >= NUM_BAD_INPUTS
     assert problems(page) == []
 
 

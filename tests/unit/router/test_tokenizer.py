@@ -96,6 +96,12 @@ def test_built_in_model() -> None:
     assert sum(i in tokenizer.special_ids for i in ids) == 4
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused(tokenizer: Tokenizer) -> None:
+    tokenizer.check_fits(tokenizer.size)
+    with pytest.raises(ConfigError, match=f"the tokenizer has {tokenizer.size} tokens, the model embeds"):
+        tokenizer.check_fits(tokenizer.size - 1)
+
+
 @pytest.mark.parametrize("content", ["{", "[]", json.dumps({"model": {"type": "BPE"}})])
 def test_bad_tokenizer_file_is_a_config_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)

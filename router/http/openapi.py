@@ -1,0 +1,129 @@
+"""GET /openapi.json: the HTTP door described, made of its table of routes and of the bodies that it validates.
+
+What a schema cannot say (which fields exclude each other, what the served model bounds) is refused with 400 all the
+same, in the same words as ever.
+"""
+
+from typing import Any
+
+from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+
+from router.auth import ApiKeys
+from router.http.guard import Guard, Guarded
+from router.http.openapi_answers import ANSWERS, ERROR, SCHEMAS
+from router.http.routes import Routes
+from router.http.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router.http.strict_body import StrictBody, asks_for_nothing
+
+_VERSION = "3.1.0"
+_REF = "#/components/schemas/{model}"
+_BODIES: dict[str, type[StrictBody]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPT = {
+    "anyOf": [
+        {"type": "string"},
+        _IDS,
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        {"type": "array", "items": _IDS, "minItems": 1},
+    ]
+}
+_QUERIES: dict[str, list[dict[str, Any]]] = {
+    "/debug/decisions": [
+        {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 1000}},
+        {"name": "request_id", "in": "query", "schema": {"type": "string", "maxLength": 256}},
+    ]
+}
+_REFUSALS = {
+    "400": "A field, a header or the body is wrong; `param` names it",
+    "401": "No API key, or a wrong one",
+    "404": "No such model or route",
+    "408": "The body did not come in time",
+    "409": "The client reads the stream elsewhere",
+    "413": "The body, or the KV that it needs, is beyond a hard bound",
+    "429": "A limit or a queue is full; Retry-After says when to come back",
+    "500": "A fault of the cluster's",
+    "503": "No worker can take it now; Retry-After says when to come back",
+    "504": "Its time ran out",
+}
+_RETRY = {"Retry-After": {"description": "Seconds", "schema": {"type": "integer", "minimum": 1}}}
+
+
+class OpenApiRoute:
+    """The handler."""
+
+    def __init__(self, routes: Routes, guard: Guard, keys: ApiKeys, version: str) -> None:
+        """`routes`: all that there are when somebody asks."""
+        self._routes = routes
+        self._guard = guard
+        self._keys = keys
+        self._version = version
+
+    async def show(self, _request: Request) -> dict[str, Any]:
+        """The document."""
+        paths: dict[str, dict[str, Any]] = {}
+        for method, path, guarded in self._routes.described():
+            shown = path.replace("/*", "/{name}")
+            paths.setdefault(shown, {})[method.lower()] = self._operation(method, path, guarded)
+        return {
+            "openapi": _VERSION,
+            "info": {"title": "Tandem", "version": self._version},
+            "paths": dict(sorted(paths.items())),
+            "components": {
+                "schemas": _schemas(),
+                "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            },
+        }
+
+    def _operation(self, method: str, path: str, guarded: Guarded) -> dict[str, Any]:
+        told = (guarded.handler.__doc__ or path).strip().splitlines()[0]
+        asks = self._keys.are_asked_for and not (guarded.page is not None and self._guard.is_open(guarded.page))
+        found: dict[str, Any] = {
+            "operationId": _operation_id(method, path),
+            "summary": told,
+            "security": [{"key": []}] if asks else [],
+            "responses": _responses(path),
+        }
+        parameters = list(_QUERIES.get(path, ()))
+        if path.endswith("/*"):
+            parameters.append({"name": "name", "in": "path", "required": True, "schema": {"type": "string"}})
+        if parameters:
+            found["parameters"] = parameters
+        if path in _BODIES:
+            schema = {"$ref": _REF.format(model=_BODIES[path].__name__)}
+            found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        elif method in ("POST", "PUT", "PATCH"):
+            found["requestBody"] = {"content": {"application/json": {"schema": {"type": "object"}}}}
+        return found
+
+
+def _operation_id(method: str, path: str) -> str:
+    words = path.replace("*", "name").replace(".", "/").split("/")
+    return "_".join([method.lower(), *filter(None, words)]) if path != "/" else f"{method.lower()}_page"
+
+
+def _responses(path: str) -> dict[str, Any]:
+    given = {media: {"schema": schema} for media, schema in ANSWERS.get(path, {}).items()}
+    found: dict[str, Any] = {"200": {"description": "The answer", **({"content": given} if given else {})}}
+    for status, told in _REFUSALS.items():
+        found[status] = {"description": told, "content": {"application/json": {"schema": {"$ref": ERROR}}}}
+        if status in ("429", "503"):
+            found[status]["headers"] = _RETRY
+    return found
+
+
+def _schemas() -> dict[str, Any]:
+    _, made = models_json_schema([(body, "validation") for body in _BODIES.values()], ref_template=_REF)
+    schemas: dict[str, Any] = made["$defs"]
+    for body in _BODIES.values():
+        properties = schemas[body.__name__]["properties"]
+        for name, values in asks_for_nothing(body).items():
+            properties[name] = {"enum": list(values), "description": "Not served yet: anything else is refused"}
+    schemas[CompletionBody.__name__]["properties"]["prompt"] = _PROMPT
+    schemas[DetokenizeBody.__name__]["properties"]["tokens"] = {**_IDS, "minItems": 0}
+    return schemas | SCHEMAS
