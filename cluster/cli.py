@@ -10,6 +10,7 @@ import typer
 
 from tandem.errors import ConfigError
 
+DEFAULT_URL = "http://127.0.0.1:8000"
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
 _RUN, _PROCESSES, _TALK, _LOOK = "Run a cluster here", "Run one process", "Use a cluster", "Look around"
@@ -58,6 +59,13 @@ TransportOption = Annotated[
         help="How KV travels: auto, shm, tcp, nixl, torch_dist or cuda_ipc.",
         rich_help_panel="Pools",
     ),
+]
+KeyFileOption = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="A file that holds the API key.")]
+CaOption = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file of the router's authority, for https.")
+]
+ClientCertOption = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file of your certificate and its key.")
 ]
 
 
@@ -167,26 +175,20 @@ def decode(config: RequiredConfig, index: IndexOption = 0) -> None:
 
 @app.command(rich_help_panel=_TALK)
 def chat(
-    url: Annotated[str, typer.Option(help="The router's HTTP address.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="The router's HTTP address.")] = DEFAULT_URL,
     system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer in tokens.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
-    api_key_file: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="A file that holds the API key.")
-    ] = None,
-    ca: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file of the router's authority, for https.")
-    ] = None,
-    client_cert: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file of your certificate and its key.")
-    ] = None,
+    api_key_file: KeyFileOption = None,
+    ca: CaOption = None,
+    client_cert: ClientCertOption = None,
 ) -> None:
     """Talk to a running cluster; with a pipe as input, one question per line."""
     from cluster.chat import Conversation
     from cluster.chat import chat as run_chat
     from cluster.client import ChatClient, ClientError, client_tls
 
-    key = api_key_file.read_text(encoding="utf-8").strip() if api_key_file else None
+    key = _key_of(api_key_file)
 
     async def talk() -> int:
         async with ChatClient(url, api_key=key, tls=client_tls(ca, client_cert)) as client:
@@ -194,6 +196,34 @@ def chat(
 
     try:
         code = asyncio.run(talk())
+    except ClientError as error:
+        _complain(str(error))
+        code = 1
+    raise typer.Exit(code)
+
+
+@app.command(rich_help_panel=_TALK)
+def top(
+    url: Annotated[
+        list[str] | None, typer.Option(help="A router's HTTP address; repeat for several routers of one cluster.")
+    ] = None,
+    interval: Annotated[float, typer.Option(min=0.2, max=60.0, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once; also where the output is no terminal.")] = False,
+    api_key_file: KeyFileOption = None,
+    ca: CaOption = None,
+    client_cert: ClientCertOption = None,
+) -> None:
+    """Watch a running cluster: pools, queues, KV use, hand-offs, throughput. [b]q[/b] quits, [b]s[/b] sorts."""
+    from rich.console import Console
+
+    from cluster.client import ChatClient, ClientError, client_tls
+    from cluster.top import top as run_top
+
+    console, key = Console(highlight=False), _key_of(api_key_file)
+    once = once or not console.is_terminal
+    try:
+        clients = [ChatClient(one, api_key=key, tls=client_tls(ca, client_cert)) for one in url or [DEFAULT_URL]]
+        code = asyncio.run(run_top(clients, interval_s=interval, once=once, console=console))
     except ClientError as error:
         _complain(str(error))
         code = 1
@@ -329,6 +359,10 @@ def version() -> None:
     from cluster.version import version_line
 
     print(version_line())
+
+
+def _key_of(file: Path | None) -> str | None:
+    return file.read_text(encoding="utf-8").strip() if file else None
 
 
 def _become(module_and_arguments: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""A small client of the HTTP door, for `tandem chat` and `tandem demo`: one streamed chat answer with its time line."""
+"""A small client of the HTTP door, for `tandem chat`, `demo` and `top`: answers with their times, and the status."""
 
 import json
 import ssl
@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx
 
 TIMING_HEADER = "X-Tandem-Timing"
 CONNECT_TIMEOUT_S = 5.0
 MAX_ERROR_CHARS = 500
+_T = TypeVar("_T")
 
 
 class ClientError(Exception):
@@ -123,11 +124,21 @@ class ChatClient:
 
     async def model(self) -> str:
         """Name of the first model served. Raises ClientError."""
+        return await self._get("/v1/models", lambda body: str(body["data"][0]["id"]))
+
+    async def status(self, read: Callable[[Any], _T]) -> _T:
+        """What `read` makes of the router's status (`router.status.merge`). Raises ClientError.
+
+        `read` may raise ValueError, LookupError or TypeError for what is none.
+        """
+        return await self._get("/status/snapshot", read)
+
+    async def _get(self, path: str, read: Callable[[Any], _T]) -> _T:
         try:
-            response = await self._http.get("/v1/models", timeout=CONNECT_TIMEOUT_S)
+            response = await self._http.get(path, timeout=CONNECT_TIMEOUT_S)
             if response.status_code != httpx.codes.OK:
                 raise ClientError(_refusal(response))
-            return str(response.json()["data"][0]["id"])
+            return read(response.json())
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from None
         except (ValueError, LookupError, TypeError):

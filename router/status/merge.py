@@ -77,11 +77,11 @@ def _latest(heard: Iterable[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
             known = found.get(worker["id"])
             if known is None or known["report"] < worker["report"]:
                 found[worker["id"]] = worker
-    return sorted(found.values(), key=lambda each: _natural(each["id"]))
+    return sorted(found.values(), key=lambda each: natural(each["id"]))
 
 
-def _natural(worker_id: str) -> tuple[str, int, str]:
-    """`decode-10` comes after `decode-9`."""
+def natural(worker_id: str) -> tuple[str, int, str]:
+    """To sort by: `decode-10` comes after `decode-9`."""
     stem, _, number = worker_id.rpartition("-")
     short = number.isascii() and number.isdigit() and len(number) < 10
     return (stem, int(number), "") if short else (worker_id, 0, "")
