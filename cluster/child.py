@@ -1,9 +1,9 @@
 """One OS process of ours: started, listened to, signalled and reaped, all through callbacks on the running loop.
 
-A child says that it serves by one JSON line on a pipe (`--ready-fd`), and may say there, from then on, that it is alive
-(`tandem.heartbeat`); stdout and stderr come back as log lines. It
-leads its own session, so that a terminal's Ctrl-C reaches only the supervisor, and it asks the kernel for SIGKILL
-should the supervisor vanish. Signals go through `subprocess.Popen`, which never signals a pid that was reaped.
+A child says that it serves by one JSON line on a pipe (`--ready-fd`). It may say there how its weights load before
+(`tandem.process.load_progress`), and from then on that it is alive (`tandem.heartbeat`); stdout and stderr come back as
+log lines. It leads its own session, so that a terminal's Ctrl-C reaches only the supervisor, and it asks the kernel for
+SIGKILL should the supervisor vanish. Signals go through `subprocess.Popen`, which never signals a pid that was reaped.
 """
 
 import asyncio
@@ -15,6 +15,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from tandem.load_progress import LoadReport
+from tandem.process import LOADING
 
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 14
@@ -36,6 +39,7 @@ _SHIM = (
 class Callbacks:
     """Whom a child tells what; each is called on the event loop."""
 
+    on_loading: Callable[[LoadReport], None]
     on_ready: Callable[[Mapping[str, Any]], None]
     on_beat: Callable[[], None]
     on_log: Callable[[str], None]
@@ -110,19 +114,25 @@ class Child:
                 self._callbacks.on_beat()
             return
         self._ready += data
-        line, newline, _ = self._ready.partition(b"\n")
-        if newline:
-            self._is_announced = True
-            self._announce(bytes(line))
-        elif data and len(line) > MAX_READY_BYTES:
+        while not self._is_announced and b"\n" in self._ready:
+            line, _, self._ready = self._ready.partition(b"\n")
+            self._take(bytes(line))
+        if data and len(self._ready) > MAX_READY_BYTES:
             self._close(self._ready_fd)
 
-    def _announce(self, line: bytes) -> None:
+    def _take(self, line: bytes) -> None:
+        """A word on loading, or that the child serves."""
+        info, report = None, None
         try:
             info = json.loads(line)
-        except ValueError:
+            report = LoadReport.read(info[LOADING]) if info.keys() == {LOADING} else None
+        except (LookupError, TypeError, ValueError, AttributeError):
             info = None
-        if isinstance(info, dict):
+        if report is not None:
+            self._callbacks.on_loading(report)
+            return
+        self._is_announced = True
+        if info is not None:
             self._callbacks.on_ready(info)
         else:
             self._callbacks.on_log("the ready line is not a JSON object")

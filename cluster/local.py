@@ -29,6 +29,7 @@ from cluster.effective import (
 from cluster.supervisor import Action, Launch, Note, Phase, Policy, ProcessPlan, ProcessState, Role, Send, Supervisor
 from tandem.config import ClusterConfig
 from tandem.hosts import join
+from tandem.load_progress import LoadReport
 
 LOG_TAIL_LINES = 20
 EXIT_NOT_STARTED = 127
@@ -68,6 +69,9 @@ class Watcher(Protocol):
     def on_state(self, view: ProcessView) -> None:
         """A process has moved on."""
 
+    def on_loading(self, name: str, report: LoadReport) -> None:
+        """A process says how its weights load."""
+
     def on_note(self, note: Note) -> None:
         """The supervisor has something to say."""
 
@@ -79,6 +83,9 @@ class SilentWatcher:
     """Shows nothing."""
 
     def on_state(self, view: ProcessView) -> None:
+        """Ignored."""
+
+    def on_loading(self, name: str, report: LoadReport) -> None:
         """Ignored."""
 
     def on_note(self, note: Note) -> None:
@@ -244,6 +251,7 @@ class LocalCluster:
     def _launch(self, name: str) -> None:
         plan = self._plans[name]
         callbacks = Callbacks(
+            on_loading=lambda report: self._watcher.on_loading(name, report),
             on_ready=lambda info: self._on_ready(name, info),
             on_beat=lambda: self._supervisor.on_beat(name, self._now()),
             on_log=lambda line: self._on_log(name, line),

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from cluster import banner
@@ -20,15 +20,18 @@ from cluster.local import ClusterFailed, Command, LocalCluster, ProcessView, Sto
 from cluster.sanitize import without_controls
 from cluster.supervisor import Note, ProcessState, Role
 from tandem.config import ClusterConfig
+from tandem.load_progress import LoadReport
 
 EXIT_FAILED = 1
 EXIT_KILLED = 130
+LINE_S = 5.0
+"""Between two lines on how weights load, where no bar is shown."""
 Body = Callable[[LocalCluster], Awaitable[int]]
 """What to do while the cluster serves; its result is the exit code."""
 
 
 class ConsoleWatcher:
-    """Spinners while processes load, then their log lines and what the supervisor does about deaths.
+    """Spinners and bars while processes load, then their log lines and what the supervisor does about deaths.
 
     Log lines written before everything serves are kept back, warnings excepted: a process that fails shows its own.
     """
@@ -38,9 +41,12 @@ class ConsoleWatcher:
         self._show_logs = show_logs
         self._starting = True
         self._tasks: dict[str, TaskID] = {}
+        self._lines_s: dict[str, float] = {}
+        """When a process was last given a line on how its weights load, or began."""
         self._progress = Progress(
             SpinnerColumn(finished_text="[green]✓[/green]"),
             TextColumn("{task.fields[name]:<12}", style="bold", markup=False),
+            BarColumn(bar_width=16),
             TextColumn("{task.description}", markup=False),
             TimeElapsedColumn(),
             console=console,
@@ -67,12 +73,26 @@ class ConsoleWatcher:
             return
         if view.state is ProcessState.STARTING and view.name not in self._tasks:
             what = "opening the doors" if view.role is Role.ROUTER else "loading weights"
-            self._tasks[view.name] = self._progress.add_task(what, total=1, name=view.name)
+            # Without a total the bar only says that something goes on.
+            self._tasks[view.name] = self._progress.add_task(what, total=None, name=view.name)
         elif view.state is ProcessState.READY:
             text = f"ready, pid {view.pid}, {view.address}"
-            self._progress.update(self._tasks[view.name], description=text, completed=1)
+            self._progress.update(self._tasks[view.name], description=text, total=1.0, completed=1.0)
             if not self._console.is_terminal:
                 self._console.print(Text(f"{view.name} {text}"), soft_wrap=True)
+
+    def on_loading(self, name: str, report: LoadReport) -> None:
+        """Move its bar on; where there is none, a line every few seconds."""
+        if not self._starting or name not in self._tasks:
+            return
+        if report.share == 1.0:
+            self._progress.update(self._tasks[name], description="making room for KV", total=None, completed=0.0)
+        else:
+            self._progress.update(self._tasks[name], description=str(report), total=1.0, completed=report.share)
+        now_s = asyncio.get_running_loop().time()
+        if not self._console.is_terminal and now_s - self._lines_s.setdefault(name, now_s) >= LINE_S:
+            self._lines_s[name] = now_s
+            self._console.print(Text(f"{name} {report}"), soft_wrap=True)
 
     def on_note(self, note: Note) -> None:
         """Always shown: a process died or came back."""

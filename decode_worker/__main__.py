@@ -21,7 +21,7 @@ from tandem.board.assembly import make_publisher, publish
 from tandem.config import ClusterConfig
 from tandem.ids import WorkerId
 from tandem.model_path import model_name
-from tandem.process import Lifetime, announce, worker_main
+from tandem.process import Lifetime, announce, load_progress, worker_main
 from tandem.roles import WorkerRole
 from tandem.rpc import ClusterAuth, listen, make_server
 from tandem.telemetry import open_tracer
@@ -39,7 +39,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
     host_name, port = listen_address(config.decode, "decode", index)
     # Before the model is loaded: what cannot work is told at once.
     auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name)
-    parts = await asyncio.to_thread(assemble, engine_spec(config), pool=SharedPool)
+    parts = await asyncio.to_thread(assemble, engine_spec(config), pool=SharedPool, progress=load_progress(ready_fd))
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         server = make_server(auth)

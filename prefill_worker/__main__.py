@@ -21,7 +21,7 @@ from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.ids import WorkerId
 from tandem.model_path import model_name
-from tandem.process import Lifetime, announce, worker_main
+from tandem.process import Lifetime, announce, load_progress, worker_main
 from tandem.roles import WorkerRole
 from tandem.rpc import ClusterAuth, listen, make_server
 from tandem.telemetry import open_tracer
@@ -38,7 +38,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
     started_s = time.monotonic()
     host_name, port = listen_address(config.prefill, "prefill", index)
     auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name)
-    parts = await asyncio.to_thread(assemble, engine_spec(config), pool=SharedPool)
+    parts = await asyncio.to_thread(assemble, engine_spec(config), pool=SharedPool, progress=load_progress(ready_fd))
     async with AsyncExitStack() as stack:
         region = _region(parts, stack)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())

@@ -12,12 +12,14 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.errors import ConfigError, InvariantError
+from tandem.load_progress import LoadProgress, LoadReport
 from tandem.logs import configure
 from tandem.roles import WorkerRole
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+LOADING = "loading"
+"""Of a line that is about loading; see `load_progress`."""
 _FAULT_END_S = 5.0
 """For a process to end by itself after a fault. What hangs would keep it for ever."""
 
@@ -58,6 +62,26 @@ class Lifetime:
         await self._stop.wait()
         if self.fault is not None:
             raise self.fault
+
+
+def load_progress(ready_fd: int | None) -> LoadProgress:
+    """Tells whoever started this process how its weights load, in JSON lines before the one that says that it serves.
+
+    Nobody who does not read them holds up the loading: they are lost then.
+    """
+
+    def tell(report: LoadReport) -> None:
+        if ready_fd is None:
+            return
+        os.set_blocking(ready_fd, False)
+        try:
+            os.write(ready_fd, json.dumps({LOADING: report.as_json()}).encode() + b"\n")
+        except OSError:
+            pass  # the pipe is full, or its reader has gone
+        finally:
+            os.set_blocking(ready_fd, True)
+
+    return LoadProgress(clock=time.monotonic, tell=tell, log=lambda report: _log.info("%s", report))
 
 
 def announce(ready_fd: int | None, facts: Mapping[str, Any]) -> None:

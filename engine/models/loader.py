@@ -4,6 +4,7 @@ A rank of several reads its own parts of the tensors and nothing else of them (t
 """
 
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Protocol
 
@@ -26,7 +27,7 @@ from engine.weights import Checkpoint
 from tandem.errors import ConfigError
 
 Progress = Callable[[int, int], None]
-"""Called with (tensors done, tensors in all)."""
+"""Called with (values done, values in all), of this rank."""
 
 
 class TensorSource(Protocol):
@@ -110,7 +111,7 @@ class _Loader:
         self._shard = Shard(config, rank=group.rank, size=group.size)
         self._done = 0
         self._shapes = expected_shapes(config)
-        self._num_held = sum(self._shard.holds(name) for name in self._shapes)
+        self._num_values = sum(prod(self._local_shape(n)) for n in self._shapes if self._shard.holds(n))
 
     def model(self) -> Decoder:
         config, backend = self._config, self._backend
@@ -224,9 +225,9 @@ class _Loader:
             if not (torch.isfinite(low) and torch.isfinite(high)):
                 raise ConfigError(f"checkpoint: {name} has values that are not finite in {self._backend.dtype}")
         self._source.forget(name)
-        self._done += 1
+        self._done += target.numel()
         if self._progress is not None:
-            self._progress(self._done, self._num_held)
+            self._progress(self._done, self._num_values)
 
     def _local_shape(self, name: str) -> tuple[int, ...]:
         part, whole = self._shard.part(name), self._shapes[name]

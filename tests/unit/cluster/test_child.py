@@ -8,17 +8,24 @@ import sys
 import pytest
 
 from cluster.child import MAX_LINE_BYTES, Callbacks, Child
+from tandem.load_progress import LoadReport
 
 
 class Heard:
     """Everything that one child said."""
 
     def __init__(self):
-        self.ready, self.lines, self.status = [], [], None
+        self.ready, self.lines, self.loading, self.status = [], [], [], None
         self.ended, self.serves, self.beats = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     def callbacks(self):
-        return Callbacks(on_ready=self.on_ready, on_beat=self.beats.set, on_log=self.lines.append, on_exit=self.on_exit)
+        return Callbacks(
+            on_loading=self.loading.append,
+            on_ready=self.on_ready,
+            on_beat=self.beats.set,
+            on_log=self.lines.append,
+            on_exit=self.on_exit,
+        )
 
     def on_ready(self, info):
         self.ready.append(info)
@@ -54,7 +61,9 @@ async def test_long_output_arrives_whole():
     assert max(map(len, heard.lines)) <= MAX_LINE_BYTES + (1 << 16)
 
 
-@pytest.mark.parametrize("ready", ["b'[1]\\n'", "b'nonsense\\n'"])
+@pytest.mark.parametrize(
+    "ready", ["b'[1]\\n'", "b'nonsense\\n'", "b'{\"loading\": 3}\\n'", 'b\'{"loading": {"share": 2, "left_s": 1}}\\n\'']
+)
 async def test_a_bad_ready_line_is_fatal(ready):
     heard = await run(f"os.write(fd, {ready})\ntime.sleep(60)")
     assert heard.ready == []
@@ -64,6 +73,13 @@ async def test_a_bad_ready_line_is_fatal(ready):
 
 async def test_a_ready_line_in_pieces():
     heard = await run("os.write(fd, b'{\"a\":')\ntime.sleep(0.05)\nos.write(fd, b' 2}\\n')\nos.close(fd)")
+    assert heard.ready == [{"a": 2}]
+
+
+async def test_words_on_loading_come_before_the_ready_line():
+    told = '{"loading": {"share": 0.5, "left_s": null}}\\n{"loading": {"share": 1.0, "left_s": 0.5}}\\n{"a": 2}\\n.'
+    heard = await run(f"os.write(fd, b'{told}')\nos.close(fd)")
+    assert heard.loading == [LoadReport(share=0.5, left_s=None), LoadReport(share=1.0, left_s=0.5)]
     assert heard.ready == [{"a": 2}]
 
 

@@ -1,0 +1,74 @@
+"""How far the loading of weights has come, and how long it may still take: told a few times a second, logged seldom.
+
+Pure: the clock, who is told and who logs are passed in.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+TELL_S = 0.25
+LOG_S = 10.0
+_LEAST_SHARE = 0.02
+"""Before that nothing can be said of the time that is left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """One word on it."""
+
+    share: float
+    """Of the values, 0 to 1."""
+    left_s: float | None
+    """Predicted; None while nothing can be said."""
+
+    @classmethod
+    def read(cls, told: Any) -> Self:
+        """From JSON. Raises LookupError, TypeError or ValueError for anything else."""
+        left_s = told["left_s"]
+        share = float(told["share"])
+        if not 0.0 <= share <= 1.0:
+            raise ValueError("share must be from 0 to 1")
+        return cls(share=share, left_s=None if left_s is None else float(left_s))
+
+    def as_json(self) -> Mapping[str, Any]:
+        """See `read`."""
+        return {"share": round(self.share, 4), "left_s": None if self.left_s is None else round(self.left_s, 1)}
+
+    def __str__(self) -> str:
+        left = "" if self.left_s is None or self.share == 1.0 else f", {_duration(self.left_s)} left"
+        return f"loading weights: {self.share:.0%}{left}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+class LoadProgress:
+    """Called by whoever loads, with the values done and the values in all."""
+
+    def __init__(
+        self, *, clock: Callable[[], float], tell: Callable[[LoadReport], None], log: Callable[[LoadReport], None]
+    ) -> None:
+        """`tell` hears often, and of the end; `log` every ten seconds of a loading that takes so long."""
+        self._clock = clock
+        self._tell = tell
+        self._log = log
+        self._started_s = self._logged_s = clock()
+        self._told_s: float | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        """So far."""
+        now_s = self._clock()
+        is_over = done >= total
+        is_due = self._told_s is None or now_s - self._told_s >= TELL_S
+        if not (is_over or is_due):
+            return
+        share = done / total if total else 1.0
+        left_s = (now_s - self._started_s) * (1.0 - share) / share if share >= _LEAST_SHARE else None
+        report = LoadReport(share=min(1.0, share), left_s=left_s)
+        self._told_s = now_s
+        self._tell(report)
+        if now_s - self._logged_s >= LOG_S:
+            self._logged_s = now_s
+            self._log(report)
