@@ -1,6 +1,7 @@
 """`tandem chat`: a conversation in the terminal with a running cluster; also one question per line from a pipe."""
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -149,9 +150,18 @@ def _session() -> "PromptSession[str]":
     path = Path.home() / ".local" / "state" / "tandem" / "chat_history"
     history: History
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.touch(mode=0o600)
+        _make_private(path)
         history = FileHistory(str(path))
     except OSError:
         history = InMemoryHistory()
     return PromptSession(history=history)
+
+
+def _make_private(path: Path) -> None:
+    """There, and readable for its owner alone, whoever made it and under whatever umask. Raises OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.fchmod(descriptor, 0o600)
+    finally:
+        os.close(descriptor)

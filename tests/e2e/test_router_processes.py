@@ -73,6 +73,26 @@ async def test_the_figures_are_those_of_all(cluster, oracle):
     assert {"router-0", "router-1", "router-2"} <= names
 
 
+async def test_the_status_is_that_of_all(cluster, oracle):
+    async def status(key="key-of-all"):
+        headers = {"Authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, trust_env=False) as http:
+            return (await http.get("/status/snapshot", headers=headers)).json()
+
+    prompt = oracle.story(9503, 60)
+    await asyncio.gather(*(ask(cluster, prompt) for _ in range(ASKED)))
+    for _ in range(4):  # whichever process is asked
+        told = await status()
+        assert told["processes"] == NUM_PROCESSES
+        assert [len(pool["workers"]) for pool in told["pools"]] == [1, 1]
+        assert {len(decision["request_id"]) > 30 for decision in told["decisions"]} == {True}
+    assert (await status("key-of-few"))["decisions"] == []
+    # A whole step of the history has to pass: all that was read, by whichever process, is in the curves then.
+    async with asyncio.timeout(WAIT_S):
+        while sum((await status())["curves"]["prompt_tokens_per_s"]) * 5 < ASKED * len(prompt):  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+
+
 async def test_one_of_them_dies_and_comes_back(cluster, oracle):
     prompt, pid = oracle.story(9501, 60), cluster.pid("router-1")
     expected = oracle.tokens(prompt, 8)

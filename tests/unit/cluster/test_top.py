@@ -2,11 +2,9 @@
 
 import asyncio
 import os
-import pty
 import signal
 import sys
 import termios
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from io import StringIO
@@ -25,12 +23,12 @@ from router.status.feed import StatusFeed
 from router.worker_view import WorkerLoad
 from tandem.admission_config import ApiKey
 from tandem.config import RouterConfig
+from tests.unit.cluster.terminal import WAIT_S, terminal
 from tests.unit.router import doors
 from tests.unit.router.status.whole_status import answer, feed_of, sources_of
 from tests.unit.router.whole_router import NUM_BLOCKS, WholeRouter
 
 ROOT = Path(__file__).resolve().parents[3]
-WAIT_S = 60.0
 
 
 async def status_of(whole: WholeRouter) -> ClusterStatus:
@@ -148,63 +146,9 @@ async def test_once_prints_once_and_says_when_nobody_answers(tmp_path: Path) -> 
     assert err == f"error: no cluster answers at {url}: start one with `tandem up`, or name it with --url\n"
 
 
-class Terminal:
-    """`tandem top` in a terminal of its own."""
-
-    def __init__(self, leader: int, follower: int, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-        self.follower = follower
-        self._leader = leader
-        self._read = bytearray()
-        self._more = asyncio.Event()
-        asyncio.get_running_loop().add_reader(leader, self._take)
-
-    def _take(self) -> None:
-        self._read += os.read(self._leader, 1 << 16)
-        self._more.set()
-
-    def press(self, key: str) -> None:
-        self._read.clear()
-        os.write(self._leader, key.encode())
-
-    async def shows(self, text: str) -> None:
-        """Until it has written this since the last key."""
-        async with asyncio.timeout(WAIT_S):
-            while text.encode() not in self._read:
-                self._more.clear()
-                await self._more.wait()
-
-    def close(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._leader)
-        os.close(self._leader)
-        os.close(self.follower)
-
-
-@asynccontextmanager
-async def terminal(*arguments: str) -> AsyncIterator[Terminal]:
-    leader, follower = pty.openpty()
-    termios.tcsetwinsize(follower, (40, 120))
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "cluster.cli", "top", *arguments),
-        cwd=ROOT,
-        stdin=follower,
-        stdout=follower,
-        stderr=follower,
-        env={**os.environ, "TERM": "xterm-256color"},
-    )
-    shown = Terminal(leader, follower, process)
-    try:
-        yield shown
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        shown.close()
-
-
 async def test_it_lives_in_a_terminal_through_the_loss_of_its_router() -> None:
     whole = WholeRouter(1)
-    async with served(whole=whole) as url, terminal("--url", url, "--interval", "0.2") as shown:
+    async with served(whole=whole) as url, terminal("top", "--url", url, "--interval", "0.2") as shown:
         before = termios.tcgetattr(shown.follower)[:4]
         await shown.shows("worker ↓")
         shown.press("s")
@@ -216,18 +160,16 @@ async def test_it_lives_in_a_terminal_through_the_loss_of_its_router() -> None:
         whole.now_s += 1.0
         await shown.shows("draining")
         shown.press("q")
-        async with asyncio.timeout(WAIT_S):
-            assert await shown.process.wait() == 0
+        await shown.ends(0)
         assert termios.tcgetattr(shown.follower)[:3] == before[:3]
-    async with terminal("--url", url, "--interval", "0.2") as shown:
+    async with terminal("top", "--url", url, "--interval", "0.2") as shown:
         await shown.shows("no cluster answers at")
         await shown.shows("no status yet")
         async with served(port=int(url.rpartition(":")[2])):
             await shown.shows("3 decode workers")
         await shown.shows("the figures are")
         shown.process.send_signal(signal.SIGINT)
-        async with asyncio.timeout(WAIT_S):
-            assert await shown.process.wait() == 0
+        await shown.ends(0)
 
 
 @pytest.mark.parametrize("told", ["[]", "{}", '{"model": {"name": 1}}', "3", "null"])
