@@ -61,6 +61,12 @@ TransportOption = Annotated[
     ),
 ]
 KeyFileOption = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="A file that holds the API key.")]
+CaOption = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file of the router's authority, for https.")
+]
+ClientCertOption = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file of your certificate and its key.")
+]
 
 
 @app.command(rich_help_panel=_RUN)
@@ -174,12 +180,8 @@ def chat(
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer in tokens.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
     api_key_file: KeyFileOption = None,
-    ca: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file of the router's authority, for https.")
-    ] = None,
-    client_cert: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file of your certificate and its key.")
-    ] = None,
+    ca: CaOption = None,
+    client_cert: ClientCertOption = None,
 ) -> None:
     """Talk to a running cluster; with a pipe as input, one question per line."""
     from cluster.chat import Conversation
@@ -208,17 +210,20 @@ def top(
     interval: Annotated[float, typer.Option(min=0.2, max=60.0, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print once; also where the output is no terminal.")] = False,
     api_key_file: KeyFileOption = None,
+    ca: CaOption = None,
+    client_cert: ClientCertOption = None,
 ) -> None:
     """Watch a running cluster: pools, queues, KV use, hand-offs, throughput. [b]q[/b] quits, [b]s[/b] sorts."""
     from rich.console import Console
 
-    from cluster.client import ClientError
+    from cluster.client import ChatClient, ClientError, client_tls
     from cluster.top import top as run_top
 
     console, key = Console(highlight=False), _key_of(api_key_file)
     once = once or not console.is_terminal
     try:
-        code = asyncio.run(run_top(url or [DEFAULT_URL], api_key=key, interval_s=interval, once=once, console=console))
+        clients = [ChatClient(one, api_key=key, tls=client_tls(ca, client_cert)) for one in url or [DEFAULT_URL]]
+        code = asyncio.run(run_top(clients, interval_s=interval, once=once, console=console))
     except ClientError as error:
         _complain(str(error))
         code = 1

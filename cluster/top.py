@@ -90,10 +90,11 @@ async def _status(client: ChatClient) -> ClusterStatus | ClientError:
         return error
 
 
-async def top(urls: Sequence[str], *, api_key: str | None, interval_s: float, once: bool, console: Console) -> int:
-    """Show it until the user leaves, or `once`; the exit code. Raises ClientError for what is no URL."""
+async def top(clients: Sequence[ChatClient], *, interval_s: float, once: bool, console: Console) -> int:
+    """Show it until the user leaves, or `once`; the exit code. The clients, one per router, are closed at the end."""
     async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(ChatClient(url, api_key=api_key)) for url in urls]
+        for client in clients:
+            await stack.enter_async_context(client)
         watch = Watch(clients, interactive=not once)
         await watch.ask()
         if once:
