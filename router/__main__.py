@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from router.admission import Admission
 from router.admission_assembly import hedging_settings, make_gate, make_limits
 from router.asked import ModelInfo
+from router.batch_assembly import open_batches
 from router.board import RouterBoard
 from router.board_metrics import BoardMetrics
 from router.canary import CANARY_SALT, Canary
@@ -101,6 +102,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         readiness = Readiness(registry, metrics, canary.answering)
         status = await open_status(stack, place, model, dispatcher, gate, metrics, decisions, readiness)
         app = create_app(frontend, gate, readiness, config.router, metrics, decisions, status, keeper)
+        app = await open_batches(stack, app, frontend, gate, config.router, metrics, keeper)
         bounds = connection_bounds(config.router.connections, raise_file_limit())
         shares = place.siblings is not None
         server = build_server(frontend, gate, config.router, metrics, bounds.grpc, shares_port=shares, keeper=keeper)

@@ -71,6 +71,10 @@ class FairAdmission:
         """Of their prompts."""
         return self._queue.num_tokens
 
+    def has_idle_room(self) -> bool:
+        """Whether nobody waits, and the cluster would take another request at once."""
+        return not self.closed and not len(self._queue) and self._room().takes(0)
+
     def oldest_s(self) -> float:
         """For how long the one has waited that has waited longest."""
         now_s = self._clock()

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, Secret
 from pydantic_core import ErrorDetails
 
 from tandem.admission_config import HedgingConfig, LimitsConfig, QueueConfig, mistaken_keys
+from tandem.batch_config import BatchesConfig
 from tandem.board.settings import board_settings
 from tandem.config_section import Seconds, Section
 from tandem.disk_cache import contradiction
@@ -193,6 +194,7 @@ class RouterConfig(DoorLocks, PromptCaching):
     """For how long workers go on with the streams of a router that is gone, for their clients to come to another with a
     `Last-Event-ID`; 0: not at all, then such a stream is generated again."""
     grammars: GrammarsConfig = GrammarsConfig()
+    batches: BatchesConfig = BatchesConfig()
     tool_parser: ToolParserName | None = None
     stream_buffer_tokens: PositiveInt = 4096
     """Tokens waiting for a slow reader before its request is cancelled."""

@@ -1,6 +1,8 @@
 """What real clients see: the official `openai` package over HTTP, and the public gRPC service."""
 
 import asyncio
+import json
+import signal
 
 import grpc.aio
 import openai
@@ -13,7 +15,7 @@ from tandem.errors import InvalidRequest
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceStub
-from tests.e2e.running_cluster import WAIT_S, running
+from tests.e2e.running_cluster import WAIT_S, body, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MODEL = "tandem-tiny"
@@ -22,8 +24,8 @@ QUESTION = f"The code of amber is 4821. {STORY}What is the code of amber?"
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def cluster():
-    async with running() as made:
+async def cluster(tmp_path_factory):
+    async with running(router__batches={"path": str(tmp_path_factory.mktemp("batches"))}) as made:
         yield made
 
 
@@ -163,3 +165,42 @@ async def test_grpc_chat_tokenize_and_models(inference):
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await inference.Tokenize(pb.TokenizeRequest(model="gpt-4", text="x"))
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_batch_goes_on_behind_a_router_that_was_killed(cluster, client, oracle):
+    """By OpenAI's client: each request has one result, the one that it has alone."""
+    prompts = {f"story-{i}": oracle.story(9700 + i, 60) for i in range(12)}
+    asked = [
+        {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body(prompt, 40)}
+        for name, prompt in prompts.items()
+    ]
+    text = "\n".join(json.dumps(one) for one in asked).encode()
+    file = await client.files.create(file=("stories.jsonl", text), purpose="batch")
+    assert (await client.files.content(file.id)).read() == text
+    batch = await client.batches.create(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h", metadata={"of": "stories"}
+    )
+    pid = cluster.pid("router")
+
+    async def has_some():
+        return (await client.batches.retrieve(batch.id)).status != "validating"
+
+    await cluster.until(has_some)
+    cluster.local.kill("router", signal.SIGKILL)
+    await cluster.local.wait_ready("router", after_pid=pid)
+    await cluster.until_workers(2)
+
+    async def has_ended():
+        return (await client.batches.retrieve(batch.id)).status == "completed"
+
+    await cluster.until(has_ended)
+    batch = await client.batches.retrieve(batch.id)
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.error_file_id) == (12, 12, None)
+    told = [json.loads(line) for line in (await client.files.content(batch.output_file_id)).text.splitlines()]
+    tokens = {one["custom_id"]: one["response"]["body"]["choices"][0]["token_ids"] for one in told}
+    assert len(told) == len(tokens)
+    assert tokens == {name: oracle.tokens(prompt, 40) for name, prompt in prompts.items()}
+    assert [one.id async for one in client.batches.list()] == [batch.id]
+    assert (await client.files.delete(file.id)).deleted
+    with pytest.raises(openai.BadRequestError):
+        await client.batches.cancel(batch.id)

@@ -1,0 +1,284 @@
+"""Runs batches: a few requests at a time, and only while the cluster has nothing better to do.
+
+Life of a batch: validating → in progress → finalizing → completed; or failed, expired, cancelled. A router that stops,
+or dies, leaves on disk what was answered; whoever runs the folder next goes on with the rest.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from router.batches.lines import BatchLine, answered, input_error, not_run, read_line
+from router.batches.store import BatchStore, Results
+from router.batches.values import Batch, BatchStatus
+from tandem.errors import InvalidRequest, ServingError
+
+Answering = Callable[[str, str, dict[str, Any]], Awaitable[tuple[int, bytes]]]
+"""Takes a tenant, an endpoint and a body; the status and the body of the answer, or of what is wrong with the request.
+Raises ServingError when the same request may be answered later."""
+_LOOK_S = 1.0
+"""Between two looks into the folder; who asks this process wakes it."""
+_ROOM_S = 0.1
+"""Between two looks whether there is room."""
+_LONGEST_PAUSE_S = 10.0
+_MOST_ERRORS = 20
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerBounds:
+    """Of one process that runs batches."""
+
+    max_concurrent: int
+    max_requests: int
+    max_line_bytes: int
+    parse: Callable[[bytes], Any]
+    """A line's JSON. Raises InvalidRequest."""
+
+
+class BatchRunner:
+    """All batches of one folder; an async context manager."""
+
+    def __init__(
+        self,
+        store: BatchStore,
+        answer: Answering,
+        has_room: Callable[[], bool],
+        bounds: RunnerBounds,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """`has_room`: whether the cluster would run another request at once and nobody waits."""
+        self._store = store
+        self._answer = answer
+        self._has_room = has_room
+        self._bounds = bounds
+        self._now = now
+        self._permits = asyncio.Semaphore(bounds.max_concurrent)
+        self._woken = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._at_work: dict[str, asyncio.Task[None]] = {}
+
+    async def __aenter__(self) -> Self:
+        """Raises OSError when the folder cannot be made."""
+        await asyncio.to_thread(self._store.open)
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Leave the rest for later; another process may go on with it."""
+        tasks = [*self._at_work.values(), *([self._task] if self._task is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._store.close()
+
+    def wake(self) -> None:
+        """There is a new batch, or one was cancelled."""
+        self._woken.set()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                if await asyncio.to_thread(self._store.may_run):
+                    await asyncio.to_thread(self._store.sweep, self._now())
+                    for batch in await asyncio.to_thread(self._store.live):
+                        if batch.id not in self._at_work:
+                            self._at_work[batch.id] = asyncio.create_task(self._keep(batch))
+            except OSError:
+                _log.exception("the folder of batches cannot be read")
+            await self._pause(_LOOK_S)
+
+    async def _pause(self, seconds: float) -> None:
+        self._woken.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._woken.wait()
+
+    async def _keep(self, batch: Batch) -> None:
+        try:
+            await self._work(batch)
+        except OSError:
+            _log.exception("batch %s cannot go on", batch.id)
+            await self._pause(_LONGEST_PAUSE_S)
+        finally:
+            del self._at_work[batch.id]
+
+    async def _work(self, batch: Batch) -> None:
+        if batch.status is not BatchStatus.FINALIZING:
+            ended = await self._answer_all(batch)
+            if ended is None:
+                return
+            batch = ended
+        end = BatchStatus(batch.ends_as)
+        output, errors = await asyncio.to_thread(self._store.publish, batch, self._now())
+        batch = batch.moved(end, self._now(), output_file_id=output, error_file_id=errors)
+        await asyncio.to_thread(self._store.save, batch)
+
+    async def _answer_all(self, batch: Batch) -> Batch | None:
+        """The batch when it has all its results; None when it has failed."""
+        try:
+            lines = await asyncio.to_thread(self._read, batch)
+        except _BadInput as bad:
+            failed = batch.moved(BatchStatus.FAILED, self._now(), errors=tuple(bad.errors))
+            await asyncio.to_thread(self._store.save, failed)
+            return None
+        results = await asyncio.to_thread(self._store.results, batch)
+        if batch.status is BatchStatus.VALIDATING:
+            batch = batch.moved(BatchStatus.IN_PROGRESS, self._now(), total=len(lines))
+            await asyncio.to_thread(self._store.save, batch)
+        end = await _Progress(self, batch, lines, results).run()
+        batch = _counted(batch, results).moved(BatchStatus.FINALIZING, self._now(), ends_as=end.value)
+        await asyncio.to_thread(self._store.save, batch)
+        return batch
+
+    def _read(self, batch: Batch) -> list[BatchLine]:
+        """All lines. Raises _BadInput."""
+        lines: list[BatchLine] = []
+        errors = []
+        names: set[str] = set()
+        try:
+            path = self._store.content(batch.tenant, batch.input_file_id)
+        except ServingError as error:
+            raise _BadInput([input_error(0, error)]) from None
+        for number, text in enumerate(_texts(path), 1):
+            try:
+                if len(lines) >= self._bounds.max_requests:
+                    raise InvalidRequest(f"more than {self._bounds.max_requests} requests")
+                if len(text) > self._bounds.max_line_bytes:
+                    raise InvalidRequest(f"a line has more than {self._bounds.max_line_bytes} bytes")
+                line = read_line(self._bounds.parse(text), batch.endpoint)
+                if line.custom_id in names:
+                    raise InvalidRequest(f"custom_id {line.custom_id[:100]!r} stands twice", param="custom_id")
+                names.add(line.custom_id)
+                lines.append(line)
+            except ServingError as error:
+                errors.append(input_error(number, error))
+                if len(errors) >= _MOST_ERRORS or len(lines) >= self._bounds.max_requests:
+                    break
+        if not lines and not errors:
+            errors.append(input_error(0, InvalidRequest("the file has no requests")))
+        if errors:
+            raise _BadInput(errors)
+        return lines
+
+
+class _BadInput(Exception):
+    """Nothing of the batch is run."""
+
+    def __init__(self, errors: list[dict[str, object]]) -> None:
+        super().__init__("the input is wrong")
+        self.errors = errors
+
+
+class _Progress:
+    """One batch under way."""
+
+    def __init__(self, runner: BatchRunner, batch: Batch, lines: list[BatchLine], results: Results) -> None:
+        self._runner = runner
+        self._batch = batch
+        self._lines = lines
+        self._results = results
+        self._running: set[asyncio.Task[None]] = set()
+        self._saved_s = runner._now()
+
+    async def run(self) -> BatchStatus:
+        """How it ended. Cancelling it ends what is under way, to be run again later."""
+        try:
+            for number in range(len(self._lines)):
+                if number in self._results.done:
+                    continue
+                if (end := await self._turn()) is not None:
+                    return await self._cut(end)
+                task = asyncio.create_task(self._one(number))
+                self._running.add(task)
+                task.add_done_callback(self._ended)
+            while self._running:
+                await asyncio.wait(self._running, timeout=_LOOK_S)
+                if (end := self._ends()) is not None:
+                    return await self._cut(end)
+            if len(self._results.done) < len(self._lines):
+                raise OSError("results could not be written")
+            return BatchStatus.COMPLETED
+        finally:
+            await self._end_all()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("batch %s: a result is missing: %s", self._batch.id, error)
+
+    async def _turn(self) -> BatchStatus | None:
+        """Wait until one more request may go; or until the batch has ended."""
+        runner = self._runner
+        while (end := self._ends()) is None:
+            if runner._has_room() and not runner._permits.locked():
+                await runner._permits.acquire()
+                return None
+            await runner._pause(_ROOM_S)
+        return end
+
+    def _ends(self) -> BatchStatus | None:
+        if self._runner._store.is_cancelled(self._batch):
+            return BatchStatus.CANCELLED
+        return BatchStatus.EXPIRED if self._runner._now() >= self._batch.expires_s else None
+
+    async def _end_all(self) -> None:
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    async def _cut(self, end: BatchStatus) -> BatchStatus:
+        """What has no answer gets none any more."""
+        await self._end_all()
+        message = "the batch was cancelled" if end is BatchStatus.CANCELLED else "the batch's time ran out"
+        code = f"batch_{end.value}"
+        for number, line in enumerate(self._lines):
+            if number not in self._results.done:
+                text = not_run(self._batch.id, number, line.custom_id, code, message)
+                await asyncio.to_thread(self._results.add, number, text, is_error=True)
+        return end
+
+    async def _one(self, number: int) -> None:
+        line = self._lines[number]
+        try:
+            status, content = await self._answer(line)
+        finally:
+            self._runner._permits.release()
+        text = answered(self._batch.id, number, line.custom_id, status, content)
+        await asyncio.to_thread(self._results.add, number, text, is_error=status >= 400)
+        now_s = self._runner._now()
+        if now_s - self._saved_s >= _LOOK_S:
+            self._saved_s = now_s
+            await asyncio.to_thread(self._runner._store.save, _counted(self._batch, self._results))
+
+    async def _answer(self, line: BatchLine) -> tuple[int, bytes]:
+        runner = self._runner
+        while True:
+            try:
+                return await runner._answer(self._batch.tenant, self._batch.endpoint, line.body)
+            except ServingError as error:
+                pause_s = min(_LONGEST_PAUSE_S, max(_ROOM_S, error.retry_after_s or 1.0))
+            await asyncio.sleep(pause_s)
+
+
+def _counted(batch: Batch, results: Results) -> Batch:
+    failed = len(results.failed)
+    return replace(batch, completed=len(results.done) - failed, failed=failed)
+
+
+def _texts(path: Path) -> list[bytes]:
+    """The lines that have something in them."""
+    with path.open("rb") as file:
+        return [text for text in (line.strip() for line in file) if text]

@@ -1,0 +1,237 @@
+"""Files and batches on disk, by tenant. Blocking: for threads, or for moments.
+
+A batch is one JSON file that is replaced as a whole, beside the results so far, one line each: what has a line is never
+run again. A torn last line, of a process that died, is cut off. Cancelling is a file of its own, so that any router
+process may ask for it.
+"""
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import IO, Any
+
+import orjson
+
+from router.batches.lines import number_of
+from router.batches.values import Batch, ObjectNotFound, StoredFile
+from tandem.errors import Overloaded
+
+_FILE_ID = re.compile(r"file-[0-9a-f]{32}(-output|-errors)?")
+_BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
+OUTPUT, ERRORS = "output", "errors"
+
+
+class BatchStore:
+    """One folder."""
+
+    def __init__(self, folder: Path, *, max_tenant_bytes: int, keep_s: float) -> None:
+        self._folder = folder
+        self._max_tenant_bytes = max_tenant_bytes
+        self._keep_s = keep_s
+        self._lock: IO[bytes] | None = None
+
+    def open(self) -> None:
+        """Make the folder. Raises OSError."""
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (self._folder / "incoming").mkdir(exist_ok=True)
+
+    def may_run(self) -> bool:
+        """Whether this process is the one that runs batches: the first that asks, until its end."""
+        if self._lock is None:
+            lock = (self._folder / "lock").open("ab")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                lock.close()
+                return False
+            self._lock = lock
+        return True
+
+    def close(self) -> None:
+        """Another process may run batches now."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    # Files
+
+    def incoming(self) -> Path:
+        """A path for what is being uploaded."""
+        return self._folder / "incoming" / secrets.token_hex(16)
+
+    def add_file(self, tenant: str, content: Path, *, filename: str, purpose: str, now_s: float) -> StoredFile:
+        """Take a finished upload over. Raises Overloaded when the tenant has too much."""
+        size = content.stat().st_size
+        held = sum(file.num_bytes for file in self.files(tenant))
+        if held + size > self._max_tenant_bytes:
+            raise Overloaded(f"files take {held} bytes, at most {self._max_tenant_bytes}: delete some")
+        return self._take(tenant, f"file-{secrets.token_hex(16)}", content, filename, purpose, now_s)
+
+    def _take(self, tenant: str, name: str, content: Path, filename: str, purpose: str, now_s: float) -> StoredFile:
+        file = StoredFile(
+            id=name,
+            filename=filename,
+            purpose=purpose,
+            num_bytes=content.stat().st_size,
+            created_s=int(now_s),
+            expires_s=int(now_s + self._keep_s),
+        )
+        folder = self._of(tenant, "files")
+        content.replace(folder / f"{name}.data")
+        shown = {"filename": filename, "purpose": purpose, "created_s": file.created_s, "expires_s": file.expires_s}
+        _write(folder / f"{name}.json", shown)
+        return file
+
+    def file(self, tenant: str, name: str) -> StoredFile:
+        """Raises ObjectNotFound."""
+        folder = self._of(tenant, "files")
+        if _FILE_ID.fullmatch(name):
+            try:
+                told = orjson.loads((folder / f"{name}.json").read_bytes())
+                return StoredFile(id=name, num_bytes=(folder / f"{name}.data").stat().st_size, **told)
+            except FileNotFoundError:
+                pass
+        raise ObjectNotFound(f"no file {name[:100]!r}", param="file_id")
+
+    def content(self, tenant: str, name: str) -> Path:
+        """Where it is. Raises ObjectNotFound."""
+        return self._of(tenant, "files") / f"{self.file(tenant, name).id}.data"
+
+    def files(self, tenant: str) -> list[StoredFile]:
+        """The newest first."""
+        found = [self.file(tenant, path.stem) for path in self._of(tenant, "files").glob("file-*.json")]
+        return sorted(found, key=lambda file: (-file.created_s, file.id))
+
+    def delete_file(self, tenant: str, name: str) -> None:
+        """Raises ObjectNotFound."""
+        path = self.content(tenant, name)
+        path.with_suffix(".json").unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+
+    # Batches
+
+    def save(self, batch: Batch) -> None:
+        """As it is now."""
+        folder = self._of(batch.tenant, "batches") / batch.id
+        folder.mkdir(exist_ok=True)
+        _write(folder / "batch.json", batch.to_json())
+
+    def batch(self, tenant: str, name: str) -> Batch:
+        """Raises ObjectNotFound."""
+        if _BATCH_ID.fullmatch(name):
+            try:
+                told = (self._of(tenant, "batches") / name / "batch.json").read_bytes()
+                return Batch.from_json(orjson.loads(told))
+            except FileNotFoundError:
+                pass
+        raise ObjectNotFound(f"no batch {name[:100]!r}", param="batch_id")
+
+    def batches(self, tenant: str) -> list[Batch]:
+        """The newest first."""
+        found = [self.batch(tenant, path.parent.name) for path in self._of(tenant, "batches").glob("*/batch.json")]
+        return sorted(found, key=lambda batch: (-batch.created_s, batch.id))
+
+    def live(self) -> list[Batch]:
+        """Of all tenants those that have not ended, the oldest first."""
+        paths = self._folder.glob("tenants/*/batches/*/batch.json")
+        found = [Batch.from_json(orjson.loads(path.read_bytes())) for path in paths]
+        return sorted((b for b in found if not b.status.is_final), key=lambda batch: (batch.created_s, batch.id))
+
+    def cancel(self, batch: Batch) -> None:
+        """Ask for it."""
+        self._mark(batch).touch()
+
+    def is_cancelled(self, batch: Batch) -> bool:
+        """Whether somebody asked for it."""
+        return self._mark(batch).exists()
+
+    def _mark(self, batch: Batch) -> Path:
+        return self._of(batch.tenant, "batches") / batch.id / "cancel"
+
+    def results(self, batch: Batch) -> "Results":
+        """What there is so far."""
+        return Results(self._of(batch.tenant, "batches") / batch.id)
+
+    def publish(self, batch: Batch, now_s: float) -> tuple[str | None, str | None]:
+        """Make files of the results; which those are. Once done it stays done."""
+        folder, names = self._of(batch.tenant, "batches") / batch.id, []
+        for kind in (OUTPUT, ERRORS):
+            name, path = f"file-{batch.id.removeprefix('batch_')}-{kind}", folder / f"{kind}.jsonl"
+            if path.exists() and path.stat().st_size:
+                self._take(batch.tenant, name, path, f"{batch.id}_{kind}.jsonl", "batch_output", now_s)
+            is_there = (self._of(batch.tenant, "files") / f"{name}.data").exists()
+            names.append(name if is_there else None)
+        return names[0], names[1]
+
+    def sweep(self, now_s: float) -> None:
+        """Delete what has been kept long enough, and uploads that were never finished."""
+        for path in self._folder.glob("tenants/*/files/file-*.json"):
+            if orjson.loads(path.read_bytes())["expires_s"] <= now_s:
+                path.unlink(missing_ok=True)
+                path.with_suffix(".data").unlink(missing_ok=True)
+        for path in self._folder.glob("tenants/*/batches/*/batch.json"):
+            batch = Batch.from_json(orjson.loads(path.read_bytes()))
+            if batch.status.is_final and batch.created_s + self._keep_s <= now_s:
+                shutil.rmtree(path.parent, ignore_errors=True)
+        for path in (self._folder / "incoming").iterdir():
+            if path.stat().st_mtime + 3600.0 <= now_s:
+                path.unlink(missing_ok=True)
+
+    def _of(self, tenant: str, kind: str) -> Path:
+        # A tenant's name may have any characters.
+        name = blake2b(tenant.encode(), digest_size=16, person=b"tandem-batches").hexdigest()
+        folder = self._folder / "tenants" / name / kind
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+class Results:
+    """The lines of one batch's answers."""
+
+    def __init__(self, folder: Path) -> None:
+        self._paths = {False: folder / f"{OUTPUT}.jsonl", True: folder / f"{ERRORS}.jsonl"}
+        self.failed: set[int] = set()
+        self.done: set[int] = set()
+        """Numbers of the input's lines, the failed ones included."""
+        for is_error, path in self._paths.items():
+            for number in _numbers(path):
+                self.done.add(number)
+                if is_error:
+                    self.failed.add(number)
+
+    def add(self, number: int, line: bytes, *, is_error: bool) -> None:
+        """The one result of a line of the input."""
+        if number in self.done:
+            return
+        with self._paths[is_error].open("ab", buffering=0) as file:
+            file.write(line)
+        self.done.add(number)
+        if is_error:
+            self.failed.add(number)
+
+
+def _numbers(path: Path) -> Iterator[int]:
+    """Of whole lines; what follows the last one is cut off."""
+    if not path.exists():
+        return
+    whole = 0
+    with path.open("rb") as file:
+        for line in file:
+            number = number_of(line)
+            if number is None or not line.endswith(b"\n"):
+                break
+            whole += len(line)
+            yield number
+    os.truncate(path, whole)
+
+
+def _write(path: Path, data: dict[str, Any]) -> None:
+    """As a whole or not at all."""
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    fresh.write_bytes(orjson.dumps(data))
+    fresh.replace(path)

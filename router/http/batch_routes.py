@@ -1,0 +1,190 @@
+"""/v1/files and /v1/batches, as OpenAI's clients ask for them. What is wrong is refused by the name of its field."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+
+from router.batches.store import BatchStore
+from router.batches.values import ENDPOINTS, WINDOW_S, Batch, StoredFile
+from router.http.guard import public
+from router.http.json_body import BodyBounds, read_object
+from router.http.multipart import read_upload
+from router.http.routes import Routes
+from router.http.schemas import validate
+from router.http.strict_body import StrictBody, at_most
+from tandem.batch_config import BatchesConfig
+from tandem.errors import InvalidRequest, Overloaded
+
+FILES, BATCHES = "/v1/files", "/v1/batches"
+_PURPOSES = ("batch",)
+_MOST_LISTED = 1000
+_BOUNDS = BodyBounds(max_bytes=64 << 10, max_values=1 << 12)
+_T = TypeVar("_T", Batch, StoredFile)
+
+
+class Wakes(Protocol):
+    """Who runs batches."""
+
+    def wake(self) -> None:
+        """There is something new."""
+        ...
+
+
+class BatchBody(StrictBody):
+    """POST /v1/batches."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: Annotated[dict[str, str] | None, at_most(16)] = None
+    output_expires_after: None = None
+    """Results are kept as long as all files are."""
+
+
+class BatchRoutes:
+    """The handlers of both."""
+
+    def __init__(self, store: BatchStore, runner: Wakes, config: BatchesConfig, now: Callable[[], float]) -> None:
+        self._store = store
+        self._runner = runner
+        self._config = config
+        self._now = now
+
+    def add_to(self, routes: Routes) -> None:
+        """For whoever has a key."""
+        routes.add("POST", FILES, public(self.upload))
+        routes.add("GET", FILES, public(self.files))
+        routes.add("GET", f"{FILES}/*", public(self.file))
+        routes.add("DELETE", f"{FILES}/*", public(self.delete))
+        routes.add("POST", BATCHES, public(self.create))
+        routes.add("GET", BATCHES, public(self.batches))
+        routes.add("GET", f"{BATCHES}/*", public(self.batch))
+        routes.add("POST", f"{BATCHES}/*", public(self.cancel))
+
+    async def upload(self, request: Request) -> dict[str, Any]:
+        """A file, for later."""
+        raw, content = self._store.incoming(), self._store.incoming()
+        try:
+            upload = await read_upload(request, raw, content, max_bytes=self._config.max_file_bytes)
+            purpose = upload.fields.get("purpose")
+            if purpose not in _PURPOSES:
+                raise InvalidRequest("purpose must be batch", param="purpose")
+            if unknown := upload.fields.keys() - {"purpose"}:
+                raise InvalidRequest(f"{min(unknown)[:100]} is not supported", param=min(unknown)[:100])
+
+            def add() -> StoredFile:
+                tenant, now_s = request.state.tenant, self._now()
+                return self._store.add_file(tenant, content, filename=upload.filename, purpose="batch", now_s=now_s)
+
+            return (await asyncio.to_thread(add)).shown()
+        finally:
+            await asyncio.to_thread(content.unlink, missing_ok=True)
+
+    async def files(self, request: Request) -> dict[str, Any]:
+        """Those of the tenant."""
+        purpose = request.query_params.get("purpose")
+        found = await asyncio.to_thread(self._store.files, request.state.tenant)
+        wanted = [file for file in found if purpose in (None, file.purpose)]
+        return _page(request, wanted, ("purpose", "order"), StoredFile.shown)
+
+    async def file(self, request: Request) -> Response | dict[str, Any]:
+        """What is known of one; below /content, what is in it."""
+        name = request.scope["path"].removeprefix(f"{FILES}/")
+        if name.endswith("/content"):
+            path = await asyncio.to_thread(self._store.content, request.state.tenant, name.removesuffix("/content"))
+            return FileResponse(path, media_type="application/jsonl")
+        return (await asyncio.to_thread(self._store.file, request.state.tenant, name)).shown()
+
+    async def delete(self, request: Request) -> dict[str, Any]:
+        """One that no batch needs any more."""
+        tenant, name = request.state.tenant, request.scope["path"].removeprefix(f"{FILES}/")
+        batches = await asyncio.to_thread(self._store.batches, tenant)
+        if any(batch.input_file_id == name and not batch.status.is_final for batch in batches):
+            raise InvalidRequest("a batch that has not ended reads this file", param="file_id")
+        await asyncio.to_thread(self._store.delete_file, tenant, name)
+        return {"id": name, "object": "file", "deleted": True}
+
+    async def create(self, request: Request) -> dict[str, Any]:
+        """A batch of a file that is here."""
+        body = validate(BatchBody, await read_object(request, _BOUNDS))
+        tenant = request.state.tenant
+        if body.endpoint not in ENDPOINTS:
+            raise InvalidRequest(f"endpoint must be one of {', '.join(ENDPOINTS)}", param="endpoint")
+        if body.completion_window != "24h":
+            raise InvalidRequest("completion_window must be 24h", param="completion_window")
+        file = await asyncio.to_thread(self._store.file, tenant, body.input_file_id)
+        if file.purpose != "batch":
+            raise InvalidRequest("input_file_id: a file of purpose batch", param="input_file_id")
+        live = sum(not batch.status.is_final for batch in await asyncio.to_thread(self._store.batches, tenant))
+        if live >= self._config.max_batches:
+            raise Overloaded(f"{live} batches have not ended, at most {self._config.max_batches}", retry_after_s=60.0)
+        now_s = self._now()
+        batch = Batch(
+            id=f"batch_{secrets.token_hex(16)}",
+            tenant=tenant,
+            endpoint=body.endpoint,
+            input_file_id=file.id,
+            created_s=int(now_s),
+            expires_s=int(now_s + WINDOW_S),
+            metadata=body.metadata or {},
+        )
+        await asyncio.to_thread(self._store.save, batch)
+        self._runner.wake()
+        return batch.shown(is_cancelled=False)
+
+    async def batches(self, request: Request) -> dict[str, Any]:
+        """Those of the tenant."""
+        return _page(request, await asyncio.to_thread(self._store.batches, request.state.tenant), (), self._shown)
+
+    async def batch(self, request: Request) -> dict[str, Any]:
+        """One."""
+        name = request.scope["path"].removeprefix(f"{BATCHES}/")
+        return self._shown(await asyncio.to_thread(self._store.batch, request.state.tenant, name))
+
+    async def cancel(self, request: Request) -> dict[str, Any]:
+        """Nothing more of it is begun; what was answered stays."""
+        name = request.scope["path"].removeprefix(f"{BATCHES}/").removesuffix("/cancel")
+        batch = await asyncio.to_thread(self._store.batch, request.state.tenant, name)
+        if not request.scope["path"].endswith("/cancel"):
+            raise InvalidRequest("a batch can be cancelled, by POST to its /cancel")
+        if batch.status.is_final:
+            raise InvalidRequest(f"the batch has ended: {batch.status.value}", param="batch_id")
+        await asyncio.to_thread(self._store.cancel, batch)
+        self._runner.wake()
+        return self._shown(batch)
+
+    def _shown(self, batch: Batch) -> dict[str, Any]:
+        return batch.shown(is_cancelled=not batch.status.is_final and self._store.is_cancelled(batch))
+
+
+def _page(
+    request: Request, found: Sequence[_T], others: Sequence[str], shown: Callable[[_T], dict[str, Any]]
+) -> dict[str, Any]:
+    """OpenAI's lists: `after` an id, at most `limit`. Raises InvalidRequest."""
+    query = request.query_params
+    if unknown := query.keys() - {"after", "limit", *others}:
+        raise InvalidRequest(f"{min(unknown)[:40]!r} is no parameter of this list", param=min(unknown)[:40])
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order must be asc or desc", param="order")
+    limit, after = query.get("limit", "20"), query.get("after")
+    if not (limit.isascii() and limit.isdigit() and len(limit) <= 5 and 1 <= int(limit) <= _MOST_LISTED):
+        raise InvalidRequest(f"limit must be an integer in [1, {_MOST_LISTED}]", param="limit")
+    rest = list(found) if order == "desc" else list(found)[::-1]
+    if after is not None:
+        names = [one.id for one in rest]
+        if after not in names:
+            raise InvalidRequest("after: no such id in this list", param="after")
+        rest = rest[names.index(after) + 1 :]
+    page = rest[: int(limit)]
+    return {
+        "object": "list",
+        "data": [shown(one) for one in page],
+        "first_id": page[0].id if page else None,
+        "last_id": page[-1].id if page else None,
+        "has_more": len(rest) > len(page),
+    }
