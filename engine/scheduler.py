@@ -69,14 +69,9 @@ class Scheduler:
         """
         self._config = config
         kv_events = KVEventLog(config.kv_event_capacity)
-        policy, size = eviction_policy(config.eviction), config.block_size
+        blocks, size, policy = config.num_blocks, config.block_size, eviction_policy(config.eviction)
         self.blocks = BlockManager(
-            num_blocks=config.num_blocks,
-            block_size=size,
-            hasher=hasher,
-            events=kv_events,
-            policy=policy,
-            clock=clock,
+            num_blocks=blocks, block_size=size, hasher=hasher, events=kv_events, policy=policy, clock=clock
         )
         self.tiers = CacheTiers(self.blocks, cache) if cache is not None else None
         if self.tiers is not None:

@@ -33,6 +33,7 @@ from router.http.app import create_app
 from router.http.connections import ConnectionLimits
 from router.http.server import HttpDoor
 from router.metrics import RouterMetrics
+from router.named_caches import KeptPrompts, NamedCaches
 from router.placer import Placer
 from router.prefix_map import PrefixMap
 from router.readiness import Readiness, first_worker
@@ -72,9 +73,8 @@ _log = logging.getLogger(__name__)
 
 async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -> None:
     """Join the workers, open the doors, serve until told to stop, drain. What is entered last leaves first."""
-    secret = cluster_secret(config)
+    secret, registry = cluster_secret(config), _registry(config)
     tokenizer = await asyncio.to_thread(Tokenizer.load, model_directory(config.model.path))
-    registry = WorkerRegistry(prefix_map=PrefixMap(), clock=time.monotonic)
     async with AsyncExitStack() as stack:
         heart = stack.enter_context(Heartbeat(place.ready_fd, beats=place.siblings is not None))
         tracer = open_tracer(
@@ -98,8 +98,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         dispatcher = make_dispatcher(config, registry, metrics, secret, decisions, admission)
         gate = make_gate(config, dispatcher, admission, registry, time.monotonic, limits.limiter, metrics.registry)
         frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret, tracer=tracer)
-        frontend.grammars = grammars = _grammars(config, model)
-        stack.push_async_callback(grammars.close)
+        _complete(stack, frontend, config, _kept_prompts(config, registry, place))
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
         readiness = Readiness(registry, metrics, canary.answering)
         status = await open_status(stack, place, model, dispatcher, gate, metrics, decisions, readiness)
@@ -124,6 +123,18 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         await drain(gate, http, rpc, drain_s=drain_s, is_alone=place.siblings is None)
 
 
+def _registry(config: ClusterConfig) -> WorkerRegistry:
+    most = config.router.prompt_cache.max_pins
+    return WorkerRegistry(prefix_map=PrefixMap(), clock=time.monotonic, max_pins=most)
+
+
+def _complete(stack: AsyncExitStack, frontend: Frontend, config: ClusterConfig, kept: KeptPrompts) -> None:
+    """What a frontend has before the doors open."""
+    frontend.kept = kept
+    frontend.grammars = grammars = _grammars(config, frontend.model)
+    stack.push_async_callback(grammars.close)
+
+
 def _grammars(config: ClusterConfig, model: ModelInfo) -> GrammarProcess:
     return GrammarProcess(
         model_directory(config.model.path) / "tokenizer.json",
@@ -132,6 +143,13 @@ def _grammars(config: ClusterConfig, model: ModelInfo) -> GrammarProcess:
         compile_s=config.router.grammars.compile_s,
         compile_bytes=config.router.grammars.compile_bytes,
     )
+
+
+def _kept_prompts(config: ClusterConfig, registry: WorkerRegistry, place: RouterPlace) -> KeptPrompts:
+    settings, caches = config.router.prompt_cache, None
+    if place.siblings is None:
+        caches = NamedCaches(clock=time.time, most=settings.max_named, max_ttl_s=settings.max_ttl_s)
+    return KeptPrompts(pins=registry.pins, caches=caches)
 
 
 async def _join_workers(

@@ -101,7 +101,7 @@ class ChoiceRun:
             self.waiting, self._proven = None, False
             self._standing.placed(self, self._workers(assignment))
             if self._request.only_worker is None:
-                self._placer.record(assignment, self._request_id, self._request.tenant)
+                self._placer.record(assignment, self._request_id, self._request.tenant, self._request.pins)
             self._around.observer.placed(assignment.placement.reason.value)
 
     def _adopt(self) -> None:
@@ -213,7 +213,7 @@ class ChoiceRun:
             self._proven = True
             self._standing.answered(self)
         finished = arrived.finished
-        deltas = (ChoiceDelta(self._index, tokens, None, self._worker),) if tokens else ()
+        deltas = (ChoiceDelta(self._index, tokens, None, self._worker, None, arrived.cached_tokens),) if tokens else ()
         if finished is None:
             return deltas
         if finished.failure is not None or finished.reason in {FinishReason.ABORT, FinishReason.ERROR}:

@@ -16,6 +16,7 @@ from router.asked import ClientFields, ModelInfo, Prepared
 from router.calling import Calling
 from router.chat_template import Message
 from router.grammar_check import GrammarChecker
+from router.named_caches import KeptPrompts
 from router.prompts import PromptReader
 from router.reading_asked import check_reading_sizes
 from router.requests import ResumePoint, RoutedRequest
@@ -64,6 +65,8 @@ class Frontend:
         self._tracer = tracer or NoTracer()
         self.grammars: GrammarChecker | None = None
         """Set before the doors open; without it no structure is promised."""
+        self.kept: KeptPrompts | None = None
+        """The same; without it nothing is kept by name."""
         self._preparing = 0
         self.tooling = Tooling(tokenizer, config.tool_parser)
         self.prompts = PromptReader(model=model, tokenizer=tokenizer, max_prompts=config.max_prompts)
@@ -205,8 +208,7 @@ class Frontend:
             request_id=RequestId(seen.head.request_id if seen else secrets.token_hex(16)),
             prompt_token_ids=tuple(ids),
             sampling=sampling,
-            # The tenant's length first: no salt of one tenant can spell another tenant's.
-            hash_root=self.hash_root(f"{len(fields.tenant)}:{fields.tenant}{fields.cache_salt or ''}"),
+            hash_root=self.hash_root(self._salt(fields)),
             tenant=fields.tenant,
             num_choices=fields.num_choices,
             # Text that may end the answer is read as it comes.
@@ -268,6 +270,11 @@ class Frontend:
         )
         span.interval("tandem.preprocess", started_s, self.clock())
         return replace(one, request=replace(request, span=span))
+
+    def _salt(self, fields: ClientFields) -> str:
+        """The tenant's length first: no salt of one tenant can spell another tenant's."""
+        owner = "" if self._config.prompt_cache.shared_by_tenants else fields.tenant
+        return f"{len(owner)}:{owner}{fields.cache_salt or ''}"
 
     def hash_root(self, salt: str) -> BlockHash:
         """Root of the block names of everything under one salt. Clients' salts begin with a number."""

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from router.audit import current_entry
 from router.board_metrics import PublishMetrics
 from router.instruments import Spread, Total, Totals
+from router.pin_metrics import PinMetrics
 from router.placement_metrics import PlacementMetrics
 from router.requests import ChoiceFinish, RoutedRequest
 from router.spending import Spent
@@ -85,17 +86,14 @@ class RouterMetrics:
         self._requests = Gauge(
             "tandem_worker_requests", "Requests by state", ("worker", "role", "state"), registry=self.registry
         )
-        self._step_age = Gauge(
-            "tandem_worker_step_age_seconds",
-            "For how long the engine has been in the same step",
-            ("worker", "role"),
-            registry=self.registry,
-        )
+        age, text = "tandem_worker_step_age_seconds", "For how long the engine has been in the same step"
+        self._step_age = Gauge(age, text, ("worker", "role"), registry=self.registry)
         self._kv_usage = Gauge(
             "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", _LABELS, registry=self.registry
         )
         self._transfers, self._tiers, self._publishing = TransferMetrics(), TierMetrics(), PublishMetrics()
-        for collector in (self._transfers, self._tiers, self._publishing):
+        self._pins = PinMetrics()
+        for collector in (self._transfers, self._tiers, self._publishing, self._pins):
             self.registry.register(collector)
         self.placement = PlacementMetrics(self.registry)
 
@@ -162,6 +160,7 @@ class RouterMetrics:
         self._step_age.clear()
         self._transfers.show(snapshots)
         self._tiers.show(snapshots)
+        self._pins.show(snapshots)
         self._publishing.show(tuple(snapshots))
         for snapshot in snapshots:
             info, load = snapshot.info, snapshot.load

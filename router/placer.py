@@ -9,6 +9,7 @@ from router.costs import CostModel
 from router.decisions import Decision, DecisionLog, PlacementObserver
 from router.handoff_book import HandOffBook
 from router.holders import Confirmed, best_holder
+from router.pin_registry import PinWish
 from router.placement import Affinity, Demand, Placement, PlacementReason, place, place_prefill
 from router.pools import ClusterView
 from router.replication import HotPrefix, HotPrefixes, ReplicationPolicy
@@ -39,6 +40,9 @@ class Assignment:
     """Who is thought to hold more of the prefix than `computing`."""
     seconds: float = 0.0
     """That the choice took."""
+    pins: tuple[PinWish, ...] = ()
+    """Of its prompt, until the first token came."""
+    tenant: str = ""
     decision: Decision | None = None
     """What is shown of it; None until it is recorded."""
 
@@ -141,8 +145,14 @@ class Placer:
             prompt=booked,
         )
 
-    def record(self, assignment: Assignment, request_id: RequestId, tenant: str) -> None:
-        """Keep, show and count the decision, under the choice's id; nobody hears of one that is not recorded."""
+    def record(
+        self, assignment: Assignment, request_id: RequestId, tenant: str, pins: tuple[PinWish, ...] = ()
+    ) -> None:
+        """Keep, show and count the decision, under the choice's id; nobody hears of one that is not recorded.
+
+        `pins`: beginnings of the prompt that are to stay where it is computed.
+        """
+        assignment.tenant, assignment.pins = tenant, pins
         placement, holder = assignment.placement, assignment.holder
         assignment.decision = Decision(
             request_id=request_id,
@@ -181,7 +191,13 @@ class Placer:
         self._compute_on(assignment, assignment.decode, assignment.num_tokens)
 
     def prompt_computed(self, assignment: Assignment) -> None:
-        """The first token came."""
+        """The first token came: the prompt's blocks are where it was computed."""
+        pins, assignment.pins = assignment.pins, ()
+        if pins:
+            self.registry.pins.used(assignment.tenant, pins, assignment.computing, assignment.names)
+        self._prompt_is_over(assignment)
+
+    def _prompt_is_over(self, assignment: Assignment) -> None:
         if assignment.prompt.tokens:
             assignment.prompt.computed()
             self.registry.prefix_map.computed(assignment.computing.worker_id, assignment.names, now_s=self._clock())
@@ -207,7 +223,7 @@ class Placer:
     def _stop_computing(self, assignment: Assignment) -> None:
         if assignment.prompt.tokens:
             self.registry.prefix_map.revoke(assignment.computing.worker_id, assignment.names)
-        self.prompt_computed(assignment)
+        self._prompt_is_over(assignment)
 
     def _compute_on(self, assignment: Assignment, key: WorkerKey, num_tokens: int) -> None:
         assignment.computing = key

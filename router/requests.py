@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from router.pin_registry import PinWish
 from router.reading import PromptReading, ReadAsk
 from router.worker_view import WorkerKey
 from tandem.ids import BlockHash, Incarnation, RequestId
@@ -53,6 +54,8 @@ class RoutedRequest:
     """The one decode worker that may run it, of a canary; clients cannot ask for that."""
     resume: tuple[ResumePoint, ...] = ()
     """Of a stream that is continued, by choice."""
+    pins: tuple[PinWish, ...] = ()
+    """Beginnings of its prompt that are to stay cached."""
     resumptions: int = 0
     """How often the stream has been continued."""
     reads: ReadAsk | None = None
@@ -86,6 +89,8 @@ class ChoiceDelta(NamedTuple):
     """The decode worker's process that it came from; 0: from none."""
     reading: PromptReading | None = None
     """Of the prompt, before everything else; of no choice alone."""
+    cached_tokens: int | None = None
+    """Prompt tokens whose KV was reused, with the first tokens of an attempt."""
 
 
 class Reader(Protocol):

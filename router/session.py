@@ -38,6 +38,7 @@ from router.session_wire import (
     inherit_to_pb,
     leaver_from_pb,
     load_from_pb,
+    pin_to_pb,
     prefix_change_from_pb,
     read_part_from_pb,
     read_to_pb,
@@ -50,11 +51,14 @@ from router.session_wire import (
     take_together,
     tokens_from_pb,
     transfer_failed_from_pb,
+    unpin_to_pb,
 )
 from router.silence import SilenceWatch
 from router.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
 from tandem.errors import Unavailable
 from tandem.ids import Incarnation, RequestId
+from tandem.pin_wire import told_from_pb
+from tandem.prefix_pin import PinKey, PinOrder, PinTold
 from tandem.v1 import session_pb2 as pb
 from tandem.v1.session_pb2_grpc import WorkerStub
 
@@ -101,6 +105,8 @@ class SessionListener(Protocol):
 
     def inherited(self, key: WorkerKey, leaving: WorkerKey) -> None: ...  # noqa: D102
 
+    def pin_told(self, key: WorkerKey, told: PinTold) -> None: ...  # noqa: D102
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
@@ -124,7 +130,8 @@ class WorkerSession:
         self._attempts: dict[RequestId, _Attempt] = {}
         self._reads: dict[RequestId, _Read] = {}
         # Bounded: submits by `max_queued_submits`, reroutes and cancels by the attempts that they concern. Inherits
-        # and settles by the workers that drain: each is heard once, and names this worker once. Resyncs by time.
+        # and settles by the workers that drain: each is heard once, and names this worker once. Resyncs by time, pins
+        # by the prompts that they are of.
         self._outgoing: deque[pb.RouterMessage] = deque()
         self._has_outgoing = asyncio.Event()
         self._ended = False
@@ -206,6 +213,14 @@ class WorkerSession:
         """See WorkerPort."""
         self._send(settled_to_pb())
 
+    def pin(self, order: PinOrder) -> None:
+        """See WorkerPort."""
+        self._send(pin_to_pb(order))
+
+    def unpin(self, key: PinKey) -> None:
+        """See WorkerPort."""
+        self._send(unpin_to_pb(key))
+
     def resync(self) -> None:
         """See WorkerPort."""
         self._send(resync_to_pb())
@@ -282,6 +297,8 @@ class WorkerSession:
                 listener.bequeathed(key, bequest_from_pb(message.bequest))
             case "inherited":
                 listener.inherited(key, leaver_from_pb(message.inherited))
+            case "pin_told":
+                listener.pin_told(key, told_from_pb(message.pin_told))
             case other:
                 raise ProtocolError(f"unexpected {other or 'unknown message'}")
 

@@ -10,6 +10,7 @@ from tandem.errors import ServingError
 from tandem.ids import BlockHash, RequestId, TransferId
 from tandem.outputs import FinishReason, PhaseTimes, SampledToken
 from tandem.prefix_holder import PrefixHolder
+from tandem.prefix_pin import PinKey, PinOrder
 from tandem.sampling import SamplingParams
 from tandem.tracing import TraceContext
 
@@ -78,6 +79,11 @@ class TokensArrived(NamedTuple):
     tokens: tuple[SampledToken, ...]
     started: AttemptStarted | None = None
     finished: AttemptFinished | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Known with the first of them."""
+        return None if self.started is None else self.started.cached_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +200,14 @@ class WorkerPort(Protocol):
 
     def settle(self) -> None:
         """Answer a Bequest: nobody fetches any of it, any more or at all."""
+        ...
+
+    def pin(self, order: PinOrder) -> None:
+        """Keep a prefix for a while; `PinTold` comes."""
+        ...
+
+    def unpin(self, key: PinKey) -> None:
+        """No longer."""
         ...
 
     def resync(self) -> None:

@@ -22,9 +22,12 @@ from tandem.errors import InvalidRequest
 from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
 from tandem.kv_layout import DTYPE_BYTES
 from tandem.outputs import FinishReason, SampledToken
+from tandem.pin_wire import order_to_pb, totals_from_pb
 from tandem.prefix_holder import holder_to_pb
+from tandem.prefix_pin import PinKey, PinOrder
 from tandem.roles import WorkerRole
 from tandem.session_port import PROTOCOL_VERSION
+from tandem.v1 import pins_pb2 as pins_pb
 from tandem.v1 import session_pb2 as pb
 from tandem.wire import (
     failure_from_pb,
@@ -230,6 +233,7 @@ def load_from_pb(load: pb.LoadSnapshot) -> WorkerLoad:
         cache_tiers=tuple(map(_tier_from_pb, load.cache_tiers[:_MAX_TIERS])),
         report_number=load.report_number,
         step_age_s=load.step_age_s,
+        pins=totals_from_pb(load.pins),
         board=_board_from_pb(load.board) if load.HasField("board") else None,
     )
 
@@ -292,6 +296,16 @@ def inherit_to_pb(share: Inheritance, *, within_s: float, prefill_tokens_per_s: 
 def settled_to_pb() -> pb.RouterMessage:
     """To a draining worker."""
     return pb.RouterMessage(settled=pb.Settled())
+
+
+def pin_to_pb(order: PinOrder) -> pb.RouterMessage:
+    """A prefix is to stay."""
+    return pb.RouterMessage(pin=order_to_pb(order))
+
+
+def unpin_to_pb(key: PinKey) -> pb.RouterMessage:
+    """It need not stay any longer."""
+    return pb.RouterMessage(unpin=pins_pb.Unpin(tenant=key.tenant, name=key.name))
 
 
 def resync_to_pb() -> pb.RouterMessage:

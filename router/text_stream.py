@@ -44,6 +44,8 @@ class TextDelta(NamedTuple):
     """As `passed`: text before this."""
     reading: PromptReading | None = None
     """Of the prompt whose first choice this is, before its tokens."""
+    cached_tokens: int | None = None
+    """See ChoiceDelta."""
 
 
 class ChoiceText:
@@ -77,7 +79,8 @@ class ChoiceText:
             for token in tokens:
                 text.append(self._push(token.token_id))
             if finish is None and tokens:
-                return TextDelta(self._index, "".join(text), tokens, None, None, delta.worker)
+                shown, cached = "".join(text), delta.cached_tokens
+                return TextDelta(self._index, shown, tokens, None, None, delta.worker, cached_tokens=cached)
         if finish is not None:
             self.finished = True
             if finish.reason is FinishReason.ERROR:
@@ -96,6 +99,7 @@ class ChoiceText:
             finish=finish,
             stopped_by=(self._matcher.match or self._stop_token) if finish else None,
             worker=delta.worker,
+            cached_tokens=delta.cached_tokens,
         )
 
     def _until_stop(self, tokens: Sequence[SampledToken], text: list[str]) -> tuple[SampledToken, ...]:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from tandem.ids import BlockHash, Incarnation, WorkerId
 from tandem.kv_agreement import agree
 from tandem.kv_layout import KVLayout
+from tandem.prefix_pin import NO_PINS, PinTotals
 from tandem.roles import WorkerRole
 
 
@@ -173,6 +174,7 @@ class WorkerLoad:
     """None of a worker that does not publish there."""
     step_age_s: float = 0.0
     """For how long its engine has been in the same step."""
+    pins: PinTotals = NO_PINS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from router.booking import Booking
 from router.peer_load import NO_PEERS, PeerShare
+from router.pin_registry import PinRegistry, PinSite
 from router.pools import ClusterView
 from router.prefix_map import PrefixMap
 from router.session_events import CLOSED_HERE, Bequest, WorkerPort
@@ -21,6 +22,7 @@ from router.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad, 
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.board.entries import Share
 from tandem.ids import Incarnation, WorkerId
+from tandem.prefix_pin import PinTold
 from tandem.roles import WorkerRole
 
 logger = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ class ClusterStatus:
 class WorkerRegistry:
     """All live workers of both pools."""
 
-    def __init__(self, *, prefix_map: PrefixMap, clock: Callable[[], float]) -> None:
+    def __init__(self, *, prefix_map: PrefixMap, clock: Callable[[], float], max_pins: int = 4096) -> None:
         self.prefix_map = prefix_map
         self._clock = clock
         self._workers: dict[WorkerId, WorkerRecord] = {}
@@ -61,6 +63,7 @@ class WorkerRegistry:
         """The first worker's, for good: tokenizer, templates and names of blocks are made after it."""
         self._watchers: set[Callable[[], None]] = set()
         self._successions = Successions(snapshots=self.snapshots, port=self.port, clock=clock)
+        self.pins = PinRegistry(find=self._pin_site, clock=clock, max_pins=max_pins)
         self._left_in_order: deque[WorkerKey] = deque(maxlen=_REMEMBERED)
         self.on_load: Callable[[WorkerSnapshot], None] = _nobody
         """Called with every load report."""
@@ -101,6 +104,7 @@ class WorkerRegistry:
         self.prefix_map.drop_worker(key.worker_id)
         logger.log(logging.INFO if is_expected else logging.WARNING, "worker %s left: %s", key.worker_id, reason)
         self._successions.left(key)
+        self.pins.left(key)
         self._tell_watchers()
 
     def live_decoders(self) -> set[WorkerKey]:
@@ -158,6 +162,10 @@ class WorkerRegistry:
     def inherited(self, key: WorkerKey, leaving: WorkerKey) -> None:
         """A successor has fetched what it will."""
         self._successions.inherited(key, leaving)
+
+    def pin_told(self, key: WorkerKey, told: PinTold) -> None:
+        """A worker's word on a pinned prefix."""
+        self.pins.told(key, told)
 
     def snapshots(self) -> list[WorkerSnapshot]:
         """All live workers as of now."""
@@ -220,6 +228,12 @@ class WorkerRegistry:
     def _find(self, key: WorkerKey) -> WorkerRecord | None:
         worker = self._workers.get(key.worker_id)
         return worker if worker is not None and worker.info.key == key else None
+
+    def _pin_site(self, key: WorkerKey) -> PinSite | None:
+        worker = self._find(key)
+        if worker is None:
+            return None
+        return PinSite(port=worker.port, block_size=worker.info.layout.block_size, is_leaving=worker.draining)
 
     def _tell_watchers(self) -> None:
         for callback in tuple(self._watchers):

@@ -61,3 +61,6 @@ class PinTotals(NamedTuple):
     refused: int = 0
     gave_way: int = 0
     expired: int = 0
+
+
+NO_PINS = PinTotals()

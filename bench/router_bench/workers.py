@@ -9,6 +9,7 @@ from router.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
 from router.workers import WorkerRegistry
 from tandem.ids import BlockHash, Incarnation, RequestId, WorkerId
 from tandem.kv_layout import KVLayout
+from tandem.prefix_pin import PinKey, PinOrder
 from tandem.roles import WorkerRole
 
 LAYOUT = KVLayout(model_fingerprint="m", dtype="bfloat16", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
@@ -37,6 +38,12 @@ class NoPort:
         """See WorkerPort."""
 
     def settle(self) -> None:
+        """See WorkerPort."""
+
+    def pin(self, order: PinOrder) -> None:
+        """See WorkerPort."""
+
+    def unpin(self, key: PinKey) -> None:
         """See WorkerPort."""
 
     def resync(self) -> None:

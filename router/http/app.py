@@ -10,11 +10,15 @@ from starlette.types import ASGIApp
 from router.decisions import DecisionLog
 from router.doorkeeper import Doorkeeper
 from router.frontend import Frontend
-from router.http.debug import DecisionRoutes
+from router.http.answering import Answering
+from router.http.cached_contents import PATH, CachedContentRoutes
+from router.http.debug import DecisionRoutes, PinRoutes
 from router.http.embeddings import EmbeddingRoutes
+from router.http.error_shapes import anthropic_error, google_error
 from router.http.generation import GenerationRoutes
 from router.http.guard import Guard, OperatorPage, operator, public
 from router.http.json_body import BodyBounds, read_object
+from router.http.messages import MessagesRoutes
 from router.http.middleware import Envelope
 from router.http.responses import ResponsesRoutes
 from router.http.routes import Routes
@@ -24,6 +28,7 @@ from router.http.status import StatusRoutes
 from router.http.tool_schemas import tool_use
 from router.http.usage_routes import UsageRoutes
 from router.metrics import RouterMetrics
+from router.named_prompts import NamedPrompts
 from router.requests import Generator
 from router.status.feed import StatusFeed
 from tandem.config import RouterConfig
@@ -60,7 +65,15 @@ def create_app(
     """
     keeper = keeper or Doorkeeper(config)
     routes = Routes(Guard(keeper.keys, config))
-    generation = GenerationRoutes(frontend, generator, metrics, max_body_bytes=config.max_body_bytes)
+    kept, named, most_bytes = frontend.kept, NamedPrompts.of(frontend), config.max_body_bytes
+    generation = GenerationRoutes(frontend, generator, metrics, max_body_bytes=most_bytes, named=named)
+    bounds = BodyBounds.of(most_bytes, frontend.model.max_model_len)
+    answering = Answering(frontend=frontend, generator=generator, metrics=metrics, bounds=bounds)
+    _add_messages(routes, MessagesRoutes(answering))
+    if kept is not None:
+        routes.add("GET", "/debug/pins", public(PinRoutes(kept.pins).show))
+    if named is not None:
+        _add_cached_contents(routes, CachedContentRoutes(answering, named))
     texts = _TextRoutes(frontend, max_body_bytes=config.max_body_bytes)
     routes.add("POST", "/v1/chat/completions", public(generation.chat))
     routes.add("POST", "/v1/completions", public(generation.completions))
@@ -150,6 +163,22 @@ class _TextRoutes:
             "parent": None,
             "max_model_len": model.max_model_len,
         }
+
+
+def _add_messages(routes: Routes, messages: MessagesRoutes) -> None:
+    routes.add("POST", "/v1/messages", public(messages.messages), show_error=anthropic_error)
+    routes.add("POST", "/v1/messages/count_tokens", public(messages.count_tokens), show_error=anthropic_error)
+
+
+def _add_cached_contents(routes: Routes, cached: CachedContentRoutes) -> None:
+    for method, path, handler in (
+        ("POST", PATH, public(cached.create)),
+        ("GET", PATH, public(cached.list_all)),
+        ("GET", f"{PATH}/*", public(cached.get)),
+        ("PATCH", f"{PATH}/*", public(cached.patch)),
+        ("DELETE", f"{PATH}/*", public(cached.delete)),
+    ):
+        routes.add(method, path, handler, show_error=google_error)
 
 
 def _add_operator_routes(routes: Routes, readiness: Readiness, metrics: RouterMetrics) -> None:

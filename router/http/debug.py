@@ -5,6 +5,7 @@ from typing import Any
 from starlette.requests import Request
 
 from router.decisions import DecisionLog
+from router.pin_registry import PinRegistry
 from tandem.errors import InvalidRequest
 
 DEFAULT_LIMIT = 20
@@ -29,6 +30,27 @@ class DecisionRoutes:
         tenant = request.state.tenant
         shown = self._decisions.described(tenant, limit=_limit(query.get("limit")), request_id=request_id)
         return {"object": "list", "kept": self._decisions.num_kept(tenant), "data": shown}
+
+
+class PinRoutes:
+    """GET /debug/pins."""
+
+    def __init__(self, pins: PinRegistry) -> None:
+        self._pins = pins
+
+    async def show(self, request: Request) -> dict[str, Any]:
+        """The tenant's own pinned prefixes that this router process knows of, the most recently used first."""
+        shown = [
+            {
+                "name": name,
+                "worker": record.worker.worker_id,
+                "outcome": "asked" if record.outcome is None else record.outcome.value,
+                "num_tokens": record.num_tokens,
+                "ends_in_s": round(left_s, 3),
+            }
+            for name, record, left_s in self._pins.of_tenant(request.state.tenant)
+        ]
+        return {"object": "list", "data": shown[:MAX_LIMIT]}
 
 
 def _limit(text: str | None) -> int:

@@ -1,6 +1,7 @@
 """Every error as HTTP shows it: `{"error": {"message", "type", "param", "code"}}`, whatever raised it."""
 
 import math
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -9,13 +10,16 @@ from starlette.responses import Response
 
 from tandem.errors import ServingError
 
+ErrorShape = Callable[[ServingError], dict[str, Any]]
+"""How clients of one API expect an error."""
+
 
 def error_object(error: ServingError) -> dict[str, Any]:
     """OpenAI's error object; `code` is the error's class in snake case."""
     return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.word()}}
 
 
-def error_response(error: ServingError) -> Response:
+def error_response(error: ServingError, show: ErrorShape = error_object) -> Response:
     """The whole answer, with Retry-After where coming back helps."""
     headers = {}
     if error.retry_after_s is not None or error.http_status in (429, 503):
@@ -25,7 +29,7 @@ def error_response(error: ServingError) -> Response:
         headers["Connection"] = "close"
     if error.http_status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return _json(error_object(error), error.http_status, headers)
+    return _json(show(error), error.http_status, headers)
 
 
 def method_not_allowed(allowed: str) -> Response:

@@ -24,6 +24,7 @@ from router.http.tool_answer import CallingChatAnswer
 from router.http.usage_json import usage_object
 from router.http.whole_answer import WholeResponse, whole_content
 from router.metrics import RequestMeter, RouterMetrics
+from router.named_prompts import NamedPrompts, prepare_named
 from router.pattern_search import PatternSearch
 from router.request_names import check_request_id
 from router.requests import Generator
@@ -61,8 +62,16 @@ class GenerationRoutes:
     """The handlers of the two routes."""
 
     def __init__(
-        self, frontend: Frontend, generator: Generator, metrics: RouterMetrics, *, max_body_bytes: int
+        self,
+        frontend: Frontend,
+        generator: Generator,
+        metrics: RouterMetrics,
+        *,
+        max_body_bytes: int,
+        named: NamedPrompts | None = None,
     ) -> None:
+        """`named`: what `cached_content` may name; without it nothing is kept by name."""
+        self._named = named
         self._frontend = frontend
         self._generator = generator
         self._metrics = metrics
@@ -77,7 +86,7 @@ class GenerationRoutes:
         messages = [turn.message() for turn in body.messages]
 
         async def prepare() -> list[Prepared]:
-            return [await self._frontend.prepare_chat(messages, fields)]
+            return [await prepare_named(self._frontend, self._named, body.cached_content, messages, fields)]
 
         def show(prepared: list[Prepared]) -> Answer:
             head = _head(body, "chatcmpl", prepared[0], seen, self._frontend.model.name)

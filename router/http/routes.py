@@ -8,12 +8,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.http.errors import error_response, method_not_allowed
+from router.http.errors import ErrorShape, error_object, error_response, method_not_allowed
 from router.http.guard import Guard, Guarded
 from tandem.errors import InternalError, RouteNotFound, ServingError
 
 ROUTE_KEY = "tandem.route"
 """Where the scope says which route it is: the table's words, never the client's."""
+_SHAPE_KEY = "tandem.error_shape"
 _log = logging.getLogger(__name__)
 
 
@@ -22,6 +23,7 @@ class _Route:
     path: str
     method: str
     guarded: Guarded
+    show_error: ErrorShape
 
 
 class Routes:
@@ -29,21 +31,21 @@ class Routes:
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
-        self._routes: dict[str, _Route] = {}
-        self._below: dict[str, _Route] = {}
+        self._routes: dict[str, dict[str, _Route]] = {}
+        self._below: dict[str, dict[str, _Route]] = {}
 
-    def add(self, method: str, path: str, guarded: Guarded) -> None:
+    def add(self, method: str, path: str, guarded: Guarded, *, show_error: ErrorShape = error_object) -> None:
         """`path` alone; ending in `/*`, all that is below it. A dict that a handler returns is shown as JSON.
 
         `guarded`: made by `public` or `operator`. Raises TypeError for a handler of which neither was said.
         """
         if not isinstance(guarded, Guarded):
             raise TypeError(f"{path}: say for whom it is, with public() or operator()")
-        route = _Route(path=path, method=method, guarded=guarded)
+        route = _Route(path=path, method=method, guarded=guarded, show_error=show_error)
         if path.endswith("/*"):
-            self._below[path.removesuffix("*")] = route
+            self._below.setdefault(path.removesuffix("*"), {})[method] = route
         else:
-            self._routes[path] = route
+            self._routes.setdefault(path, {})[method] = route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -53,25 +55,28 @@ class Routes:
         except ServingError as error:
             if isinstance(error, InternalError):
                 _log.error("internal error shown to a client: %s", error.message)
-            await error_response(error)(scope, receive, send)
+            await error_response(error, _shape(scope))(scope, receive, send)
         except Exception:  # noqa: BLE001  # the one interceptor for what nobody foresaw
             _log.exception("a request failed")
-            await error_response(InternalError("internal error"))(scope, receive, send)
+            await error_response(InternalError("internal error"), _shape(scope))(scope, receive, send)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> Response:
         path = _sent_path(scope)
-        route = self._routes.get(path)
-        if route is None:
-            route = next((r for prefix, r in self._below.items() if path.startswith(prefix)), None)
-        if route is not None:
-            scope[ROUTE_KEY] = route.path
+        methods = self._routes.get(path)
+        if methods is None:
+            methods = next((found for prefix, found in self._below.items() if path.startswith(prefix)), {})
+        route = methods.get(scope["method"])
+        # Who asks is looked at before it is said whether there is such a method: as for any of the path's.
+        known = route or next(iter(methods.values()), None)
+        if known is not None:
+            scope[ROUTE_KEY], scope[_SHAPE_KEY] = known.path, known.show_error
         request = Request(scope, receive, send)
-        caller = self._guard.admit(request, route.guarded if route is not None else None)
+        caller = self._guard.admit(request, known.guarded if known is not None else None)
         request.state.tenant, request.state.sees_all = caller.tenant, caller.operator
-        if route is None:
+        if known is None:
             raise RouteNotFound(f"no route {scope['method']} {path[:200]}")
-        if scope["method"] != route.method:
-            return method_not_allowed(route.method)
+        if route is None:
+            return method_not_allowed(", ".join(methods))
         answer = await route.guarded.handler(request)
         return Response(orjson.dumps(answer), media_type="application/json") if isinstance(answer, dict) else answer
 
@@ -80,3 +85,8 @@ def _sent_path(scope: Scope) -> str:
     """As the client spelled it, nothing decoded."""
     raw: bytes | None = scope.get("raw_path")
     return scope["path"] if raw is None else raw.decode("latin-1")
+
+
+def _shape(scope: Scope) -> ErrorShape:
+    shape: ErrorShape = scope.get(_SHAPE_KEY, error_object)
+    return shape

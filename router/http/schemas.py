@@ -226,6 +226,8 @@ class ChatBody(GenerationBody):
     tool_choice: str | ToolChoice | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MAX_VARIABLES)] = None
     continue_final_message: bool | None = None
+    cached_content: str | None = None
+    """Name of what the conversation begins with."""
 
     @property
     def wants_logprobs(self) -> bool:

@@ -127,7 +127,9 @@ class FakeGenerator:
                 await asyncio.sleep(0)
                 for choice in range(request.num_choices):
                     if tokens := script.tokens[done : done + script.per_delta]:
-                        yield ChoiceDelta(choice_index=choice, tokens=tuple(map(self._token, tokens)))
+                        cached = None if done else script.cached_tokens
+                        shown = tuple(map(self._token, tokens))
+                        yield ChoiceDelta(choice_index=choice, tokens=shown, cached_tokens=cached)
             finish = ChoiceFinish(
                 reason=script.reason,
                 cached_tokens=script.cached_tokens,

@@ -46,6 +46,7 @@ from tandem.config import ClusterConfig, QueueConfig, RouterConfig
 from tandem.errors import InternalError, Overloaded, ServingError
 from tandem.ids import BlockHash, Incarnation, RequestId, WorkerId
 from tandem.outputs import FinishReason, PhaseTimes, SampledToken
+from tandem.prefix_pin import PinKey, PinOrder
 from tandem.sampling import SamplingParams
 from tests.fake_worker import SECRET
 from tests.unit.router.cluster import ROOT
@@ -130,6 +131,12 @@ class PortWorker:
 
     def settle(self) -> None:
         """It goes anyway."""
+
+    def pin(self, order: PinOrder) -> None:
+        """Nobody asks for one."""
+
+    def unpin(self, key: PinKey) -> None:
+        """Nobody asks for one."""
 
     def resync(self) -> None:
         """It tells everything unasked."""

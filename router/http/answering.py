@@ -1,0 +1,35 @@
+"""What routes that generate in other shapes than OpenAI's do alike: bound the body, run and measure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+
+from router.asked import Prepared
+from router.frontend import Frontend
+from router.http.json_body import BodyBounds, read_object
+from router.metrics import RequestMeter, RouterMetrics
+from router.requests import Generator
+from router.text_stream import TextReader, read_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answering:
+    """The parts of the router that answer; every generating route shares them."""
+
+    frontend: Frontend
+    generator: Generator
+    metrics: RouterMetrics
+    bounds: BodyBounds
+
+    async def read_object(self, request: Request) -> dict[str, Any]:
+        """The body. Raises as `json_body.read_object`."""
+        return await read_object(request, self.bounds)
+
+    async def read_text(self, prepared: Sequence[Prepared], show: TextReader) -> None:
+        """Run the requests of one call; `show` takes their text. Raises the errors of Generator."""
+        await read_text(self.generator, prepared, self.frontend.tokenizer, self._meter, show)
+
+    def _meter(self, one: Prepared) -> RequestMeter:
+        return RequestMeter.of(one.request, self.metrics, self.frontend.clock)

@@ -1,0 +1,60 @@
+"""A conversation of which beginnings are marked: how many of the prompt's tokens each mark covers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from router.asked import ClientFields, Prepared
+from router.chat_template import Message
+from router.frontend import Frontend
+from router.pin_registry import PinWish
+from tandem.block_hash import HASH_BLOCK_TOKENS
+from tandem.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """The conversation up to here is to stay cached."""
+
+    num_messages: int
+    """Up to the last of these."""
+    num_chars: int
+    """Of that one's content."""
+    ttl_s: float
+
+
+async def prepare_marked(
+    frontend: Frontend, messages: Sequence[Message], marks: Sequence[Mark], fields: ClientFields
+) -> Prepared:
+    """As `Frontend.prepare_chat`, with a wish for each mark that covers a block."""
+    prepared = await frontend.prepare_chat(messages, fields)
+    request = prepared.request
+    lengths = [await marked_tokens(frontend, messages, mark, request.prompt_token_ids) for mark in marks]
+    pins = tuple(
+        PinWish(num_tokens=length // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS, ttl_s=mark.ttl_s)
+        for mark, length in zip(marks, lengths, strict=True)
+        if length >= HASH_BLOCK_TOKENS
+    )
+    return replace(prepared, request=replace(request, pins=pins))
+
+
+async def marked_tokens(frontend: Frontend, messages: Sequence[Message], mark: Mark, ids: Sequence[int]) -> int:
+    """Tokens of the prompt `ids` that do not depend on what follows the mark. Raises InvalidRequest."""
+    last = messages[mark.num_messages - 1]
+    head = [*messages[: mark.num_messages - 1], replace(last, content=last.content[: mark.num_chars])]
+    if last.role == "system":
+        head.append(Message(role="user", content=""))  # templates want somebody to answer
+    try:
+        cut = await frontend.prompts.encode_chat(head, add_generation_prompt=False)
+    except InvalidRequest as error:
+        raise InvalidRequest(
+            f"cache_control: this model's chat template cannot end there: {error.message}", param="cache_control"
+        ) from None
+    return common_length(cut, ids)
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first elements are equal."""
+    for index, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return index
+    return min(len(one), len(other))

@@ -1,0 +1,104 @@
+"""Named beginnings of conversations (`cachedContents`): whose they are, until when, and how many. Pure.
+
+The prompt's blocks are kept by a pin of the same name; here is what a later request needs to begin with them again.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from router.chat_template import Message
+from router.pin_registry import PinRegistry
+from tandem.errors import InvalidRequest, Overloaded, RouteNotFound
+
+NAME_PREFIX = "cachedContents/"
+
+
+class CacheNotFound(RouteNotFound):
+    """The tenant has none of that name, or its time is over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedCache:
+    """One of them. Times are Unix times."""
+
+    name: str
+    messages: tuple[Message, ...]
+    token_ids: tuple[int, ...]
+    """That every conversation with this beginning begins with."""
+    created_s: float
+    updated_s: float
+    expires_s: float
+    display_name: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """That are kept: whole blocks. One more is known, so that something is left to compute."""
+        return len(self.token_ids) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptPrompts:
+    """What one router process keeps for its clients."""
+
+    pins: PinRegistry
+    caches: "NamedCaches | None"
+    """None where several processes share the doors: whoever made one could not find it again."""
+
+
+class NamedCaches:
+    """All of one router process."""
+
+    def __init__(self, *, clock: Callable[[], float], most: int, max_ttl_s: float) -> None:
+        """`clock`: Unix time. `most`: of one tenant."""
+        self.clock = clock
+        self._most = most
+        self._max_ttl_s = max_ttl_s
+        self._by_tenant: dict[str, dict[str, NamedCache]] = {}
+
+    def check_room(self, tenant: str) -> None:
+        """Raises Overloaded."""
+        if len(self._live(tenant)) >= self._most:
+            raise Overloaded(f"{self._most} cached contents exist already; delete one, or let one expire")
+
+    def check_end(self, expires_s: float) -> float:
+        """A time at which one may end. Raises InvalidRequest."""
+        if not 0.0 < expires_s - self.clock() <= self._max_ttl_s:
+            raise InvalidRequest(f"ttl must be above 0 and at most {self._max_ttl_s:g} s from now", param="ttl")
+        return expires_s
+
+    def add(self, tenant: str, cache: NamedCache) -> None:
+        """Raises Overloaded."""
+        self.check_room(tenant)
+        self._by_tenant.setdefault(tenant, {})[cache.name] = cache
+
+    def get(self, tenant: str, name: str) -> NamedCache:
+        """Raises CacheNotFound."""
+        cache = self._live(tenant).get(name)
+        if cache is None:
+            raise CacheNotFound(f"{name[:100]!r} is not here, or its time is over", param="cached_content")
+        return cache
+
+    def all(self, tenant: str) -> list[NamedCache]:
+        """The tenant's own, the newest last."""
+        return list(self._live(tenant).values())
+
+    def prolong(self, tenant: str, name: str, expires_s: float) -> NamedCache:
+        """With another end. Raises CacheNotFound or InvalidRequest."""
+        cache = self.get(tenant, name)
+        cache = replace(cache, expires_s=self.check_end(expires_s), updated_s=self.clock())
+        self._by_tenant[tenant][name] = cache
+        return cache
+
+    def remove(self, tenant: str, name: str) -> None:
+        """Raises CacheNotFound."""
+        self.get(tenant, name)
+        del self._by_tenant[tenant][name]
+
+    def _live(self, tenant: str) -> dict[str, NamedCache]:
+        now_s = self.clock()
+        live = {name: cache for name, cache in self._by_tenant.get(tenant, {}).items() if cache.expires_s > now_s}
+        if live:
+            self._by_tenant[tenant] = live
+        else:
+            self._by_tenant.pop(tenant, None)
+        return live

@@ -1,0 +1,248 @@
+"""Named caches at the HTTP door, in process: made, found, used, prolonged, deleted, bounded, each tenant's own."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import SecretStr
+
+from router.named_caches import KeptPrompts, NamedCaches
+from router.pin_registry import PinRegistry, PinSite
+from router.requests import Reader, RoutedRequest
+from router.tokenizer import Tokenizer
+from router.worker_view import WorkerKey
+from tandem.admission_config import ApiKey
+from tandem.block_hash import BlockHasher
+from tandem.config import RouterConfig
+from tandem.ids import BlockHash, Incarnation, WorkerId
+from tandem.prefix_pin import PinKey, PinOrder, PinOutcome, PinTold
+from tests.unit.router import doors
+from tests.unit.router.http_doors import CHAT, client_of, error_of
+
+PATH = "/v1beta/cachedContents"
+LONG = "the quick brown fox jumps over the lazy dog " * 4
+MODEL = f"models/{doors.MODEL}"
+WORKER = WorkerKey(WorkerId("p0"), Incarnation(1))
+ASK = {"messages": [{"role": "user", "content": "what does the fox do"}]}
+
+
+class Keeper:
+    """A worker that says at once what the test told it to, and remembers its orders."""
+
+    def __init__(self, pins: PinRegistry) -> None:
+        self.pins = pins
+        self.says = PinOutcome.HELD
+        self.orders: list[PinOrder] = []
+        self.unpinned: list[PinKey] = []
+
+    def pin(self, order: PinOrder) -> None:
+        self.orders.append(order)
+        self.pins.told(WORKER, PinTold(key=order.key, outcome=self.says, num_tokens=16))
+
+    def unpin(self, key: PinKey) -> None:
+        self.unpinned.append(key)
+
+
+class PinningGenerator(doors.FakeGenerator):
+    """Has every prompt computed by the one worker."""
+
+    pins: PinRegistry
+
+    async def run(self, request: RoutedRequest, reader: Reader) -> None:
+        names: list[BlockHash] = []
+        BlockHasher(doors.SECRET).extend(request.hash_root, names, request.prompt_token_ids)
+        self.pins.used(request.tenant, request.pins, WORKER, names)
+        await super().run(request, reader)
+
+
+class World:
+    def __init__(self, tokenizer: Tokenizer, config: RouterConfig | None = None) -> None:
+        self.unix_s = 1_700_000_000.0
+        self.mono_s = 1000.0
+        self.parts = doors.make_doors(tokenizer, config, clock=lambda: self.mono_s)
+        pins = PinRegistry(find=self.find, clock=lambda: self.mono_s)
+        self.keeper = Keeper(pins)
+        caches = NamedCaches(clock=lambda: self.unix_s, most=3, max_ttl_s=7200.0)
+        self.parts.frontend.kept = KeptPrompts(pins=pins, caches=caches)
+        self.parts.generator = PinningGenerator()
+        self.parts.generator.pins = pins  # type: ignore[attr-defined]
+        self.parts.say("ok")
+
+    def find(self, key: WorkerKey) -> PinSite:
+        return PinSite(port=self.keeper, block_size=16, is_leaving=False)  # type: ignore[arg-type]
+
+    def passes(self, seconds: float) -> None:
+        self.unix_s += seconds
+        self.mono_s += seconds
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return doors.make_tokenizer()
+
+
+@pytest.fixture
+def world(tokenizer: Tokenizer) -> World:
+    return World(tokenizer)
+
+
+@pytest.fixture
+async def client(world: World) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(world.parts) as client:
+        yield client
+
+
+def content(text: str = LONG, **more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "contents": [{"role": "user", "parts": [{"text": text}]}], **more}
+
+
+async def made(client: httpx.AsyncClient, body: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    answer = await client.post(PATH, json=(body or content()) | more)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def test_one_is_made_kept_looked_at_and_deleted(world: World, client: httpx.AsyncClient) -> None:
+    cache = await made(client, ttl="300s", displayName="fox")
+    (order,) = world.keeper.orders
+    request = world.parts.generator.requests[0]
+    assert (order.key, order.ttl_s) == (PinKey("", cache["name"]), 300.0)
+    assert cache == {
+        "name": cache["name"],
+        "model": MODEL,
+        "displayName": "fox",
+        "createTime": "2023-11-14T22:13:20.000000Z",
+        "updateTime": "2023-11-14T22:13:20.000000Z",
+        "expireTime": "2023-11-14T22:18:20.000000Z",
+        "usageMetadata": {"totalTokenCount": len(request.prompt_token_ids) - 1},
+    }
+    assert request.sampling.max_tokens == 1
+    found = await client.get(f"/v1beta/{cache['name']}")
+    assert found.json() == cache
+    assert (await client.delete(f"/v1beta/{cache['name']}")).json() == {}
+    assert world.keeper.unpinned == [order.key]
+    gone = await client.get(f"/v1beta/{cache['name']}")
+    assert (gone.status_code, gone.json()["error"]["status"]) == (404, "NOT_FOUND")
+
+
+async def test_a_chat_begins_with_it_and_keeps_it_where_it_is_until_its_own_end(
+    world: World, client: httpx.AsyncClient
+) -> None:
+    body = content(ttl="300s") | {"systemInstruction": {"parts": [{"text": "lazy dog"}]}}
+    body["contents"].append({"role": "model", "parts": [{"text": "ok"}]})
+    cache = await made(client, body)
+    world.passes(100.0)
+    answer = await client.post(CHAT, json=ASK | {"cached_content": cache["name"]})
+    assert answer.status_code == 200, answer.text
+    kept, asked = world.parts.generator.requests
+    num_tokens = cache["usageMetadata"]["totalTokenCount"]
+    assert asked.prompt_token_ids[:num_tokens] == kept.prompt_token_ids[:num_tokens]
+    text = world.parts.tokenizer.decode(asked.prompt_token_ids, skip_special_tokens=False)
+    beginning = f"<|bos|><|user|>lazy dog<|end|><|user|>{LONG}<|end|><|assistant|>ok<|end|>"
+    assert text == f"{beginning}<|user|>what does the fox do<|end|><|assistant|>"
+    assert [order.ttl_s for order in world.keeper.orders] == [300.0, 200.0]
+    again = await client.post(CHAT, json={"messages": [{"role": "system", "content": "x"}], "cached_content": "y"})
+    assert again.status_code == 404
+
+
+async def test_it_ends_by_time_and_is_prolonged_by_patch(world: World, client: httpx.AsyncClient) -> None:
+    cache = await made(client, ttl="10s")
+    patched = await client.patch(f"/v1beta/{cache['name']}?updateMask=ttl", json={"ttl": "60.5s"})
+    assert patched.json()["expireTime"] == "2023-11-14T22:14:20.500000Z"
+    assert world.keeper.orders[-1].ttl_s == 60.5
+    world.passes(20.0)
+    later = await client.patch(f"/v1beta/{cache['name']}", json={"expireTime": "2023-11-14T23:15:00+01:00"})
+    assert later.json()["expireTime"] == "2023-11-14T22:15:00.000000Z"
+    assert later.json()["updateTime"] == "2023-11-14T22:13:40.000000Z"
+    world.passes(80.0)
+    assert (await client.get(f"/v1beta/{cache['name']}")).status_code == 404
+    assert (await client.patch(f"/v1beta/{cache['name']}", json={"ttl": "60s"})).status_code == 404
+    missing = await client.post(CHAT, json=ASK | {"cached_content": cache["name"]})
+    assert error_of(missing)["param"] == "cached_content"
+    assert (await client.get(PATH)).json() == {"cachedContents": []}
+
+
+async def test_they_are_listed_page_by_page_and_bounded(world: World, client: httpx.AsyncClient) -> None:
+    names = [(await made(client))["name"] for _ in range(3)]
+    full = await client.post(PATH, json=content())
+    assert (full.status_code, full.json()["error"]["status"]) == (429, "RESOURCE_EXHAUSTED")
+    first = (await client.get(PATH, params={"pageSize": 2})).json()
+    rest = (await client.get(PATH, params={"pageSize": 2, "pageToken": first["nextPageToken"]})).json()
+    assert [one["name"] for one in first["cachedContents"] + rest["cachedContents"]] == names
+    assert "nextPageToken" not in rest
+
+
+async def test_what_no_worker_keeps_is_not_made(world: World, client: httpx.AsyncClient) -> None:
+    world.keeper.says = PinOutcome.NO_ROOM
+    refused = await client.post(PATH, json=content())
+    assert (refused.status_code, refused.json()["error"]["status"]) == (429, "RESOURCE_EXHAUSTED")
+    assert "no_room" in refused.json()["error"]["message"]
+    assert (await client.get(PATH)).json() == {"cachedContents": []}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"ttl": "300"}, "ttl"),
+        ({"ttl": "-3s"}, "ttl"),
+        ({"ttl": "0s"}, "ttl"),
+        ({"ttl": "7201s"}, "ttl"),
+        ({"ttl": "3s", "expireTime": "2023-11-14T22:15:00Z"}, "either"),
+        ({"expireTime": "tomorrow"}, "expireTime"),
+        ({"expireTime": "2023-13-14T22:15:00Z"}, "expireTime"),
+        ({"expireTime": "2023-11-14T22:13:20Z"}, "ttl"),
+        ({"contents": []}, "contents"),
+        ({"contents": [{"parts": []}]}, "parts"),
+        ({"contents": [{"role": "tool", "parts": [{"text": "x"}]}]}, "role"),
+        ({"contents": [{"parts": [{"inlineData": {}}]}]}, "contents"),
+        ({"contents": [{"parts": [{"text": "x"}]}]}, "at least 16"),
+        ({"tools": [{}]}, "tools"),
+        ({"toolConfig": {}}, "toolConfig"),
+        ({"displayName": "x" * 129}, "displayName"),
+    ],
+)
+async def test_what_makes_no_sense_is_refused(
+    world: World, client: httpx.AsyncClient, change: dict[str, Any], words: str
+) -> None:
+    answer = await client.post(PATH, json=content() | change)
+    assert (answer.status_code, answer.json()["error"]["status"]) == (400, "INVALID_ARGUMENT")
+    assert words in answer.json()["error"]["message"]
+    assert not world.parts.generator.requests
+
+
+async def test_other_refusals(world: World, client: httpx.AsyncClient) -> None:
+    cache = await made(client, {"model": doors.MODEL, "systemInstruction": {"parts": [{"text": LONG}]}})
+    name = cache["name"]
+    assert (await client.post(PATH, json=content() | {"model": "models/other"})).status_code == 404
+    twice = ASK | {"cached_content": name, "messages": [{"role": "system", "content": "x"}, *ASK["messages"]]}
+    assert error_of(await client.post(CHAT, json=twice))["param"] == "messages"
+    salted = await client.post(CHAT, json=ASK | {"cached_content": name, "cache_salt": "s"})
+    assert error_of(salted)["param"] == "cache_salt"
+    for query, body in (("", {}), ("?updateMask=displayName", {"ttl": "3s"}), ("", {"displayName": "x"})):
+        assert (await client.patch(f"/v1beta/{name}{query}", json=body)).status_code == 400
+    assert (await client.get(PATH, params={"filter": "x"})).status_code == 400
+    assert (await client.put(f"/v1beta/{name}", json={})).status_code == 405
+
+
+async def test_each_tenant_has_its_own(tokenizer: Tokenizer) -> None:
+    keys = tuple(ApiKey(key=SecretStr(f"secret-of-{name}"), tenant=name) for name in "ab")
+    world = World(tokenizer, RouterConfig(api_keys=keys, max_body_bytes=1 << 20))
+    async with client_of(world.parts) as client:
+        one, other = ({"authorization": f"Bearer secret-of-{name}"} for name in "ab")
+        cache = (await client.post(PATH, json=content(), headers=one)).json()
+        path = f"/v1beta/{cache['name']}"
+        seen = [(await client.get(path, headers=headers)).status_code for headers in (one, other, {})]
+        used = await client.post(CHAT, json=ASK | {"cached_content": cache["name"]}, headers=other)
+        shown = [(await client.get("/debug/pins", headers=headers)).json()["data"] for headers in (one, other)]
+    assert seen == [200, 404, 401]
+    assert used.status_code == 404
+    assert [[pin["name"] for pin in pins] for pins in shown] == [[cache["name"]], []]
+
+
+async def test_where_nothing_is_kept_by_name_it_is_said(tokenizer: Tokenizer) -> None:
+    parts = doors.make_doors(tokenizer)
+    async with client_of(parts) as client:
+        assert (await client.post(PATH, json=content())).status_code == 404
+        refused = await client.post(CHAT, json=ASK | {"cached_content": "cachedContents/x"})
+    assert error_of(refused)["param"] == "cached_content"
