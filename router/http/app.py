@@ -78,8 +78,7 @@ def create_app(
     texts = TextRoutes(frontend, max_body_bytes=config.max_body_bytes)
     routes.add("POST", "/v1/chat/completions", public(generation.chat))
     routes.add("POST", "/v1/completions", public(generation.completions))
-    responses = ResponsesRoutes(frontend, generator, metrics, max_body_bytes=config.max_body_bytes)
-    routes.add("POST", "/v1/responses", public(responses.create))
+    routes.add("POST", "/v1/responses", public(ResponsesRoutes(answering).create))
     embeddings = EmbeddingRoutes(
         frontend,
         generator,

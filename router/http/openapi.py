@@ -12,6 +12,7 @@ from starlette.requests import Request
 from router.auth import ApiKeys
 from router.http.guard import Guard, Guarded
 from router.http.openapi_answers import ANSWERS, ERROR, SCHEMAS
+from router.http.response_schemas import ResponsesBody
 from router.http.routes import Routes
 from router.http.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.http.strict_body import StrictBody, asks_for_nothing
@@ -21,6 +22,7 @@ _REF = "#/components/schemas/{model}"
 _BODIES: dict[str, type[StrictBody]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/v1/responses": ResponsesBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }

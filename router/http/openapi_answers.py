@@ -52,6 +52,18 @@ SCHEMAS: dict[str, Any] = {
         {"message": _object({"role": {"const": "assistant"}, "content": _or_null("string")}, tool_calls=_list({}))},
     ),
     "Completion": _answer("text_completion", {"text": _TEXT}),
+    "Response": _object(
+        {
+            "id": _TEXT,
+            "object": {"const": "response"},
+            "created_at": _COUNT,
+            "status": {"enum": ["completed", "incomplete"]},
+            "model": _TEXT,
+            "output": _list(_object({"id": _TEXT, "type": {"enum": ["message", "function_call"]}, "status": _TEXT})),
+            "usage": _object({"input_tokens": _COUNT, "output_tokens": _COUNT, "total_tokens": _COUNT}),
+        },
+        timing={"type": "object"},
+    ),
     "Tokens": _object(
         {
             "count": _COUNT,
@@ -66,6 +78,7 @@ SCHEMAS: dict[str, Any] = {
 ANSWERS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"application/json": _ref("ChatCompletion"), **_EVENTS},
     "/v1/completions": {"application/json": _ref("Completion"), **_EVENTS},
+    "/v1/responses": {"application/json": _ref("Response"), **_EVENTS},
     "/v1/models": {"application/json": _object({"object": {"const": "list"}, "data": _list(_ref("Model"))})},
     "/v1/models/*": {"application/json": _ref("Model")},
     "/tokenize": {"application/json": _ref("Tokens")},

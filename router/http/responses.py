@@ -14,20 +14,17 @@ from starlette.responses import Response
 
 from router.asked import Prepared
 from router.call_reader import CallReader, Piece, TextPiece
-from router.frontend import Frontend
+from router.http.answering import Answering
 from router.http.errors import error_object
 from router.http.generation import IDS_HEADER, TIMING_HEADER, trace_and_time
-from router.http.json_body import BodyBounds, read_object
 from router.http.link import WhileConnected
 from router.http.response_items import ResponseItems, Told
 from router.http.response_schemas import ResponsesBody
 from router.http.schemas import validate
 from router.http.sse import EventStream, SseResponse
 from router.http.whole_answer import WholeResponse
-from router.metrics import RequestMeter, RouterMetrics
-from router.requests import Generator
 from router.stream_ids import LAST_EVENT_ID
-from router.text_stream import TextDelta, TextReader, WholeText, read_text
+from router.text_stream import TextDelta, WholeText
 from router.timing_report import SERVER_TIMING, server_timing, timing_object
 from router.usage import Usage
 from tandem.errors import InvalidRequest, ServingError
@@ -40,17 +37,13 @@ _FIELD_OF = {"messages": "input", "prompt": "input", "max_tokens": "max_output_t
 class ResponsesRoutes:
     """The handler of the route."""
 
-    def __init__(
-        self, frontend: Frontend, generator: Generator, metrics: RouterMetrics, *, max_body_bytes: int
-    ) -> None:
-        self._frontend = frontend
-        self._generator = generator
-        self._metrics = metrics
-        self._bounds = BodyBounds.of(max_body_bytes, frontend.model.max_model_len)
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
+        self._frontend = answering.frontend
 
     async def create(self, request: Request) -> Response:
         """One response, whole or as events."""
-        data = await read_object(request, self._bounds)
+        data = await self._answering.read_object(request)
         for header in (LAST_EVENT_ID, IDS_HEADER):
             if header in request.headers:
                 raise InvalidRequest(f"{header}: streams of this route cannot be continued", param=header)
@@ -59,25 +52,19 @@ class ResponsesRoutes:
         has_timing = request.headers.get(TIMING_HEADER) == "1"
 
         def show(prepared: Prepared) -> _Answer:
-            usage = Usage([prepared], self._frontend.clock, self._metrics.usage.prices)
+            usage = Usage([prepared], self._frontend.clock, self._answering.metrics.usage.prices)
             return _Answer(data, prepared, usage, model=self._frontend.model.name, has_timing=has_timing)
 
         if body.stream:
-            stream = _ResponseStream(prepare, show, self._read_text)
+            stream = _ResponseStream(self._answering, prepare, show)
             return SseResponse(stream.run, show_error=stream.failed, closing=b"")
         async with WhileConnected(request.scope, request.receive):
             prepared, text = await prepare(), WholeText()
-            await self._read_text(prepared, text)
+            await self._answering.read_text([prepared], text)
             answer = show(prepared)
             for delta in text.choices():
                 answer.take(delta)
         return WholeResponse(orjson.dumps(answer.ended()), headers=answer.headers())
-
-    async def _read_text(self, prepared: Prepared, show: TextReader) -> None:
-        await read_text(self._generator, [prepared], self._frontend.tokenizer, self._meter, show)
-
-    def _meter(self, one: Prepared) -> RequestMeter:
-        return RequestMeter.of(one.request, self._metrics, self._frontend.clock)
 
     async def _prepare(self, body: ResponsesBody, request: Request) -> Prepared:
         try:
@@ -179,13 +166,13 @@ class _ResponseStream:
 
     def __init__(
         self,
+        answering: Answering,
         prepare: Callable[[], Awaitable[Prepared]],
         show: Callable[[Prepared], _Answer],
-        read_text: Callable[[Prepared, TextReader], Awaitable[None]],
     ) -> None:
+        self._answering = answering
         self._prepare = prepare
         self._show = show
-        self._read_text = read_text
         self._answer: _Answer | None = None
         self._number = 0
 
@@ -194,7 +181,7 @@ class _ResponseStream:
         prepared = await self._prepare()
         self._answer = answer = self._show(prepared)
         self._events = events
-        await self._read_text(prepared, self)
+        await self._answering.read_text([prepared], self)
         whole = answer.ended()
         events.write(self._written([{"type": f"response.{whole['status']}", "response": whole}]))
 

@@ -13,6 +13,8 @@ from tandem.config import RouterConfig
 from tests.unit.router import doors
 from tests.unit.router.http_doors import CHAT, HELLO, PLAIN, client_of
 
+RESPONSES = "/v1/responses"
+
 
 @pytest.fixture
 def parts() -> doors.Doors:
@@ -41,6 +43,8 @@ async def test_every_answer_is_as_described(client: httpx.AsyncClient, parts: do
         ("POST", CHAT, CHAT, {"messages": 5}),
         ("POST", PLAIN, PLAIN, {"prompt": ["a", "b"]}),
         ("POST", PLAIN, PLAIN, {"model": "gpt-4", "prompt": "a"}),
+        ("POST", RESPONSES, RESPONSES, {"input": "a"}),
+        ("POST", RESPONSES, RESPONSES, {"input": "a", "store": True}),
         ("POST", "/tokenize", "/tokenize", {"prompt": "a", "return_token_strs": True}),
         ("POST", "/detokenize", "/detokenize", {"tokens": [5]}),
         ("GET", "/v1/models", "/v1/models", None),
@@ -67,6 +71,9 @@ async def test_every_answer_is_as_described(client: httpx.AsyncClient, parts: do
         (PLAIN, {"prompt": [[1, 2], [3]]}, True),
         (PLAIN, {"prompt": []}, False),
         (PLAIN, {"prompt": [1, "a"]}, False),
+        (RESPONSES, {"input": [{"role": "user", "content": "a"}], "truncation": "disabled"}, True),
+        (RESPONSES, {"input": "a", "previous_response_id": "resp_1"}, False),
+        (RESPONSES, {"input": 5}, False),
         ("/tokenize", {"prompt": "a", "more": 1}, False),
         ("/detokenize", {"tokens": ["a"]}, False),
         ("/detokenize", {"tokens": []}, True),
