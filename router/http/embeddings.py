@@ -97,9 +97,7 @@ class EmbeddingRoutes:
         return WholeResponse(orjson.dumps(content))
 
     def _meter(self, one: Prepared) -> RequestMeter:
-        request = one.request
-        tokens = len(request.prompt_token_ids)
-        return RequestMeter(self._metrics, self._frontend.clock, prompt_tokens=tokens, choices=1, span=request.span)
+        return RequestMeter.of(one.request, self._metrics, self._frontend.clock)
 
 
 def _base64(vector: "array[float]") -> str:
