@@ -70,7 +70,7 @@ class DecodeWorker:
         self._idle = asyncio.Event()
         self._idle.set()
         self._book = TaskBook(self._idle.set)
-        self._reads = ReadOrders(host)
+        self._reads = ReadOrders(host, in_prefill_pool=False)
         self._takeovers = Takeovers(self._book, keep_s=takeover_s, cancel=self._cancel, go_on_here=self._go_on_here)
         self.handoffs = Handoffs(
             host,

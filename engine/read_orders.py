@@ -9,7 +9,7 @@ import logging
 import time
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from engine.guide import unusable
@@ -20,7 +20,7 @@ from engine.step import StepOutput
 from tandem.block_hash import HASH_BYTES
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, ServingError, Unavailable
 from tandem.ids import BlockHash, RequestId
-from tandem.outputs import PhaseTimes
+from tandem.outputs import NO_CACHED_TOKENS, CachedTokens, PhaseTimes
 from tandem.sampling import MAX_CONTINUATIONS, MAX_TOP_LOGPROBS, SamplingParams
 from tandem.session_port import SessionPort
 from tandem.v1 import session_pb2 as pb
@@ -43,6 +43,7 @@ class _Task:
     attempt: int
     request: Request
     queued_s: float = 0.0
+    cached: CachedTokens = NO_CACHED_TOKENS
     next_token: SampledToken | None = None
     """Of a prompt whose continuations are wanted: the likeliest, with all of them."""
 
@@ -50,8 +51,9 @@ class _Task:
 class ReadOrders:
     """One worker's. On the event loop's thread."""
 
-    def __init__(self, host: EngineHost) -> None:
+    def __init__(self, host: EngineHost, *, in_prefill_pool: bool) -> None:
         self._host = host
+        self._in_prefill_pool = in_prefill_pool
         self._serial = count(1)
         self._tasks: dict[RequestId, _Task] = {}
         self._draining = False
@@ -90,6 +92,7 @@ class ReadOrders:
         for admission in output.admissions:
             if (task := self._tasks.get(admission.request_id)) is not None:
                 task.queued_s = admission.queued_s
+                task.cached = replace(admission, prefill_only=self._in_prefill_pool).cached(0)
         for event in output.events:
             task = self._tasks.get(event.request_id)
             if task is None or event.finish_reason is None:
@@ -99,7 +102,7 @@ class ReadOrders:
             if (error := _ENDS.get(event.finish_reason)) is not None:
                 _refuse(task.port, task.request_id, task.attempt, error)
                 continue
-            for part in _parts(task):
+            for part in _parts(task, self._host.parts.layout.worker_block_bytes):
                 task.port.send(pb.WorkerMessage(read=part))
 
     def _begin(self, port: SessionPort, order: pb.Read) -> None:
@@ -177,7 +180,7 @@ def _refuse(port: SessionPort, request_id: str, attempt: int, error: ServingErro
     port.send(pb.WorkerMessage(refused=refused))
 
 
-def _parts(task: _Task) -> Iterator[pb.ReadPart]:
+def _parts(task: _Task, block_bytes: int) -> Iterator[pb.ReadPart]:
     """All that was read; the last part says that it is."""
     reading = task.request.reading
     if reading is None:
@@ -188,7 +191,7 @@ def _parts(task: _Task) -> Iterator[pb.ReadPart]:
             top_ids=[one.token_id for one in top],
             top_logprobs=[one.logprob for one in top],
         )
-        yield _closed(part, task)
+        yield _closed(part, task, block_bytes)
         return
     width, rows = reading.num_top or 0, len(reading.logprobs)
     step = max(1, _VALUES_PER_MESSAGE // (2 + 2 * width))
@@ -204,12 +207,17 @@ def _parts(task: _Task) -> Iterator[pb.ReadPart]:
             top_logprobs=reading.top_logprobs[begin * width : end * width],
             mean=reading.mean() if begin == last and reading.num_top is None else (),
         )
-        yield _closed(part, task) if begin == last else part
+        yield _closed(part, task, block_bytes) if begin == last else part
 
 
-def _closed(part: pb.ReadPart, task: _Task) -> pb.ReadPart:
+def _closed(part: pb.ReadPart, task: _Task, block_bytes: int) -> pb.ReadPart:
     """The last part."""
-    prefill_s = max(0.0, time.monotonic() - task.request.arrival_s - task.queued_s)
-    part.times.CopyFrom(times_to_pb(PhaseTimes(prefill_queue_s=task.queued_s, prefill_s=prefill_s)))
-    part.cached_tokens = task.request.num_cached_tokens
+    request, now_s = task.request, time.monotonic()
+    times = PhaseTimes(
+        prefill_queue_s=task.queued_s,
+        prefill_s=max(0.0, now_s - request.arrival_s - task.queued_s),
+        kv_byte_s=request.held.until(now_s) * block_bytes,
+        cached=task.cached,
+    )
+    part.times.CopyFrom(times_to_pb(times))
     return part

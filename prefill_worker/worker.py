@@ -42,7 +42,7 @@ class PrefillWorker:
         self._host = host
         self._pins = PinDesk(host)
         self._tasks: dict[TransferId, PrefillTask] = {}
-        self._reads = ReadOrders(host)
+        self._reads = ReadOrders(host, in_prefill_pool=True)
 
     # SessionHandler
 

@@ -14,7 +14,7 @@ from router.reading import PromptReading, ReadAsk
 from router.requests import ChoiceDelta, ChoiceFinish, Reader, RoutedRequest
 from router.worker_view import WorkerKey
 from tandem.ids import RequestId
-from tandem.outputs import PhaseTimes, SampledToken, TokenLogprob
+from tandem.outputs import FinishReason, SampledToken, TokenLogprob
 
 
 class BeamRun:
@@ -32,18 +32,31 @@ class BeamRun:
     async def tell(self, reader: Reader, on_sent: Callable[[], None]) -> None:
         """Search, and give `reader` the best. Raises as `PromptReads.read`."""
         started_s, first, search = self._clock(), PromptReading(), self._search
+        num_computed = 0
         while not search.is_over:
             found = await self._step(on_sent)
             if not self._num_steps:
                 first = found[0]
+            num_computed += sum(reading.num_computed for reading in found)
             self._num_steps += 1
             self._worker = found[0].worker
             search.advance([self._tokens(reading) for reading in found])
-        spent = first.times.prefill_queue_s + first.times.prefill_s
-        times: PhaseTimes = replace(first.times, decode_s=max(0.0, self._clock() - started_s - spent))
+        arrived_s = started_s if self._request.arrived_s is None else self._request.arrived_s
+        finish = ChoiceFinish(
+            reason=FinishReason.LENGTH,
+            cached_tokens=first.times.cached.total,
+            times=replace(
+                first.times,
+                router_queue_s=max(0.0, started_s - arrived_s),
+                decode_s=max(0.0, self._clock() - started_s - first.times.total_s),
+            ),
+            computed_tokens=num_computed,
+            needed_tokens=num_computed,
+        )
         for index, ended in enumerate(search.ended[: self._request.num_choices]):
-            finish = ChoiceFinish(reason=ended.reason, cached_tokens=first.cached_tokens, times=times)
-            reader.take(ChoiceDelta(index, tokens=ended.beam.tokens, finish=finish))
+            reader.take(ChoiceDelta(index, tokens=ended.beam.tokens, finish=replace(finish, reason=ended.reason)))
+            # The first one bears what all of them took together.
+            finish = replace(finish, computed_tokens=0, needed_tokens=0)
 
     async def _step(self, on_sent: Callable[[], None]) -> list[PromptReading]:
         """What may follow each running beam. The first error ends all."""

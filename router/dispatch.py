@@ -122,7 +122,7 @@ class Dispatcher:
                 reading = await self._reads.read(request, ask, sent)
                 reader.take(ChoiceDelta(0, reading=reading))
                 if ask.only:
-                    tell_end(request, reading, reader)
+                    tell_end(request, reading, reader, self._around.clock())
                     return
                 reader = AfterReading(reader, reading)
             if request.beams is not None:

@@ -17,7 +17,7 @@ from router.workers import FAILURE_PENALTY_S
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.errors import DeadlineExceeded, InternalError, RequestTooLarge, ServingError, Unavailable
 from tandem.ids import RequestId
-from tandem.outputs import FinishReason
+from tandem.outputs import FinishReason, PhaseTimes
 
 _MOST_LOST = 2
 """Workers that may die under one prompt: it may be what ends them."""
@@ -142,31 +142,48 @@ class PromptReads:
 class AfterReading:
     """A `Reader` of what is generated once the prompt was read: that was computed for this very request.
 
-    So it is no cache hit, and its time counts.
+    So it is no cache hit, and its time and its tokens count.
     """
 
     def __init__(self, reader: Reader, reading: PromptReading) -> None:
         self._take = reader.take
         self._times = reading.times
+        self._num_computed = reading.num_computed
         self.ready = reader.ready
 
     def take(self, delta: ChoiceDelta) -> bool:
         """See Reader."""
         if (finish := delta.finish) is not None:
-            times = replace(
-                finish.times,
-                prefill_queue_s=finish.times.prefill_queue_s + self._times.prefill_queue_s,
-                prefill_s=finish.times.prefill_s + self._times.prefill_s,
+            # What the router counts as waiting for a worker began when the request came, before the reading.
+            waited_s = max(0.0, finish.times.router_queue_s - self._times.total_s)
+            # Computed once for all choices.
+            num_computed = self._num_computed if delta.choice_index == 0 else 0
+            finish = replace(
+                finish,
+                cached_tokens=0,
+                times=self._times.plus(replace(finish.times, router_queue_s=waited_s)),
+                computed_tokens=finish.computed_tokens + num_computed,
+                needed_tokens=finish.needed_tokens + num_computed,
             )
-            delta = delta._replace(finish=replace(finish, cached_tokens=0, times=times))
+            delta = delta._replace(finish=finish)
         return self._take(delta)
 
 
-def tell_end(request: RoutedRequest, reading: PromptReading, reader: Reader) -> None:
-    """Of all choices, where nothing is generated."""
-    finish = ChoiceFinish(reason=FinishReason.LENGTH, cached_tokens=0, times=reading.times)
+def tell_end(request: RoutedRequest, reading: PromptReading, reader: Reader, now_s: float) -> None:
+    """Of all choices, where nothing is generated; the first one bears what it took."""
+    times = reading.times
+    if request.arrived_s is not None:
+        times = replace(times, router_queue_s=max(0.0, now_s - request.arrived_s - times.total_s))
+    finish = ChoiceFinish(
+        reason=FinishReason.LENGTH,
+        cached_tokens=0,
+        times=times,
+        computed_tokens=reading.num_computed,
+        needed_tokens=reading.num_computed,
+    )
     for index in range(request.num_choices):
         reader.take(ChoiceDelta(index, finish=finish))
+        finish = replace(finish, times=PhaseTimes(), computed_tokens=0, needed_tokens=0)
 
 
 class _Coming:
@@ -193,7 +210,7 @@ class _Coming:
                     mean=event.mean,
                 )
                 if event.times is not None:
-                    whole = self._parts.whole(event.times, event.cached_tokens, self.worker)
+                    whole = self._parts.whole(event.times, self.worker)
                     wrong = InternalError("a worker read something else than was asked for")
                     self.outcome.set_result(wrong if whole is None else whole)
             case AttemptRefused():

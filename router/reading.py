@@ -33,7 +33,8 @@ class PromptReading:
     """Of each token `num_top`, the most likely first."""
     mean: Sequence[float] = ()
     times: PhaseTimes = field(default_factory=PhaseTimes)
-    cached_tokens: int = 0
+    num_computed: int = 0
+    """Of the prompt's tokens, those that had to be computed."""
     worker: WorkerKey | None = None
     """Who read it."""
 
@@ -73,7 +74,7 @@ class ReadingInParts:
         self._top_logprobs.extend(top_logprobs)
         self._mean.extend(mean)
 
-    def whole(self, times: PhaseTimes, cached_tokens: int, worker: WorkerKey) -> PromptReading | None:
+    def whole(self, times: PhaseTimes, worker: WorkerKey) -> PromptReading | None:
         """All of it; None when it is not what was asked for."""
         num_scored = 0 if self._num_top is None or self._continues else self._num_tokens - 1
         num_top = (1 if self._continues else num_scored) * (self._num_top or 0)
@@ -88,6 +89,6 @@ class ReadingInParts:
             top_logprobs=self._top_logprobs,
             mean=self._mean,
             times=times,
-            cached_tokens=cached_tokens,
+            num_computed=max(0, self._num_tokens - times.cached.total),
             worker=worker,
         )

@@ -136,7 +136,6 @@ class ReadPart(NamedTuple):
     mean: Sequence[float]
     times: PhaseTimes | None
     """With the last part."""
-    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

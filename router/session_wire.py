@@ -142,7 +142,6 @@ def read_part_from_pb(part: pb.ReadPart) -> ReadPart:
         top_logprobs=part.top_logprobs,
         mean=part.mean,
         times=times_from_pb(part.times) if part.HasField("times") else None,
-        cached_tokens=part.cached_tokens,
     )
 
 

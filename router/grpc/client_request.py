@@ -51,7 +51,7 @@ def client_fields(
     )
 
 
-def model_of(request: pb.GenerateRequest | pb.TokenizeRequest | pb.DetokenizeRequest) -> str | None:
+def model_of(request: pb.GenerateRequest | pb.EmbedRequest | pb.TokenizeRequest | pb.DetokenizeRequest) -> str | None:
     """The model that is asked for, if one is."""
     return request.model if request.HasField("model") else None
 

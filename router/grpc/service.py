@@ -80,9 +80,9 @@ class InferenceService(InferenceServicer):
     async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
         """One vector for each input."""
         fields = ClientFields(
-            model=request.model or None,
+            model=model_of(request),
             priority=request.priority,
-            cache_salt=request.cache_salt or None,
+            cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
             tenant=self._tenant(context),
             trace=trace_of(context),
             time_left_s=context.time_remaining(),

@@ -79,14 +79,7 @@ def create_app(
     routes.add("POST", "/v1/chat/completions", public(generation.chat))
     routes.add("POST", "/v1/completions", public(generation.completions))
     routes.add("POST", "/v1/responses", public(ResponsesRoutes(answering).create))
-    embeddings = EmbeddingRoutes(
-        frontend,
-        generator,
-        metrics,
-        max_body_bytes=config.max_body_bytes,
-        most_values=config.max_answer_values,
-    )
-    routes.add("POST", "/v1/embeddings", public(embeddings.embed))
+    routes.add("POST", "/v1/embeddings", public(EmbeddingRoutes(frontend, generator, metrics, config).embed))
     routes.add("GET", "/v1/models", public(texts.models))
     routes.add("GET", "/v1/models/*", public(texts.model))
     routes.add("POST", "/tokenize", public(texts.tokenize))

@@ -21,6 +21,7 @@ from router.http.strict_body import StrictBody
 from router.http.whole_answer import WholeResponse
 from router.metrics import RequestMeter, RouterMetrics
 from router.requests import Generator
+from tandem.config import RouterConfig
 from tandem.errors import InvalidRequest
 
 
@@ -55,20 +56,11 @@ class EmbeddingBody(StrictBody):
 class EmbeddingRoutes:
     """The handler of the route."""
 
-    def __init__(
-        self,
-        frontend: Frontend,
-        generator: Generator,
-        metrics: RouterMetrics,
-        *,
-        max_body_bytes: int,
-        most_values: int,
-    ) -> None:
-        """`most_values`: numbers in one answer."""
+    def __init__(self, frontend: Frontend, generator: Generator, metrics: RouterMetrics, config: RouterConfig) -> None:
         self._frontend = frontend
-        self._embedder = Embedder(frontend, generator, most_values=most_values)
+        self._embedder = Embedder(frontend, generator, most_values=config.max_answer_values)
         self._metrics = metrics
-        self._bounds = BodyBounds.of(max_body_bytes, frontend.model.max_model_len)
+        self._bounds = BodyBounds.of(config.max_body_bytes, frontend.model.max_model_len)
 
     async def embed(self, request: Request) -> Response:
         """One vector for each input."""
@@ -97,9 +89,7 @@ class EmbeddingRoutes:
         return WholeResponse(orjson.dumps(content))
 
     def _meter(self, one: Prepared) -> RequestMeter:
-        request = one.request
-        tokens = len(request.prompt_token_ids)
-        return RequestMeter(self._metrics, self._frontend.clock, prompt_tokens=tokens, choices=1, span=request.span)
+        return RequestMeter.of(one.request, self._metrics, self._frontend.clock)
 
 
 def _base64(vector: "array[float]") -> str:

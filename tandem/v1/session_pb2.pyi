@@ -263,7 +263,7 @@ class Finish(_message.Message):
     def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., times: _Optional[_Union[_common_pb2.PhaseTimes, _Mapping]] = ...) -> None: ...
 
 class ReadPart(_message.Message):
-    __slots__ = ("request_id", "attempt", "logprobs", "ranks", "top_ids", "top_logprobs", "mean", "times", "cached_tokens")
+    __slots__ = ("request_id", "attempt", "logprobs", "ranks", "top_ids", "top_logprobs", "mean", "times")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -272,7 +272,6 @@ class ReadPart(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     MEAN_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
-    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     logprobs: _containers.RepeatedScalarFieldContainer[float]
@@ -281,8 +280,7 @@ class ReadPart(_message.Message):
     top_logprobs: _containers.RepeatedScalarFieldContainer[float]
     mean: _containers.RepeatedScalarFieldContainer[float]
     times: _common_pb2.PhaseTimes
-    cached_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ..., ranks: _Optional[_Iterable[int]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., mean: _Optional[_Iterable[float]] = ..., times: _Optional[_Union[_common_pb2.PhaseTimes, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ..., ranks: _Optional[_Iterable[int]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., mean: _Optional[_Iterable[float]] = ..., times: _Optional[_Union[_common_pb2.PhaseTimes, _Mapping]] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("request_id", "attempt", "failure")

@@ -1,6 +1,7 @@
 """Embeddings at both doors: vectors of length one, in the order of the inputs; what is refused."""
 
 import base64
+import json
 import struct
 from collections.abc import AsyncIterator
 from typing import Any
@@ -54,6 +55,8 @@ async def test_every_shape_of_input(
     tokens = sum(len(request.prompt_token_ids) for request in parts.generator.requests)
     assert body["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
     assert len(parts.generator.requests) == count
+    (spent,) = json.loads(parts.metrics.usage.render())["tenants"].values()
+    assert (spent["requests"], spent["prompt_tokens"], spent["completion_tokens"]) == (count, tokens, 0)
     assert 'vllm:request_success_total{engine="router",finished_reason="length"' in parts.metrics.render().decode()
 
 
@@ -102,7 +105,12 @@ async def test_the_same_over_grpc(parts: doors.Doors) -> None:
         answer = await stub.Embed(pb.EmbedRequest(inputs=[pb.EmbedInput(text="fox"), ids]))
         assert [list(one.values) for one in answer.embeddings] == [UNIT, UNIT]
         assert answer.usage.prompt_tokens == sum(len(r.prompt_token_ids) for r in parts.generator.requests)
-        for wrong in ([], [pb.EmbedInput()], [pb.EmbedInput(text="")]):
+        for wrong in (
+            pb.EmbedRequest(),
+            pb.EmbedRequest(inputs=[pb.EmbedInput()]),
+            pb.EmbedRequest(inputs=[pb.EmbedInput(text="")]),
+            pb.EmbedRequest(inputs=[ids], cache_salt=""),
+        ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.Embed(pb.EmbedRequest(inputs=wrong))
+                await stub.Embed(wrong)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -216,10 +216,11 @@ async def test_a_beam_search_asks_one_worker_for_what_may_follow_and_survives_it
             tops = [(length, -0.1), (900, -3.0), *((100 + i, -9.0 - i) for i in range(2))]
             assert reading.order.num_next == len(tops)
             order = reading.order
-            part = pb.ReadPart(request_id=order.request_id, attempt=order.attempt, cached_tokens=16 * (length == 0))
+            part = pb.ReadPart(request_id=order.request_id, attempt=order.attempt)
             part.top_ids.extend(token for token, _ in tops)
             part.top_logprobs.extend(value for _, value in tops)
-            part.times.CopyFrom(common.PhaseTimes(prefill_s=0.25))
+            cached = common.CachedTokens(prefill_pool=8 if length == 0 else 0)
+            part.times.CopyFrom(common.PhaseTimes(prefill_s=0.25, cached=cached))
             workers[name].send(pb.WorkerMessage(read=part))
 
         return answer
@@ -234,8 +235,8 @@ async def test_a_beam_search_asks_one_worker_for_what_may_follow_and_survives_it
         assert [reader.token_ids(choice) for choice in (0, 1)] == [[0, 1, 2], [900]]
         finishes = [delta.finish for delta in reader.taken]
         assert [(f.reason, f.cached_tokens, f.times.prefill_s) for f in finishes if f] == [
-            (FinishReason.LENGTH, 16, 0.25),
-            (FinishReason.STOP, 16, 0.25),
+            (FinishReason.LENGTH, 8, 0.25),
+            (FinishReason.STOP, 8, 0.25),
         ]
         first, second = sorted(asked_of.values(), key=len, reverse=True)
         assert first[:4] == [0, 1, 1, 2], "the same worker goes on"
