@@ -9,6 +9,8 @@ from router.http.sse import EventStream, SseResponse
 from router.status.feed import StatusFeed
 from tandem.errors import InvalidRequest
 
+MOST_EVENTS = 300
+"""Of one stream: who wants more shows the key again, which may not be good any more."""
 _NOT_KEPT = {"Cache-Control": "no-store"}
 
 
@@ -26,17 +28,18 @@ class StatusRoutes:
         return Response(content, headers=_NOT_KEPT, media_type="application/json")
 
     async def events(self, request: Request) -> Response:
-        """One event a second, until the client leaves, reads nothing for too long, or the router drains."""
+        """One event a second, for five minutes, or until the client leaves, reads nothing or the router drains."""
         _check_query(request)
         return SseResponse(partial(self._stream, request.state.tenant), write_timeout_s=self._write_timeout_s)
 
     async def _stream(self, tenant: str, events: EventStream) -> None:
         with self._feed.listening(tenant) as listener:
             status: bytes | None = await self._feed.snapshot(tenant)
-            while status is not None:
+            left = MOST_EVENTS
+            while status is not None and left:
                 events.write(b"data: " + status + b"\n\n")
                 await events.ready()
-                status = await listener.next()
+                status, left = await listener.next(), left - 1
 
 
 def _check_query(request: Request) -> None:

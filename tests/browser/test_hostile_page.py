@@ -136,6 +136,7 @@ async def test_states_of_workers_have_words(browser):
         assert await seen.violations() == []
 
 
+@pytest.mark.slow
 async def test_too_many_pages_are_told_so(browser):
     async with served(most=1) as router, tab(browser) as first, tab(browser) as second:
         await first.open(router.url)

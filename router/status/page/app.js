@@ -9,6 +9,7 @@ import { Playground } from "./playground.js";
 const FIRST_WAIT_S = 1;
 const LONGEST_WAIT_S = 10;
 const SILENCE_MS = 6000;
+const SHORTEST_MS = 3000;
 const HIDDEN_MS = 30000;
 
 // In this page's memory alone: no storage, no address, no cookie.
@@ -79,10 +80,13 @@ async function listen() {
   stream?.abort();
   const mine = (stream = new AbortController());
   if (lastMs === null) setLink("waiting", "Connecting");
+  const startedMs = Date.now();
   let reason = "the router has ended the stream";
   let wait = null;
   try {
     await readEvents("/status/events", { headers: headersFor(apiKey), signal: mine.signal }, show);
+    // A stream has its end every few minutes, at which the key is shown again.
+    if (mine === stream && Date.now() - startedMs > SHORTEST_MS) return listen();
   } catch (error) {
     if (mine !== stream || error.name === "AbortError") return;
     if (error.status === 401) return askForKey(apiKey ? "This key is not known here." : "");

@@ -106,6 +106,17 @@ async def test_a_drain_sends_listeners_away(tokenizer: Tokenizer) -> None:
         assert (await w.client.get("/status/snapshot")).status_code == 503
 
 
+async def test_a_stream_ends_so_that_its_key_is_shown_again(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.status.feed.TURN_S", 0.01)
+    monkeypatch.setattr("router.http.status.MOST_EVENTS", 3)
+    async with world(tokenizer) as w:
+        lines = (await w.client.get("/status/events")).text.split("\n\n")
+        assert [line[:7] for line in lines] == ["data: {"] * 3 + ["data: [", ""]
+        assert w.feed.num_listeners == 0
+
+
 async def test_a_reader_that_takes_nothing_is_dropped(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.http.app.STATUS_WRITE_TIMEOUT_S", 0.1)
     async with world(tokenizer) as w:
