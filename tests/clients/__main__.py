@@ -34,6 +34,7 @@ async def run(suite: Suite, python: Path | None) -> int:
                 "OPENAI_API_KEY": key,
                 "PATH": f"{interpreter.parent}{os.pathsep}{os.environ.get('PATH', '')}",
                 "NO_PROXY": "127.0.0.1",
+                "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             }
             process = await asyncio.create_subprocess_exec(*suite.command(place), env=environment, cwd=folder)
             try:
