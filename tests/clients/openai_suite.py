@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from typing import Literal
 
 import openai
 from pydantic import BaseModel
@@ -12,9 +13,9 @@ TALK = [{"role": "user", "content": "The code of amber is 4821. What is the code
 
 
 class Code(BaseModel):
-    """What an answer is parsed into."""
+    """What an answer is parsed into: a small model that may write any number never ends it."""
 
-    code: int
+    code: Literal["4821", "7305"]
 
 
 def refused(kind: type[Exception], ask) -> None:
