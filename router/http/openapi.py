@@ -10,6 +10,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 
 from router.auth import ApiKeys
+from router.http.embeddings import EmbeddingBody
 from router.http.guard import Guard, Guarded
 from router.http.openapi_answers import ANSWERS, ERROR, SCHEMAS
 from router.http.response_schemas import ResponsesBody
@@ -23,6 +24,7 @@ _BODIES: dict[str, type[StrictBody]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/v1/responses": ResponsesBody,
+    "/v1/embeddings": EmbeddingBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
@@ -110,7 +112,7 @@ def _operation_id(method: str, path: str) -> str:
 
 
 def _responses(path: str) -> dict[str, Any]:
-    given = {media: {"schema": schema} for media, schema in ANSWERS.get(path, {}).items()}
+    given = {media: {"schema": schema} if schema else {} for media, schema in ANSWERS.get(path, {}).items()}
     found: dict[str, Any] = {"200": {"description": "The answer", **({"content": given} if given else {})}}
     for status, told in _REFUSALS.items():
         found[status] = {"description": told, "content": {"application/json": {"schema": {"$ref": ERROR}}}}

@@ -5,7 +5,8 @@ from typing import Any
 ERROR = "#/components/schemas/Error"
 _TEXT: dict[str, Any] = {"type": "string"}
 _COUNT: dict[str, Any] = {"type": "integer", "minimum": 0}
-_EVENTS = {"text/event-stream": _TEXT}
+_EVENTS: dict[str, dict[str, Any]] = {"text/event-stream": {}}
+"""Each event is an object, the end mark of a stream is not: OpenAPI 3.1 has no words for that."""
 
 
 def _object(required: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -79,6 +80,8 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"application/json": _ref("ChatCompletion"), **_EVENTS},
     "/v1/completions": {"application/json": _ref("Completion"), **_EVENTS},
     "/v1/responses": {"application/json": _ref("Response"), **_EVENTS},
+    "/v1/embeddings": {"application/json": _object({"object": {"const": "list"}, "data": _list({"type": "object"})})},
+    "/v1/usage": {"application/json": {"type": "object"}},
     "/v1/models": {"application/json": _object({"object": {"const": "list"}, "data": _list(_ref("Model"))})},
     "/v1/models/*": {"application/json": _ref("Model")},
     "/tokenize": {"application/json": _ref("Tokens")},

@@ -1,0 +1,90 @@
+"""Which client is installed how, and called how."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.peers.environments import PeerEnvironment
+from tandem.model_path import BUILTIN, BUILTIN_NAME, model_directory
+
+_SCRIPTS = Path(__file__).parent
+_SEED = 11
+_TOKENIZER = str(model_directory(BUILTIN))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the cluster is, and the client."""
+
+    url: str
+    key: str
+    python: Path
+    folder: Path
+
+    def script(self, name: str) -> list[str]:
+        """One of ours, run by the client's interpreter."""
+        return [str(self.python), str(_SCRIPTS / name)]
+
+    def tool(self, name: str) -> str:
+        """A command that came with the client."""
+        return str(self.python.parent / name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """One client."""
+
+    environment: PeerEnvironment
+    command: Callable[[Place], Sequence[str]]
+
+
+def _schemathesis(place: Place) -> list[str]:
+    return [
+        *(place.tool("schemathesis"), "run", f"{place.url}/openapi.json"),
+        *("--header", f"Authorization: Bearer {place.key}"),
+        *("--seed", str(_SEED), "--max-examples", "30", "--workers", "1", "--phases", "examples,coverage,fuzzing"),
+        # What a schema cannot say is refused with 400, see router.http.openapi.
+        *("--exclude-checks", "positive_data_acceptance"),
+        # A stream of events that ends when its reader leaves.
+        *("--exclude-path", "/status/events", "--request-timeout", "60"),
+    ]
+
+
+def _aiperf(place: Place) -> list[str]:
+    return [
+        *(place.tool("aiperf"), "profile", "--model", BUILTIN_NAME, "--url", place.url, "--api-key", place.key),
+        *("--endpoint-type", "chat", "--streaming", "--tokenizer", _TOKENIZER, "--ui", "none"),
+        *("--request-count", "40", "--concurrency", "4", "--random-seed", str(_SEED)),
+        *("--synthetic-input-tokens-mean", "200", "--output-tokens-mean", "32"),
+        *("--artifact-dir", str(place.folder / "aiperf")),
+    ]
+
+
+def _guidellm(place: Place) -> list[str]:
+    return [
+        *(place.tool("guidellm"), "benchmark", "run", "--target", place.url, "--model", BUILTIN_NAME),
+        *("--backend-kwargs", f'{{"api_key": "{place.key}"}}', "--processor", _TOKENIZER),
+        *("--profile", "concurrent", "--rate", "4", "--max-requests", "40", "--random-seed", str(_SEED)),
+        *("--data", "prompt_tokens=200,output_tokens=32", "--output-dir", str(place.folder)),
+    ]
+
+
+def _environment(name: str, *packages: str) -> PeerEnvironment:
+    return PeerEnvironment(name=f"client-{name}", steps=(packages,))
+
+
+SUITES: Mapping[str, Suite] = {
+    "openai": Suite(
+        environment=_environment("openai", "openai==3.52.*"), command=lambda place: place.script("openai_suite.py")
+    ),
+    "litellm": Suite(
+        environment=_environment("litellm", "litellm"), command=lambda place: place.script("litellm_suite.py")
+    ),
+    "langchain": Suite(
+        environment=_environment("langchain", "langchain-openai"),
+        command=lambda place: place.script("langchain_suite.py"),
+    ),
+    "schemathesis": Suite(environment=_environment("schemathesis", "schemathesis==4.32.*"), command=_schemathesis),
+    "aiperf": Suite(environment=_environment("aiperf", "aiperf==0.13.*"), command=_aiperf),
+    "guidellm": Suite(environment=_environment("guidellm", "guidellm==0.8.1"), command=_guidellm),
+}
