@@ -23,6 +23,14 @@ class Answering:
     metrics: RouterMetrics
     bounds: BodyBounds
 
+    @classmethod
+    def of(
+        cls, frontend: Frontend, generator: Generator, metrics: RouterMetrics, *, max_body_bytes: int
+    ) -> "Answering":
+        """With the bounds that follow from the model."""
+        bounds = BodyBounds.of(max_body_bytes, frontend.model.max_model_len)
+        return cls(frontend=frontend, generator=generator, metrics=metrics, bounds=bounds)
+
     async def read_object(self, request: Request) -> dict[str, Any]:
         """The body. Raises as `json_body.read_object`."""
         return await read_object(request, self.bounds)

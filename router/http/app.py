@@ -17,7 +17,6 @@ from router.http.embeddings import EmbeddingRoutes
 from router.http.error_shapes import anthropic_error, google_error
 from router.http.generation import GenerationRoutes
 from router.http.guard import Guard, OperatorPage, operator, public
-from router.http.json_body import BodyBounds
 from router.http.messages import MessagesRoutes
 from router.http.middleware import Envelope
 from router.http.openapi import OpenApiRoute
@@ -66,15 +65,10 @@ def create_app(
     keeper = keeper or Doorkeeper(config)
     guard = Guard(keeper.keys, config)
     routes = Routes(guard)
-    kept, named, most_bytes = frontend.kept, NamedPrompts.of(frontend), config.max_body_bytes
+    named, most_bytes = NamedPrompts.of(frontend), config.max_body_bytes
     generation = GenerationRoutes(frontend, generator, metrics, max_body_bytes=most_bytes, named=named)
-    bounds = BodyBounds.of(most_bytes, frontend.model.max_model_len)
-    answering = Answering(frontend=frontend, generator=generator, metrics=metrics, bounds=bounds)
-    _add_messages(routes, MessagesRoutes(answering))
-    if kept is not None:
-        routes.add("GET", "/debug/pins", public(PinRoutes(kept.pins).show))
-    if named is not None:
-        _add_cached_contents(routes, CachedContentRoutes(answering, named))
+    answering = Answering.of(frontend, generator, metrics, max_body_bytes=most_bytes)
+    _add_prompt_caching(routes, answering, named)
     texts = TextRoutes(frontend, max_body_bytes=config.max_body_bytes)
     routes.add("POST", "/v1/chat/completions", public(generation.chat))
     routes.add("POST", "/v1/completions", public(generation.completions))
@@ -105,9 +99,14 @@ def create_app(
     return Envelope(routes, metrics, keeper.audit)
 
 
-def _add_messages(routes: Routes, messages: MessagesRoutes) -> None:
+def _add_prompt_caching(routes: Routes, answering: Answering, named: NamedPrompts | None) -> None:
+    messages, kept = MessagesRoutes(answering), answering.frontend.kept
     routes.add("POST", "/v1/messages", public(messages.messages), show_error=anthropic_error)
     routes.add("POST", "/v1/messages/count_tokens", public(messages.count_tokens), show_error=anthropic_error)
+    if kept is not None:
+        routes.add("GET", "/debug/pins", public(PinRoutes(kept.pins).show))
+    if named is not None:
+        _add_cached_contents(routes, CachedContentRoutes(answering, named))
 
 
 def _add_cached_contents(routes: Routes, cached: CachedContentRoutes) -> None:

@@ -1,6 +1,7 @@
 """Prompt caching as clients see it, on a cluster of real processes whose pools are small: Anthropic's own client."""
 
 import anthropic
+import openai
 import pytest
 import pytest_asyncio
 
@@ -9,7 +10,8 @@ from tests.e2e.running_cluster import WAIT_S, running
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MODEL = "tandem-tiny"
 KEPT = {"type": "ephemeral"}
-BLOCKS = 192
+BLOCKS = 96
+"""Of each pool; one tenant may pin an eighth of them, which is one set of rules."""
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -25,8 +27,8 @@ async def client(cluster):
 
 
 def rules(name):
-    """Some 300 tokens that nobody else has."""
-    return f"You are {name}. " + " ".join(f"Rule {i} of {name}: be kind to the fox number {i}." for i in range(12))
+    """Some 150 tokens that nobody else has."""
+    return f"You are {name}. " + " ".join(f"Rule {i} of {name}: be kind to the fox number {i}." for i in range(8))
 
 
 async def ask(client, name, *, kept):
@@ -129,3 +131,48 @@ async def test_refusals_are_the_clients_own_exceptions(client):
     assert refused.value.body["error"]["type"] == "invalid_request_error"
     with pytest.raises(anthropic.NotFoundError):
         await client.messages.create(model="other", max_tokens=4, messages=[{"role": "user", "content": "x"}])
+
+
+async def test_a_named_cache_is_found_after_heavy_eviction_by_openais_client_until_it_is_deleted(cluster):
+    body = {"model": MODEL, "systemInstruction": {"parts": [{"text": rules("Sam")}]}, "ttl": "600s"}
+    made = await cluster.http.post("/v1beta/cachedContents", json=body)
+    assert made.status_code == 200, made.text
+    cache = made.json()
+    kept_tokens = cache["usageMetadata"]["totalTokenCount"]
+    assert kept_tokens > 100
+    async with openai.AsyncOpenAI(base_url=f"{cluster.local.http_url}/v1", api_key="none", timeout=WAIT_S) as client:
+        await evict_everything(cluster, 2)
+        answer = await client.chat.completions.create(
+            model=MODEL,
+            max_tokens=4,
+            messages=[{"role": "user", "content": "Who are you?"}],
+            extra_body={"cached_content": cache["name"]},
+        )
+        assert kept_tokens <= answer.usage.prompt_tokens_details.cached_tokens < answer.usage.prompt_tokens
+        assert (await cluster.http.delete(f"/v1beta/{cache['name']}")).status_code == 200
+        await evict_everything(cluster, 4)
+        answer = await client.chat.completions.create(
+            model=MODEL,
+            max_tokens=4,
+            messages=[{"role": "system", "content": rules("Sam")}, {"role": "user", "content": "Who are you?"}],
+        )
+    assert answer.usage.prompt_tokens_details.cached_tokens < 64
+
+
+async def test_cached_tokens_are_true_where_the_prompt_was_handed_over(cluster, client):
+    """The prefill worker has the marked prefix, the decode worker nothing: what travelled is no less cached."""
+    first = await ask(client, "Zoe", kept=True)
+    await evict_everything(cluster, 5)
+    before = await cluster.disaggregated()
+    block = {"type": "text", "text": rules("Zoe"), "cache_control": KEPT}
+    question = " ".join(f"And what is number {i} of all?" for i in range(20))
+    message = await client.messages.create(
+        model=MODEL,
+        max_tokens=4,
+        system=[block],
+        messages=[{"role": "user", "content": question}],
+    )
+    assert await cluster.disaggregated() == before + 1
+    usage = message.usage
+    assert usage.cache_read_input_tokens == first.cache_creation_input_tokens
+    assert usage.input_tokens > 64
