@@ -1,22 +1,23 @@
 """A conversation of which beginnings are marked: how many of the prompt's tokens each mark covers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from router.asked import ClientFields, Prepared
 from router.chat_template import Message
 from router.frontend import Frontend
 from router.pin_registry import PinWish
+from router.tools import ToolUse
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.errors import InvalidRequest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class Mark(NamedTuple):
     """The conversation up to here is to stay cached."""
 
     num_messages: int
-    """Up to the last of these."""
+    """Up to the last of these; 0: what stands before any."""
     num_chars: int
     """Of that one's content."""
     ttl_s: float
@@ -28,7 +29,8 @@ async def prepare_marked(
     """As `Frontend.prepare_chat`, with a wish for each mark that covers a block."""
     prepared = await frontend.prepare_chat(messages, fields)
     request = prepared.request
-    lengths = [await marked_tokens(frontend, messages, mark, request.prompt_token_ids) for mark in marks]
+    ids, tools = request.prompt_token_ids, fields.tools
+    lengths = [await marked_tokens(frontend, messages, mark, ids, tools) for mark in marks]
     pins = tuple(
         PinWish(num_tokens=length // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS, ttl_s=mark.ttl_s)
         for mark, length in zip(marks, lengths, strict=True)
@@ -37,14 +39,17 @@ async def prepare_marked(
     return replace(prepared, request=replace(request, pins=pins))
 
 
-async def marked_tokens(frontend: Frontend, messages: Sequence[Message], mark: Mark, ids: Sequence[int]) -> int:
+async def marked_tokens(
+    frontend: Frontend, messages: Sequence[Message], mark: Mark, ids: Sequence[int], tools: ToolUse | None = None
+) -> int:
     """Tokens of the prompt `ids` that do not depend on what follows the mark. Raises InvalidRequest."""
-    last = messages[mark.num_messages - 1]
-    head = [*messages[: mark.num_messages - 1], replace(last, content=last.content[: mark.num_chars])]
-    if last.role == "system":
+    head = list(messages[: mark.num_messages])
+    if head:
+        head[-1] = replace(head[-1], content=head[-1].content[: mark.num_chars])
+    if not head or head[-1].role == "system":
         head.append(Message(role="user", content=""))  # templates want somebody to answer
     try:
-        cut = await frontend.prompts.encode_chat(head, add_generation_prompt=False)
+        cut = await frontend.prompts.encode_chat(head, add_generation_prompt=False, tools=tools)
     except InvalidRequest as error:
         raise InvalidRequest(
             f"cache_control: this model's chat template cannot end there: {error.message}", param="cache_control"

@@ -49,8 +49,13 @@ class MessagesRoutes:
         _check_version(request)
         body = validate(CountBody, await self._answering.read_object(request))
         self._frontend.check_model(body.model)
-        messages = body.conversation().messages
-        ids = await self._frontend.prompts.encode_chat(messages, add_generation_prompt=True)
+        fields = body.fields(request.state.tenant)
+        ids = await self._frontend.prompts.encode_chat(
+            body.conversation().messages,
+            add_generation_prompt=fields.add_generation_prompt,
+            tools=fields.tools,
+            options=fields.template,
+        )
         return {"input_tokens": len(ids)}
 
     async def _whole(self, talk: Conversation, fields: ClientFields) -> dict[str, Any]:

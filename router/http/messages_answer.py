@@ -1,15 +1,19 @@
 """Anthropic's shape of an answer, whole or as events."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
 from router.asked import Prepared
+from router.call_reader import CALLED, CallPiece, CallReader, Piece, TextPiece
 from router.http.error_shapes import anthropic_error
 from router.http.sse import EventStream
 from router.text_stream import TextDelta
 from tandem.errors import ServingError
 from tandem.outputs import FinishReason
+
+_NO_TEXT = {"type": "text", "text": ""}
 
 
 def event(content: dict[str, Any]) -> bytes:
@@ -59,14 +63,53 @@ class MessagesUsage:
         }
 
 
+class _Reader:
+    """Of one answer: text, and the calls in it if tools may be called."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        calling = prepared.calling
+        self._calls = None if calling is None else CallReader(calling, prepared.request.request_id, 0)
+
+    def read(self, delta: TextDelta) -> Sequence[Piece]:
+        """What is new."""
+        if self._calls is not None:
+            return self._calls.read(delta)
+        return [TextPiece(delta.text)] if delta.text else []
+
+    def ending(self, delta: TextDelta) -> dict[str, Any]:
+        """Why it ended."""
+        stopped_by = delta.stopped_by if isinstance(delta.stopped_by, str) else None
+        reason = FinishReason.STOP if delta.finish is None else delta.finish.reason
+        if reason is FinishReason.LENGTH:
+            shown = "max_tokens"
+        elif self._calls is not None and self._calls.finish(reason) == CALLED:
+            shown = "tool_use"
+        else:
+            shown = "stop_sequence" if stopped_by else "end_turn"
+        return {"stop_reason": shown, "stop_sequence": stopped_by if shown == "stop_sequence" else None}
+
+
 def whole_message(prepared: Prepared, model: str, choice: TextDelta) -> dict[str, Any]:
     """The answer in one piece."""
-    usage = MessagesUsage(prepared)
+    usage, reader = MessagesUsage(prepared), _Reader(prepared)
     usage.add(choice)
+    blocks: list[dict[str, Any]] = []
+    arguments: list[str] = []
+    for piece in reader.read(choice):
+        if isinstance(piece, CallPiece):
+            if piece.id is not None:
+                blocks.append({"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}})
+                arguments = []
+            arguments.append(piece.arguments)
+            blocks[-1]["input"] = _parsed("".join(arguments)) or {}
+        elif blocks and blocks[-1]["type"] == "text":
+            blocks[-1]["text"] += piece.text
+        else:
+            blocks.append({"type": "text", "text": piece.text})
     return {
         **_head(prepared, model),
-        "content": [{"type": "text", "text": choice.text}],
-        **_ending(choice),
+        "content": blocks or [_NO_TEXT],
+        **reader.ending(choice),
         "usage": usage.shown(),
     }
 
@@ -79,7 +122,10 @@ class MessageStream:
         self._prepared = prepared
         self._model = model
         self._usage = MessagesUsage(prepared)
-        self._begun = False
+        self._reader = _Reader(prepared)
+        self._has_begun = False
+        self._index = -1
+        self._in_text = False
 
     async def ready(self) -> None:
         """See TextReader."""
@@ -87,14 +133,11 @@ class MessageStream:
 
     def take(self, delta: TextDelta) -> bool:
         """See TextReader."""
-        parts = []
         self._usage.add(delta)
-        if not self._begun:
-            self._begun = True
-            parts += self._opening()
-        if delta.text:
-            text = {"type": "text_delta", "text": delta.text}
-            parts.append(event({"type": "content_block_delta", "index": 0, "delta": text}))
+        parts = [] if self._has_begun else self._opening()
+        self._has_begun = True
+        for piece in self._reader.read(delta):
+            parts += self._piece(piece)
         if delta.finish is not None:
             parts += self._closing(delta)
         return bool(parts) and self._events.write(b"".join(parts))
@@ -102,17 +145,37 @@ class MessageStream:
     def _opening(self) -> list[bytes]:
         message: dict[str, Any] = _head(self._prepared, self._model)
         message |= {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage.shown()}
-        block = {"type": "text", "text": ""}
-        return [
-            event({"type": "message_start", "message": message}),
-            event({"type": "content_block_start", "index": 0, "content_block": block}),
-            event({"type": "ping"}),
-        ]
+        return [event({"type": "message_start", "message": message}), event({"type": "ping"})]
+
+    def _piece(self, piece: Piece) -> list[bytes]:
+        if isinstance(piece, TextPiece):
+            begun = [] if self._in_text else self._block(_NO_TEXT)
+            return [*begun, self._delta({"type": "text_delta", "text": piece.text})]
+        begun = []
+        if piece.id is not None:
+            begun = self._block({"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}})
+        if not piece.arguments:
+            return begun
+        return [*begun, self._delta({"type": "input_json_delta", "partial_json": piece.arguments})]
+
+    def _block(self, block: dict[str, Any]) -> list[bytes]:
+        """The next block begins, and the one before it ends."""
+        ended = self._end_block()
+        self._index += 1
+        self._in_text = block["type"] == "text"
+        return [*ended, event({"type": "content_block_start", "index": self._index, "content_block": block})]
+
+    def _end_block(self) -> list[bytes]:
+        return [] if self._index < 0 else [event({"type": "content_block_stop", "index": self._index})]
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return event({"type": "content_block_delta", "index": self._index, "delta": delta})
 
     def _closing(self, delta: TextDelta) -> list[bytes]:
         return [
-            event({"type": "content_block_stop", "index": 0}),
-            event({"type": "message_delta", "delta": _ending(delta), "usage": self._usage.shown()}),
+            *([] if self._index >= 0 else self._block(_NO_TEXT)),
+            *self._end_block(),
+            event({"type": "message_delta", "delta": self._reader.ending(delta), "usage": self._usage.shown()}),
             event({"type": "message_stop"}),
         ]
 
@@ -121,9 +184,10 @@ def _head(prepared: Prepared, model: str) -> dict[str, Any]:
     return {"id": f"msg_{prepared.request.request_id}", "type": "message", "role": "assistant", "model": model}
 
 
-def _ending(delta: TextDelta) -> dict[str, Any]:
-    reason = "end_turn"
-    if delta.finish is not None and delta.finish.reason is FinishReason.LENGTH:
-        reason = "max_tokens"
-    stopped_by = delta.stopped_by if isinstance(delta.stopped_by, str) else None
-    return {"stop_reason": "stop_sequence" if stopped_by else reason, "stop_sequence": stopped_by}
+def _parsed(arguments: str) -> dict[str, Any] | None:
+    """None for what was cut short."""
+    try:
+        value = orjson.loads(arguments or b"{}")
+    except orjson.JSONDecodeError:
+        return None
+    return value if isinstance(value, dict) else None

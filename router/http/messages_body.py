@@ -1,65 +1,42 @@
 """What clients may send to Anthropic's routes: types here, bounds in the frontend."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from dataclasses import replace
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field
 
 from router.asked import ClientFields
-from router.chat_template import Message
+from router.conversation import Message, TemplateOptions
+from router.http.messages_blocks import (
+    Block,
+    Blocks,
+    CacheControl,
+    TextBlock,
+    Texts,
+    ToolChoice,
+    ToolResultBlock,
+    ToolSpec,
+    chosen_tools,
+    joined,
+)
 from router.http.strict_body import StrictBody, at_most
 from router.marked_prefixes import Mark
 from router.prompts import MAX_MESSAGES
 from router.stop_strings import MAX_STOP_STRINGS
+from router.tools import MAX_TOOLS
 from tandem.errors import InvalidRequest
 from tandem.sampling import SamplingParams
 
 MAX_MARKS = 4
-_MAX_BLOCKS = 256  # of one message's content
-_TTL_S = {"5m": 300.0, "1h": 3600.0}
 _SAMPLING = ("temperature", "top_k", "top_p")
-
-
-class CacheControl(StrictBody):
-    """The conversation up to this block is to stay cached."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-    @property
-    def ttl_s(self) -> float:
-        """From its last use on."""
-        return _TTL_S[self.ttl or "5m"]
-
-
-class TextBlock(StrictBody):
-    """A part of a message. Images, documents, tools and thoughts are not supported yet."""
-
-    type: str
-    text: str
-    cache_control: CacheControl | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_text(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(kind := data.get("type"), str) and kind != "text":
-            raise InvalidRequest(f"content of type {kind[:40]!r} is not supported yet", param="messages")
-        return data
-
-
-def _as_blocks(content: Any) -> Any:
-    """A text is a list of one block: what is wrong with a block is then said of the block."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-_Content = Annotated[list[TextBlock], at_most(_MAX_BLOCKS), BeforeValidator(_as_blocks)]
 
 
 class Turn(StrictBody):
     """One message."""
 
     role: Literal["user", "assistant"]
-    content: _Content
+    content: Blocks
 
 
 class Metadata(StrictBody):
@@ -86,35 +63,41 @@ class CountBody(StrictBody):
 
     model: str
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
-    system: _Content | None = None
+    system: Texts | None = None
+    tools: Annotated[list[ToolSpec] | None, at_most(MAX_TOOLS)] = None
+    tool_choice: ToolChoice | None = None
     cache_control: CacheControl | None = None
     """As if it stood on the last block."""
     thinking: Thinking | None = None
 
-    @model_validator(mode="after")
-    def _ends_with_a_question(self) -> Self:
-        if self.messages[-1].role != "user":
-            raise InvalidRequest("messages: the last one must be the user's", param="messages")
-        return self
+    def fields(self, tenant: str) -> ClientFields:
+        """What the frontend validates. Raises InvalidRequest."""
+        continues = self.messages[-1].role == "assistant"
+        return ClientFields(
+            model=self.model,
+            tenant=tenant,
+            tools=chosen_tools(self.tools or (), self.tool_choice),
+            template=TemplateOptions(continue_final=continues),
+            add_generation_prompt=not continues,
+        )
 
     def conversation(self) -> Conversation:
-        """Turns of one role in a row are one turn; text blocks stand on lines of their own. Raises InvalidRequest."""
-        turns: list[tuple[str, list[TextBlock]]] = []
+        """Turns of one role in a row are one turn. Raises InvalidRequest."""
+        talk = Conversation([], [])
         if self.system is not None:
-            turns.append(("system", list(self.system)))
-        for turn in self.messages:
-            if turns and turns[-1][0] == turn.role:
-                turns[-1][1].extend(turn.content)
-            else:
-                turns.append((turn.role, list(turn.content)))
-        messages = [Message(role=role, content="\n".join(block.text for block in blocks)) for role, blocks in turns]
-        marks = [mark for number, (_, blocks) in enumerate(turns) for mark in _marks(number + 1, blocks)]
+            _add(talk, "system", self.system)
+        for tool in self.tools or ():
+            if tool.cache_control is not None:
+                # Templates show tools in the system's turn: the mark covers all of that.
+                size = len(talk.messages[0].content) if talk.messages else 0
+                talk.marks.append(Mark(len(talk.messages), size, tool.cache_control.ttl_s))
+        for role, blocks in _merged(self.messages):
+            _add(talk, role, blocks)
         if self.cache_control is not None:
-            size = len(messages[-1].content)
-            marks.append(Mark(num_messages=len(messages), num_chars=size, ttl_s=self.cache_control.ttl_s))
-        if len(marks) > MAX_MARKS:
+            talk.marks.append(Mark(len(talk.messages), len(talk.messages[-1].content), self.cache_control.ttl_s))
+        if len(talk.marks) > MAX_MARKS:
             raise InvalidRequest(f"cache_control: at most {MAX_MARKS} blocks may have it", param="cache_control")
-        return Conversation(messages, marks)
+        return talk
 
 
 class MessagesBody(CountBody):
@@ -130,22 +113,56 @@ class MessagesBody(CountBody):
     service_tier: Literal["auto", "standard_only"] | None = None
 
     def fields(self, tenant: str) -> ClientFields:
-        """What the frontend validates."""
+        """See CountBody."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        return ClientFields(
+        return replace(
+            super().fields(tenant),
             sampling=SamplingParams(**given),
             max_tokens=self.max_tokens,
-            model=self.model,
             reads_along=bool(self.stream),
             stop=tuple(self.stop_sequences or ()),
-            tenant=tenant,
         )
 
 
-def _marks(num_messages: int, blocks: Sequence[TextBlock]) -> list[Mark]:
-    marks, size = [], -1
+def _merged(turns: Sequence[Turn]) -> list[tuple[str, list[Block]]]:
+    merged: list[tuple[str, list[Block]]] = []
+    for turn in turns:
+        if merged and merged[-1][0] == turn.role:
+            merged[-1][1].extend(turn.content)
+        else:
+            merged.append((turn.role, list(turn.content)))
+    return merged
+
+
+def _add(talk: Conversation, role: str, blocks: Sequence[Block]) -> None:
+    """One turn: what tools returned are turns of their own, in a user's; calls belong to an assistant's."""
+    texts: list[TextBlock] = []
+    begun = Message(role=role, content="")
+    is_open = False
     for block in blocks:
-        size += 1 + len(block.text)
-        if block.cache_control is not None:
-            marks.append(Mark(num_messages=num_messages, num_chars=size, ttl_s=block.cache_control.ttl_s))
-    return marks
+        if isinstance(block, ToolResultBlock):
+            if role != "user":
+                raise InvalidRequest("messages: tool_result stands in a user's turn", param="messages")
+            if is_open:
+                talk.messages.append(begun)
+            begun, is_open = Message(role=role, content=""), False
+            texts.clear()
+            talk.messages.append(Message(role="tool", content=block.text, tool_call_id=block.tool_use_id))
+            _mark(talk, len(talk.messages), len(block.text), block.cache_control)
+            continue
+        is_open = True
+        if isinstance(block, TextBlock):
+            texts.append(block)
+            begun = replace(begun, content=joined(texts))
+        elif role == "assistant":
+            begun = replace(begun, tool_calls=(*begun.tool_calls, block.call()))
+        else:
+            raise InvalidRequest("messages: tool_use stands in an assistant's turn", param="messages")
+        _mark(talk, len(talk.messages) + 1, len(begun.content), block.cache_control)
+    if is_open or not blocks:
+        talk.messages.append(begun)
+
+
+def _mark(talk: Conversation, num_messages: int, num_chars: int, control: CacheControl | None) -> None:
+    if control is not None:
+        talk.marks.append(Mark(num_messages, num_chars, control.ttl_s))

@@ -176,3 +176,30 @@ async def test_cached_tokens_are_true_where_the_prompt_was_handed_over(cluster, 
     usage = message.usage
     assert usage.cache_read_input_tokens == first.cache_creation_input_tokens
     assert usage.input_tokens > 64
+
+
+async def test_a_tool_that_must_be_called_is(client):
+    schema = {"type": "object", "properties": {"city": {"enum": ["Rome", "Bern"]}}, "required": ["city"]}
+    schema["additionalProperties"] = False
+    arguments = {
+        "model": MODEL,
+        "max_tokens": 60,
+        "tools": [{"name": "weather", "description": "Tells the weather.", "input_schema": schema}],
+        "tool_choice": {"type": "tool", "name": "weather"},
+        "messages": [{"role": "user", "content": "How is the weather in Rome?"}],
+    }
+    whole = await client.messages.create(**arguments)
+    async with client.messages.stream(**arguments) as stream:
+        streamed = await stream.get_final_message()
+    for message in (whole, streamed):
+        (call,) = message.content
+        assert (message.stop_reason, call.type, call.name) == ("tool_use", "tool_use", "weather")
+        assert call.input["city"] in {"Rome", "Bern"}
+    result = {"type": "tool_result", "tool_use_id": whole.content[0].id, "content": "It rains."}
+    turns = [
+        *arguments["messages"],
+        {"role": "assistant", "content": whole.content},
+        {"role": "user", "content": [result]},
+    ]
+    after = await client.messages.create(**arguments | {"messages": turns, "tool_choice": {"type": "none"}})
+    assert after.stop_reason in {"end_turn", "max_tokens"}

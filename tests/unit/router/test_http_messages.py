@@ -95,8 +95,8 @@ async def test_a_stream(parts: doors.Doors, client: httpx.AsyncClient) -> None:
     kinds = [one["type"] for one in told if one["type"] != "content_block_delta"]
     assert kinds == [
         "message_start",
-        "content_block_start",
         "ping",
+        "content_block_start",
         "content_block_stop",
         "message_delta",
         "message_stop",
@@ -184,6 +184,13 @@ async def test_a_mark_that_covers_no_block_is_no_wish(parts: doors.Doors, client
     assert parts.generator.requests[0].pins == ()
 
 
+TOOL = {
+    "name": "weather",
+    "description": "the weather",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+USED = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "fox"}}
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "brown"}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
 
 
@@ -194,12 +201,17 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "system", "content": "x"}]}, "role"),
-        ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}, "the user's"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "'image' is not supported"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, "tool_result"),
+        ({"messages": [{"role": "user", "content": [USED]}]}, "assistant's turn"),
+        ({"messages": [{"role": "assistant", "content": [RESULT]}]}, "user's turn"),
+        ({"messages": [{"role": "user", "content": [RESULT | {"content": [IMAGE]}]}]}, "'image' is not supported"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools"),
+        ({"tools": [TOOL, TOOL]}, "twice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "any", "name": "weather"}}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"system": [IMAGE]}, "'image' is not supported"),
         ({"system": 3}, "system"),
-        ({"tools": [{"name": "f", "input_schema": {}}]}, "tools"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"stop_sequences": ["a"] * 65}, "stop_sequences"),
         ({"temperature": "hot"}, "temperature"),
@@ -274,3 +286,69 @@ async def test_tenants_share_blocks_only_where_it_is_configured(tokenizer: Token
                 await client.post(MESSAGES, json=HELLO, headers={"x-api-key": f"secret-of-{name}"})
         roots.append(len({request.hash_root for request in parts.generator.requests}))
     assert roots == [2, 1]
+
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "fox"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_is_a_block_of_its_own(parts: doors.Doors, client: httpx.AsyncClient, stream: bool) -> None:
+    parts.say(f"hello {CALL}")
+    answer = await client.post(MESSAGES, json=HELLO | {"tools": [TOOL], "stream": stream})
+    assert answer.status_code == 200, answer.text
+    blocks: list[dict[str, Any]]
+    if stream:
+        told = events(answer.text)
+        blocks = [one["content_block"] for one in told if one["type"] == "content_block_start"]
+        for one in told:
+            if one["type"] == "content_block_delta":
+                delta, block = one["delta"], blocks[one["index"]]
+                if delta["type"] == "text_delta":
+                    block["text"] += delta["text"]
+                else:
+                    block["partial"] = block.get("partial", "") + delta["partial_json"]
+        blocks[1]["input"] = json.loads(blocks[1].pop("partial"))
+        assert [one["index"] for one in told if one["type"] == "content_block_stop"] == [0, 1]
+        ending = told[-2]["delta"]
+    else:
+        ending = answer.json()
+        blocks = ending["content"]
+    assert blocks[0]["text"].strip() == "hello"
+    assert (blocks[1]["type"], blocks[1]["name"], blocks[1]["input"]) == ("tool_use", "weather", {"city": "fox"})
+    assert ending["stop_reason"] == "tool_use"
+
+
+async def test_calls_and_what_they_returned_are_shown_to_the_model(tokenizer: Tokenizer) -> None:
+    parts = doors.make_doors(tokenizer, context=1024)
+    parts.say("ok")
+    failed = RESULT | {"is_error": True, "content": [block("no"), block("city")]}
+    turns = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": [block("wait"), USED]},
+        {"role": "user", "content": [failed, block("and now", cache_control=KEPT)]},
+    ]
+    tool = TOOL | {"cache_control": KEPT}
+    body = {"model": doors.MODEL, "tools": [tool], "messages": turns}
+    async with client_of(parts) as client:
+        answer = await client.post(MESSAGES, json=body | {"max_tokens": 3})
+        counted = await client.post(COUNT, json=body)
+    assert answer.status_code == 200, answer.text
+    request = parts.generator.requests[0]
+    text = parts.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+    places = [text.index(part) for part in ("the weather", "hello", "wait", '"city"', "Error: no\ncity", "and now")]
+    assert text.count('"weather"') == 2
+    assert places[0] < places[1] < places[2] < places[4] < places[5]
+    assert len(request.pins) == 2
+    first = parts.tokenizer.decode(request.prompt_token_ids[: request.pins[0].num_tokens])
+    assert "the weather" in first
+    assert "hello" not in first
+    assert counted.json()["input_tokens"] == len(request.prompt_token_ids)
+
+
+async def test_an_assistants_turn_at_the_end_is_gone_on_with(parts: doors.Doors, client: httpx.AsyncClient) -> None:
+    parts.say("ok")
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the quick"}]
+    answer = await client.post(MESSAGES, json=HELLO | {"messages": turns})
+    assert answer.status_code == 200, answer.text
+    text = parts.tokenizer.decode(parts.generator.requests[0].prompt_token_ids, skip_special_tokens=False)
+    assert text.endswith("<|assistant|>the quick")

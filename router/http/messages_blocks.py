@@ -1,0 +1,137 @@
+"""The parts of Anthropic's messages, and the tools that they speak of."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias
+
+import orjson
+from pydantic import BeforeValidator, Field, model_validator
+
+from router.http.strict_body import StrictBody, at_most
+from router.http.tool_schemas import use_of
+from router.tools import Tool, ToolCall, ToolUse
+from tandem.errors import InvalidRequest
+
+_MAX_BLOCKS = 256  # of one message's content
+_TTL_S = {"5m": 300.0, "1h": 3600.0}
+_MODES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
+
+
+class CacheControl(StrictBody):
+    """The conversation up to this block is to stay cached."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+    @property
+    def ttl_s(self) -> float:
+        """From its last use on."""
+        return _TTL_S[self.ttl or "5m"]
+
+
+class TextBlock(StrictBody):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+
+
+class ToolUseBlock(StrictBody):
+    """What the model called, in an assistant's message that the client sends back."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+
+    def call(self) -> ToolCall:
+        """The same for every door."""
+        return ToolCall(id=self.id, name=self.name, arguments=orjson.dumps(self.input).decode())
+
+
+def _known(*kinds: str) -> BeforeValidator:
+    """Names what is not supported; a text is a list of one block, so that what is wrong is said of the block."""
+
+    def check(content: Any) -> Any:
+        if isinstance(content, str):
+            return [{"type": "text", "text": content}]
+        for block in content if isinstance(content, list) else ():
+            kind = block.get("type") if isinstance(block, dict) else None
+            if isinstance(kind, str) and kind not in kinds:
+                raise InvalidRequest(f"content of type {kind[:40]!r} is not supported here", param="messages")
+        return content
+
+    return BeforeValidator(check)
+
+
+Texts: TypeAlias = Annotated[list[TextBlock], at_most(_MAX_BLOCKS), _known("text")]
+
+
+class ToolResultBlock(StrictBody):
+    """What a tool returned, in a user's message."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Texts | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+
+    @property
+    def text(self) -> str:
+        """For the model, which has no other sign of an error."""
+        text = joined(self.content or ())
+        return f"Error: {text}" if self.is_error else text
+
+
+Block: TypeAlias = TextBlock | ToolUseBlock | ToolResultBlock
+Blocks: TypeAlias = Annotated[
+    list[Annotated[Block, Field(discriminator="type")]],
+    at_most(_MAX_BLOCKS),
+    _known("text", "tool_use", "tool_result"),
+]
+
+
+class ToolSpec(StrictBody):
+    """A function of the client's; no tools of a server's are here."""
+
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+    def tool(self) -> Tool:
+        """The same for every door."""
+        return Tool(
+            name=self.name, description=self.description, parameters=self.input_schema, strict=bool(self.strict)
+        )
+
+
+class ToolChoice(StrictBody):
+    """Whether tools may be called, or must."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _names_one(self) -> "ToolChoice":
+        if (self.type == "tool") != (self.name is not None):
+            raise InvalidRequest("tool_choice: a name is of type tool", param="tool_choice")
+        return self
+
+
+def chosen_tools(tools: Sequence[ToolSpec], choice: ToolChoice | None) -> ToolUse | None:
+    """What both say together. Raises InvalidRequest."""
+    made = tuple(tool.tool() for tool in tools)
+    if choice is None:
+        return use_of(made, "auto", None, True)
+    allowed = None if choice.name is None else frozenset({choice.name})
+    return use_of(made, _MODES[choice.type], allowed, not choice.disable_parallel_tool_use and allowed is None)
+
+
+def joined(blocks: Sequence[TextBlock]) -> str:
+    """Blocks stand on lines of their own."""
+    return "\n".join(block.text for block in blocks)
