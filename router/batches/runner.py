@@ -1,7 +1,8 @@
 """Runs batches: a few requests at a time, and only while the cluster has nothing better to do.
 
 Life of a batch: validating → in progress → finalizing → completed; or failed, expired, cancelled. A router that stops,
-or dies, leaves on disk what was answered; whoever runs the folder next goes on with the rest.
+or dies, leaves on disk what was answered; whoever runs the folder next goes on with the rest. What is written is
+written in the loop's own turn: a thread could still be at it when another process has begun.
 """
 
 import asyncio
@@ -90,7 +91,7 @@ class BatchRunner:
     async def _run(self) -> None:
         while True:
             try:
-                if await asyncio.to_thread(self._store.may_run):
+                if self._store.may_run():
                     await asyncio.to_thread(self._store.sweep, self._now())
                     for batch in await asyncio.to_thread(self._store.live):
                         if batch.id not in self._at_work:
@@ -121,9 +122,9 @@ class BatchRunner:
                 return
             batch = ended
         end = BatchStatus(batch.ends_as)
-        output, errors = await asyncio.to_thread(self._store.publish, batch, self._now())
+        output, errors = self._store.publish(batch, self._now())
         batch = batch.moved(end, self._now(), output_file_id=output, error_file_id=errors)
-        await asyncio.to_thread(self._store.save, batch)
+        self._store.save(batch)
 
     async def _answer_all(self, batch: Batch) -> Batch | None:
         """The batch when it has all its results; None when it has failed."""
@@ -131,15 +132,16 @@ class BatchRunner:
             lines = await asyncio.to_thread(self._read, batch)
         except _BadInput as bad:
             failed = batch.moved(BatchStatus.FAILED, self._now(), errors=tuple(bad.errors))
-            await asyncio.to_thread(self._store.save, failed)
+            self._store.save(failed)
             return None
         results = await asyncio.to_thread(self._store.results, batch)
+        results.cut()
         if batch.status is BatchStatus.VALIDATING:
             batch = batch.moved(BatchStatus.IN_PROGRESS, self._now(), total=len(lines))
-            await asyncio.to_thread(self._store.save, batch)
+            self._store.save(batch)
         end = await _Progress(self, batch, lines, results).run()
         batch = _counted(batch, results).moved(BatchStatus.FINALIZING, self._now(), ends_as=end.value)
-        await asyncio.to_thread(self._store.save, batch)
+        self._store.save(batch)
         return batch
 
     def _read(self, batch: Batch) -> list[BatchLine]:
@@ -247,7 +249,7 @@ class _Progress:
         for number, line in enumerate(self._lines):
             if number not in self._results.done:
                 text = not_run(self._batch.id, number, line.custom_id, code, message)
-                await asyncio.to_thread(self._results.add, number, text, is_error=True)
+                self._results.add(number, text, is_error=True)
         return end
 
     async def _one(self, number: int) -> None:
@@ -257,11 +259,11 @@ class _Progress:
         finally:
             self._runner._permits.release()
         text = answered(self._batch.id, number, line.custom_id, status, content)
-        await asyncio.to_thread(self._results.add, number, text, is_error=status >= 400)
+        self._results.add(number, text, is_error=status >= 400)
         now_s = self._runner._now()
         if now_s - self._saved_s >= _LOOK_S:
             self._saved_s = now_s
-            await asyncio.to_thread(self._runner._store.save, _counted(self._batch, self._results))
+            self._runner._store.save(_counted(self._batch, self._results))
 
     async def _answer(self, line: BatchLine) -> tuple[int, bytes]:
         runner = self._runner

@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +24,8 @@ from tandem.errors import Overloaded
 _FILE_ID = re.compile(r"file-[0-9a-f]{32}(-output|-errors)?")
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
 OUTPUT, ERRORS = "output", "errors"
+_UPLOAD_S = 3600.0
+"""Longer than any upload may take."""
 
 
 class BatchStore:
@@ -171,16 +173,18 @@ class BatchStore:
     def sweep(self, now_s: float) -> None:
         """Delete what has been kept long enough, and uploads that were never finished."""
         for path in self._folder.glob("tenants/*/files/file-*.json"):
-            if orjson.loads(path.read_bytes())["expires_s"] <= now_s:
-                path.unlink(missing_ok=True)
-                path.with_suffix(".data").unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # its tenant has just deleted it
+                if orjson.loads(path.read_bytes())["expires_s"] <= now_s:
+                    path.unlink(missing_ok=True)
+                    path.with_suffix(".data").unlink(missing_ok=True)
         for path in self._folder.glob("tenants/*/batches/*/batch.json"):
             batch = Batch.from_json(orjson.loads(path.read_bytes()))
             if batch.status.is_final and batch.created_s + self._keep_s <= now_s:
                 shutil.rmtree(path.parent, ignore_errors=True)
         for path in (self._folder / "incoming").iterdir():
-            if path.stat().st_mtime + 3600.0 <= now_s:
-                path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # its upload has just ended
+                if path.stat().st_mtime + _UPLOAD_S <= now_s:
+                    path.unlink(missing_ok=True)
 
     def _of(self, tenant: str, kind: str) -> Path:
         # A tenant's name may have any characters.
@@ -198,11 +202,18 @@ class Results:
         self.failed: set[int] = set()
         self.done: set[int] = set()
         """Numbers of the input's lines, the failed ones included."""
+        self._whole: dict[Path, int] = {}
         for is_error, path in self._paths.items():
-            for number in _numbers(path):
-                self.done.add(number)
-                if is_error:
-                    self.failed.add(number)
+            numbers, self._whole[path] = _whole_lines(path)
+            self.done |= numbers
+            if is_error:
+                self.failed |= numbers
+
+    def cut(self) -> None:
+        """Cut off what follows the last whole line. By whoever adds, before that."""
+        for path, size in self._whole.items():
+            if path.exists():
+                os.truncate(path, size)
 
     def add(self, number: int, line: bytes, *, is_error: bool) -> None:
         """The one result of a line of the input."""
@@ -215,19 +226,19 @@ class Results:
             self.failed.add(number)
 
 
-def _numbers(path: Path) -> Iterator[int]:
-    """Of whole lines; what follows the last one is cut off."""
-    if not path.exists():
-        return
-    whole = 0
-    with path.open("rb") as file:
-        for line in file:
-            number = number_of(line)
-            if number is None or not line.endswith(b"\n"):
-                break
-            whole += len(line)
-            yield number
-    os.truncate(path, whole)
+def _whole_lines(path: Path) -> tuple[set[int], int]:
+    """Numbers of whole lines, and the bytes that those are."""
+    numbers: set[int] = set()
+    size = 0
+    if path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                number = number_of(line)
+                if number is None or not line.endswith(b"\n"):
+                    break
+                size += len(line)
+                numbers.add(number)
+    return numbers, size
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:

@@ -1,10 +1,7 @@
 """Batches: answered like any request, behind everybody, once each, through restarts; per tenant, bounded, cancelled."""
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +9,6 @@ import httpx
 import pytest
 
 from router.batch_assembly import with_batches
-from router.batches.runner import BatchRunner
 from router.batches.store import BatchStore
 from router.batches.values import Batch, BatchStatus
 from router.doorkeeper import Doorkeeper
@@ -21,86 +17,10 @@ from router.http.app import create_app
 from tandem.config import RouterConfig
 from tandem.errors import Overloaded
 from tests.unit.router import doors
+from tests.unit.router.batch_world import Room, running
 
 KEYS = [{"key": "one", "tenant": "acme"}, {"key": "two", "tenant": "other-company"}]
-WAIT_S = 20.0
 TEXT = "hello"
-
-
-class Room:
-    """What admission says."""
-
-    closed = False
-
-    def __init__(self) -> None:
-        self.is_there = True
-
-    def has_idle_room(self) -> bool:
-        return self.is_there
-
-
-class World:
-    """One router process with a folder."""
-
-    def __init__(self, parts: doors.Doors, folder: Path, **bounds: Any) -> None:
-        self.parts = parts
-        self.room = Room()
-        config = parts.config.model_copy(
-            update={"batches": parts.config.batches.model_copy(update={"path": str(folder), **bounds})}
-        )
-        app = create_app(parts.frontend, parts.generator, parts.ready, config, parts.metrics)
-        keeper = Doorkeeper(config)
-        app, runner = with_batches(app, parts.frontend, parts.generator, self.room, config, parts.metrics, keeper)
-        assert runner is not None
-        self.runner: BatchRunner = runner
-        self.http = httpx.AsyncClient(
-            transport=httpx.ASGITransport(app, raise_app_exceptions=False),
-            base_url="http://router",
-            headers={"Authorization": "Bearer one"},
-        )
-
-    async def upload(self, *lines: Any, **more: Any) -> str:
-        text = b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
-        answer = await self.http.post(
-            "/v1/files", files={"file": ("in.jsonl", text)}, data={"purpose": "batch"}, **more
-        )
-        assert answer.status_code == 200, answer.text
-        return answer.json()["id"]
-
-    async def create(self, file_id: str, **more: Any) -> dict[str, Any]:
-        asked = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h", **more}
-        answer = await self.http.post("/v1/batches", json=asked)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    async def batch(self, name: str) -> dict[str, Any]:
-        return (await self.http.get(f"/v1/batches/{name}")).json()
-
-    async def until(self, reached: Callable[[], Any]) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not reached():  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-
-    async def ended(self, name: str) -> dict[str, Any]:
-        return await self.comes_to(name, "completed", "failed", "expired", "cancelled")
-
-    async def comes_to(self, name: str, *states: str) -> dict[str, Any]:
-        async with asyncio.timeout(WAIT_S):
-            while (batch := await self.batch(name))["status"] not in states:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-        return batch
-
-    async def lines(self, file_id: str | None) -> list[dict[str, Any]]:
-        if file_id is None:
-            return []
-        return [json.loads(line) for line in (await self.http.get(f"/v1/files/{file_id}/content")).text.splitlines()]
-
-
-@asynccontextmanager
-async def running(parts: doors.Doors, folder: Path, **bounds: Any) -> AsyncIterator[World]:
-    world = World(parts, folder, **bounds)
-    async with world.http, world.runner:
-        yield world
 
 
 @pytest.fixture
