@@ -12,9 +12,9 @@ from cluster.cluster_status import ClusterStatus, Order, Worker, in_order
 from cluster.sanitize import without_controls
 
 KEYS_HINT = "q quits · s sorts by something else · r turns the order round"
-_BAR_WIDTH = 12
+_BAR_WIDTH = 8
 _STATES = {"live": "green", "draining": "yellow", "probing": "yellow", "stuck": "red", "avoided": "red"}
-_HEAD_LINES = 12
+_HEAD_LINES = 14
 """What is above and below the workers and the hand-offs."""
 _MOST_HANDOFFS = 6
 
@@ -50,7 +50,7 @@ class View:
                 parts.append(Text(f"not ready: {without_controls(self.status.not_ready)}", style="yellow"))
             room = None if height is None else max(4, height - _HEAD_LINES - len(parts))
             parts += [_head(self.status, self.num_routers), Text(""), _figures(self.status)]
-            parts += [_workers(self, self.status, room), *_handoffs(self.status)]
+            parts += [Text(""), _workers(self, self.status, room), Text(""), *_handoffs(self.status)]
         if self.interactive:
             parts.append(Text(KEYS_HINT, style="dim"))
         return parts
@@ -76,7 +76,7 @@ def _figures(status: ClusterStatus) -> Table:
     rows = (
         ("throughput", f"{r.generation_tokens_per_s:,.0f} tokens/s out, {r.prompt_tokens_per_s:,.0f} in"),
         ("cached", f"{cached} of prompts"),
-        ("requests", f"{status.running} running, {status.waiting} without a token, {r.requests_per_s:.1f}/s done"),
+        ("requests", f"{status.running} running, {status.waiting} waiting, {r.requests_per_s:.1f}/s"),
         (
             "queue",
             f"{status.queued} ({status.queued_tokens:,} tokens){turned if r.refused_per_s + r.failed_per_s else ''}",
@@ -90,7 +90,8 @@ def _figures(status: ClusterStatus) -> Table:
 
 
 def _workers(view: View, status: ClusterStatus, room: int | None) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    # Fits a terminal of 80 columns.
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
     direction = " ↑" if view.reverse else " ↓"
     titles = {
         Order.NAME: "worker",
@@ -102,7 +103,8 @@ def _workers(view: View, status: ClusterStatus, room: int | None) -> Table:
     for order, title in titles.items():
         shown = title + (direction if order is view.order else "")
         table.add_column(shown, justify="left" if order in (Order.NAME, Order.KV) else "right", no_wrap=True)
-    for title in ("rate", "moves"):
+    # Tokens a second that a prefill worker reads; milliseconds of a decode worker's step.
+    for title in ("speed", "moves"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
     workers = in_order(status.workers, view.order, reverse=view.reverse)
@@ -119,12 +121,12 @@ def _workers(view: View, status: ClusterStatus, room: int | None) -> Table:
 def _worker(worker: Worker) -> list[Text]:
     full = round(worker.used_share * _BAR_WIDTH)
     style = "red" if worker.used_share > 0.9 else "yellow" if worker.used_share > 0.7 else "green"
-    bar = Text.assemble(("█" * full, style), ("░" * (_BAR_WIDTH - full), "dim"), f" {worker.used_share:4.0%}")
+    bar = Text.assemble(("█" * full, style), ("░" * (_BAR_WIDTH - full), "dim"), f" {worker.used_share:.0%}".rjust(5))
     speed = ""
     if worker.role == "prefill" and worker.prefill_tokens_per_s:
-        speed = f"{worker.prefill_tokens_per_s:,.0f} tok/s"
+        speed = f"{worker.prefill_tokens_per_s:,.0f}/s"
     elif worker.decode_step_s:
-        speed = f"{worker.decode_step_s * 1e3:.1f} ms/step"
+        speed = f"{worker.decode_step_s * 1e3:.1f} ms"
     moves = " ".join(f"{arrow}{count}" for arrow, count in (("↑", worker.sending), ("↓", worker.receiving)) if count)
     return [
         Text(without_controls(worker.id)),

@@ -10,7 +10,7 @@ const PHASES = [
   ["decode", "decode", "Decode"],
 ];
 const LIVE = [
-  ["wait", "wait", "To the first token"],
+  ["wait", "wait", "First token"],
   ["decode", "decode", "Decode"],
 ];
 const MOST_CHARACTERS = 200000;

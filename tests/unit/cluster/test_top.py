@@ -123,6 +123,9 @@ async def test_what_is_printed_says_what_is_known_and_what_is_not() -> None:
     short = printed(View(status=status, interactive=True))
     assert "more" in short
     assert len(short.splitlines()) <= 24
+    narrow = printed(View(status=await status_of(WholeRouter(3, names=("decode-10",)))), width=80)
+    assert "…" not in narrow
+    assert "decode-10" in narrow
     away = printed(View(status=status, errors=("no cluster answers at X",), age_s=3.0))
     assert "no cluster answers at X" in away
     assert "3.0 s old" in away
