@@ -97,6 +97,7 @@ async def test_no_log_grows_without_bound(server: RedisServer) -> None:
 
 
 FAULTS = ("killed", "hung", "slow", "flushed", "replica", "no_replicas", "full", "restarted", "lying")
+LIMITS = {"no_replicas": "min-replicas-to-write", "full": "maxmemory"}
 
 
 class Fate:
@@ -127,10 +128,8 @@ class Fate:
                 server.do("FLUSHALL")
             case "replica":
                 server.do("REPLICAOF", "127.0.0.1", "1")
-            case "no_replicas":
-                server.do("CONFIG", "SET", "min-replicas-to-write", "1")
-            case "full":
-                server.do("CONFIG", "SET", "maxmemory", "1")
+            case "no_replicas" | "full" as limit:
+                server.do("CONFIG", "SET", LIMITS[limit], "1")
             case "restarted":
                 server.kill()
                 server.start()
@@ -149,10 +148,8 @@ class Fate:
                 self._brake.join()
             case "replica":
                 server.do("REPLICAOF", "NO", "ONE")
-            case "no_replicas":
-                server.do("CONFIG", "SET", "min-replicas-to-write", "0")
-            case "full":
-                server.do("CONFIG", "SET", "maxmemory", "0")
+            case "no_replicas" | "full" as limit:
+                server.do("CONFIG", "SET", LIMITS[limit], "0")
 
 
 def lie(server: RedisServer, workers: list[PublishingWorker]) -> None:
