@@ -63,8 +63,7 @@ def create_app(
     absent.
     """
     keeper = keeper or Doorkeeper(config)
-    guard = Guard(keeper.keys, config)
-    routes = Routes(guard)
+    routes = Routes(guard := Guard(keeper.keys, config))
     named, most_bytes = NamedPrompts.of(frontend), config.max_body_bytes
     generation = GenerationRoutes(frontend, generator, metrics, max_body_bytes=most_bytes, named=named)
     answering = Answering.of(frontend, generator, metrics, max_body_bytes=most_bytes)

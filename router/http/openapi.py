@@ -12,6 +12,7 @@ from starlette.requests import Request
 from router.auth import ApiKeys
 from router.http.embeddings import EmbeddingBody
 from router.http.guard import Guard, Guarded
+from router.http.messages_body import CountBody, MessagesBody
 from router.http.openapi_answers import ANSWERS, ERROR, SCHEMAS
 from router.http.response_schemas import ResponsesBody
 from router.http.routes import Routes
@@ -19,10 +20,13 @@ from router.http.schemas import ChatBody, CompletionBody, DetokenizeBody, Tokeni
 from router.http.strict_body import StrictBody, asks_for_nothing
 
 _VERSION = "3.1.0"
+_OTHER_APIS = ("/v1/messages", "/v1beta/")
 _REF = "#/components/schemas/{model}"
 _BODIES: dict[str, type[StrictBody]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountBody,
     "/v1/responses": ResponsesBody,
     "/v1/embeddings": EmbeddingBody,
     "/tokenize": TokenizeBody,
@@ -115,10 +119,15 @@ def _responses(path: str) -> dict[str, Any]:
     given = {media: {"schema": schema} if schema else {} for media, schema in ANSWERS.get(path, {}).items()}
     found: dict[str, Any] = {"200": {"description": "The answer", **({"content": given} if given else {})}}
     for status, told in _REFUSALS.items():
-        found[status] = {"description": told, "content": {"application/json": {"schema": {"$ref": ERROR}}}}
+        found[status] = {"description": told, "content": {"application/json": {"schema": _error(path)}}}
         if status in ("429", "503"):
             found[status]["headers"] = _RETRY
     return found
+
+
+def _error(path: str) -> dict[str, Any]:
+    """Those of other APIs than OpenAI's look as their clients expect them, but for a path without such a method."""
+    return {"type": "object", "required": ["error"]} if path.startswith(_OTHER_APIS) else {"$ref": ERROR}
 
 
 def _schemas() -> dict[str, Any]:

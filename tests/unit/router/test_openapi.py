@@ -45,6 +45,7 @@ async def test_every_answer_is_as_described(client: httpx.AsyncClient, parts: do
         ("POST", PLAIN, PLAIN, {"model": "gpt-4", "prompt": "a"}),
         ("POST", RESPONSES, RESPONSES, {"input": "a"}),
         ("POST", RESPONSES, RESPONSES, {"input": "a", "store": True}),
+        ("POST", "/v1/messages", "/v1/messages", {"model": "gpt-4"}),
         ("POST", "/tokenize", "/tokenize", {"prompt": "a", "return_token_strs": True}),
         ("POST", "/detokenize", "/detokenize", {"tokens": [5]}),
         ("GET", "/v1/models", "/v1/models", None),
