@@ -12,6 +12,7 @@ from starlette.requests import Request
 from router.auth import ApiKeys
 from router.http.embeddings import EmbeddingBody
 from router.http.guard import Guard, Guarded
+from router.http.messages_body import CountBody, MessagesBody
 from router.http.openapi_answers import ANSWERS, ERROR, SCHEMAS
 from router.http.response_schemas import ResponsesBody
 from router.http.routes import Routes
@@ -25,6 +26,8 @@ _BODIES: dict[str, type[StrictBody]] = {
     "/v1/completions": CompletionBody,
     "/v1/responses": ResponsesBody,
     "/v1/embeddings": EmbeddingBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
@@ -71,9 +74,9 @@ class OpenApiRoute:
     async def show(self, _request: Request) -> dict[str, Any]:
         """The document."""
         paths: dict[str, dict[str, Any]] = {}
-        for method, path, guarded in self._routes.described():
+        for method, path, guarded, is_usual in self._routes.described():
             shown = path.replace("/*", "/{name}")
-            paths.setdefault(shown, {})[method.lower()] = self._operation(method, path, guarded)
+            paths.setdefault(shown, {})[method.lower()] = self._operation(method, path, guarded, is_usual=is_usual)
         return {
             "openapi": _VERSION,
             "info": {"title": "Tandem", "version": self._version},
@@ -84,14 +87,14 @@ class OpenApiRoute:
             },
         }
 
-    def _operation(self, method: str, path: str, guarded: Guarded) -> dict[str, Any]:
+    def _operation(self, method: str, path: str, guarded: Guarded, *, is_usual: bool) -> dict[str, Any]:
         told = (guarded.handler.__doc__ or path).strip().splitlines()[0]
         asks = self._keys.are_asked_for and not (guarded.page is not None and self._guard.is_open(guarded.page))
         found: dict[str, Any] = {
             "operationId": _operation_id(method, path),
             "summary": told,
             "security": [{"key": []}] if asks else [],
-            "responses": _responses(path),
+            "responses": _responses(path, {"$ref": ERROR} if is_usual else {"type": "object"}),
         }
         parameters = list(_QUERIES.get(path, ()))
         if path.endswith("/*"):
@@ -101,8 +104,6 @@ class OpenApiRoute:
         if path in _BODIES:
             schema = {"$ref": _REF.format(model=_BODIES[path].__name__)}
             found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-        elif method in ("POST", "PUT", "PATCH"):
-            found["requestBody"] = {"content": {"application/json": {"schema": {"type": "object"}}}}
         return found
 
 
@@ -111,11 +112,11 @@ def _operation_id(method: str, path: str) -> str:
     return "_".join([method.lower(), *filter(None, words)]) if path != "/" else f"{method.lower()}_page"
 
 
-def _responses(path: str) -> dict[str, Any]:
+def _responses(path: str, error: dict[str, Any]) -> dict[str, Any]:
     given = {media: {"schema": schema} if schema else {} for media, schema in ANSWERS.get(path, {}).items()}
     found: dict[str, Any] = {"200": {"description": "The answer", **({"content": given} if given else {})}}
     for status, told in _REFUSALS.items():
-        found[status] = {"description": told, "content": {"application/json": {"schema": {"$ref": ERROR}}}}
+        found[status] = {"description": told, "content": {"application/json": {"schema": error}}}
         if status in ("429", "503"):
             found[status]["headers"] = _RETRY
     return found
