@@ -20,7 +20,8 @@ from router.http.schemas import ChatBody, CompletionBody, DetokenizeBody, Tokeni
 from router.http.strict_body import StrictBody, asks_for_nothing
 
 _VERSION = "3.1.0"
-_OTHER_APIS = ("/v1/messages", "/v1beta/")
+_UNUSUAL_ERROR = {"type": "object", "required": ["error"]}
+"""Of the APIs of others, whose clients expect another form than OpenAI's."""
 _REF = "#/components/schemas/{model}"
 _BODIES: dict[str, type[StrictBody]] = {
     "/v1/chat/completions": ChatBody,
@@ -75,9 +76,9 @@ class OpenApiRoute:
     async def show(self, _request: Request) -> dict[str, Any]:
         """The document."""
         paths: dict[str, dict[str, Any]] = {}
-        for method, path, guarded in self._routes.described():
+        for method, path, guarded, is_usual in self._routes.described():
             shown = path.replace("/*", "/{name}")
-            paths.setdefault(shown, {})[method.lower()] = self._operation(method, path, guarded)
+            paths.setdefault(shown, {})[method.lower()] = self._operation(method, path, guarded, is_usual=is_usual)
         return {
             "openapi": _VERSION,
             "info": {"title": "Tandem", "version": self._version},
@@ -88,14 +89,14 @@ class OpenApiRoute:
             },
         }
 
-    def _operation(self, method: str, path: str, guarded: Guarded) -> dict[str, Any]:
+    def _operation(self, method: str, path: str, guarded: Guarded, *, is_usual: bool) -> dict[str, Any]:
         told = (guarded.handler.__doc__ or path).strip().splitlines()[0]
         asks = self._keys.are_asked_for and not (guarded.page is not None and self._guard.is_open(guarded.page))
         found: dict[str, Any] = {
             "operationId": _operation_id(method, path),
             "summary": told,
             "security": [{"key": []}] if asks else [],
-            "responses": _responses(path),
+            "responses": _responses(path, {"$ref": ERROR} if is_usual else _UNUSUAL_ERROR),
         }
         parameters = list(_QUERIES.get(path, ()))
         if path.endswith("/*"):
@@ -105,8 +106,6 @@ class OpenApiRoute:
         if path in _BODIES:
             schema = {"$ref": _REF.format(model=_BODIES[path].__name__)}
             found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-        elif method in ("POST", "PUT", "PATCH"):
-            found["requestBody"] = {"content": {"application/json": {"schema": {"type": "object"}}}}
         return found
 
 
@@ -115,19 +114,14 @@ def _operation_id(method: str, path: str) -> str:
     return "_".join([method.lower(), *filter(None, words)]) if path != "/" else f"{method.lower()}_page"
 
 
-def _responses(path: str) -> dict[str, Any]:
+def _responses(path: str, error: dict[str, Any]) -> dict[str, Any]:
     given = {media: {"schema": schema} if schema else {} for media, schema in ANSWERS.get(path, {}).items()}
     found: dict[str, Any] = {"200": {"description": "The answer", **({"content": given} if given else {})}}
     for status, told in _REFUSALS.items():
-        found[status] = {"description": told, "content": {"application/json": {"schema": _error(path)}}}
+        found[status] = {"description": told, "content": {"application/json": {"schema": error}}}
         if status in ("429", "503"):
             found[status]["headers"] = _RETRY
     return found
-
-
-def _error(path: str) -> dict[str, Any]:
-    """Those of other APIs than OpenAI's look as their clients expect them, but for a path without such a method."""
-    return {"type": "object", "required": ["error"]} if path.startswith(_OTHER_APIS) else {"$ref": ERROR}
 
 
 def _schemas() -> dict[str, Any]:

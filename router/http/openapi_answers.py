@@ -80,6 +80,8 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"application/json": _ref("ChatCompletion"), **_EVENTS},
     "/v1/completions": {"application/json": _ref("Completion"), **_EVENTS},
     "/v1/responses": {"application/json": _ref("Response"), **_EVENTS},
+    "/v1/messages": {"application/json": _object({"id": _TEXT, "type": {"const": "message"}}), **_EVENTS},
+    "/v1/messages/count_tokens": {"application/json": _object({"input_tokens": _COUNT})},
     "/v1/embeddings": {"application/json": _object({"object": {"const": "list"}, "data": _list({"type": "object"})})},
     "/v1/usage": {"application/json": {"type": "object"}},
     "/v1/models": {"application/json": _object({"object": {"const": "list"}, "data": _list(_ref("Model"))})},

@@ -48,11 +48,11 @@ class Routes:
         else:
             self._routes.setdefault(path, {})[method] = route
 
-    def described(self) -> Iterator[tuple[str, str, Guarded]]:
-        """Method, path and handler of each."""
+    def described(self) -> Iterator[tuple[str, str, Guarded, bool]]:
+        """Method, path and handler of each, and whether its errors look like OpenAI's."""
         for methods in (*self._routes.values(), *self._below.values()):
             for route in methods.values():
-                yield route.method, route.path, route.guarded
+                yield route.method, route.path, route.guarded, route.show_error is error_object
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""

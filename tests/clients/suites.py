@@ -55,7 +55,7 @@ def _aiperf(place: Place) -> list[str]:
         *(place.tool("aiperf"), "profile", "--model", BUILTIN_NAME, "--url", place.url, "--api-key", place.key),
         *("--endpoint-type", "chat", "--streaming", "--tokenizer", _TOKENIZER, "--ui", "none"),
         *("--request-count", "40", "--concurrency", "4", "--random-seed", str(_SEED)),
-        *("--synthetic-input-tokens-mean", "200", "--output-tokens-mean", "32"),
+        *("--synthetic-input-tokens-mean", "200", "--output-tokens-mean", "32", "--extra-inputs", "ignore_eos:true"),
         *("--artifact-dir", str(place.folder / "aiperf")),
     ]
 
