@@ -62,10 +62,12 @@ def _aiperf(place: Place) -> list[str]:
 
 def _guidellm(place: Place) -> list[str]:
     return [
-        *(place.tool("guidellm"), "benchmark", "run", "--target", place.url, "--model", BUILTIN_NAME),
-        *("--backend-kwargs", f'{{"api_key": "{place.key}"}}', "--processor", _TOKENIZER),
-        *("--profile", "concurrent", "--rate", "4", "--max-requests", "40", "--random-seed", str(_SEED)),
-        *("--data", "prompt_tokens=200,output_tokens=32", "--output-dir", str(place.folder)),
+        *(place.tool("guidellm"), "run", "--disable-progress"),
+        *("--backend", f"kind=openai_http,target={place.url},model={BUILTIN_NAME},api_key={place.key}"),
+        *("--profile", "kind=concurrent,streams=4", "--constraint", "kind=max_requests,count=40"),
+        *("--tokenizer", f"kind=hf_auto,model={_TOKENIZER}", "--seed", f"kind=static,value={_SEED}"),
+        *("--data", "kind=synthetic_text,prompt_tokens=200,output_tokens=32"),
+        *("--output", f"kind=json,path={place.folder / 'guidellm.json'}"),
     ]
 
 
