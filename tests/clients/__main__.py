@@ -21,7 +21,8 @@ _MOST_S = 1800.0
 
 async def run(suite: Suite, python: Path | None) -> int:
     """The exit code of the client's process."""
-    interpreter = python or await asyncio.to_thread(ensure, suite.environment, print)
+    # Not resolved: an environment's interpreter is a link, and where it stands says which packages it has.
+    interpreter = python.absolute() if python else await asyncio.to_thread(ensure, suite.environment, print)
     key = new_key()
     with tempfile.TemporaryDirectory(prefix="tandem-client-") as folder:
         settings = {"router__api_keys": [entry_of(key)], "router__operator_access": {"metrics": "open"}}

@@ -79,6 +79,10 @@ SUITES: Mapping[str, Suite] = {
     "openai": Suite(
         environment=_environment("openai", "openai==3.52.*"), command=lambda place: place.script("openai_suite.py")
     ),
+    "anthropic": Suite(
+        environment=_environment("anthropic", "anthropic==2.12.*"),
+        command=lambda place: place.script("anthropic_suite.py"),
+    ),
     "litellm": Suite(
         environment=_environment("litellm", "litellm"), command=lambda place: place.script("litellm_suite.py")
     ),

@@ -125,7 +125,7 @@ class RunningCluster:
         await self.until(joined)
 
     async def until_idle(self) -> None:
-        """Until every worker has reported that it holds nothing; on failure says who holds what."""
+        """Until every worker has reported that it holds nothing but what is pinned; on failure says who holds what."""
         busy: Mapping[tuple[str, ...], float] = {}
 
         async def idle() -> bool:
@@ -135,6 +135,8 @@ class RunningCluster:
                 for state in ("used", "quarantined")
                 for key, count in (await self.figures("tandem_worker_kv_blocks", state=state)).items()
             }
+            for key, count in (await self.figures("tandem_worker_pinned_blocks")).items():
+                blocks["used", *key] = blocks.get(("used", *key), 0.0) - count
             requests = await self.figures("tandem_worker_requests")
             streams = {
                 (name,): await self.figure(name) for name in ("vllm:num_requests_waiting", "vllm:num_requests_running")
