@@ -1,7 +1,7 @@
 """The parts of Anthropic's messages, and the tools that they speak of."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import orjson
 from pydantic import BeforeValidator, Field, model_validator
@@ -31,6 +31,8 @@ class CacheControl(StrictBody):
 class TextBlock(StrictBody):
     """Text."""
 
+    # A client that sends an answer's blocks back as they were sends these as well.
+    NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = {"citations": (None, [])}
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
@@ -39,6 +41,7 @@ class TextBlock(StrictBody):
 class ToolUseBlock(StrictBody):
     """What the model called, in an assistant's message that the client sends back."""
 
+    NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = {"caller": (None, {"type": "direct"}), "toolset_name": (None,)}
     type: Literal["tool_use"]
     id: str
     name: str

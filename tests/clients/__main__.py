@@ -21,8 +21,7 @@ _MOST_S = 1800.0
 
 async def run(suite: Suite, python: Path | None) -> int:
     """The exit code of the client's process."""
-    # Not resolved: an environment's interpreter is a link, and where it stands says which packages it has.
-    interpreter = python.absolute() if python else await asyncio.to_thread(ensure, suite.environment, print)
+    interpreter = python or await asyncio.to_thread(ensure, suite.environment, print)
     key = new_key()
     with tempfile.TemporaryDirectory(prefix="tandem-client-") as folder:
         settings = {"router__api_keys": [entry_of(key)], "router__operator_access": {"metrics": "open"}}
@@ -58,7 +57,8 @@ def main() -> int:
     failed = []
     for name in SUITES if args.name == "all" else [args.name]:
         print(f"== {name}", flush=True)
-        if code := asyncio.run(run(SUITES[name], args.python)):
+        # Absolute, not resolved: where the link stands says which packages its interpreter has.
+        if code := asyncio.run(run(SUITES[name], args.python and args.python.absolute())):
             failed.append(f"{name} (exit code {code})")
     print("not content: " + ", ".join(failed) if failed else "content")
     return bool(failed)

@@ -324,7 +324,8 @@ async def test_calls_and_what_they_returned_are_shown_to_the_model(tokenizer: To
     failed = RESULT | {"is_error": True, "content": [block("no"), block("city")]}
     turns = [
         {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": [block("wait"), USED]},
+        # As a client sends back what it got, with fields that ask for nothing.
+        {"role": "assistant", "content": [block("wait") | {"citations": None}, USED | {"caller": None}]},
         {"role": "user", "content": [failed, block("and now", cache_control=KEPT)]},
     ]
     tool = TOOL | {"cache_control": KEPT}
