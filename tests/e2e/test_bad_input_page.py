@@ -165,7 +165,7 @@ async def test_calls_that_are_reset_at_once_leave_nothing(cluster, oracle, expec
     async def reset():
         async with grpc.aio.insecure_channel(cluster.local.grpc_address) as channel:
             stub = InferenceStub(channel)
-            for index in range(48):
+            for index in range(24):
                 ask = pb.GenerateRequest(prompt_token_ids=prompt, cache_salt=f"{index}")
                 ask.sampling.max_tokens = 100
                 call = stub.Generate(ask)

@@ -137,7 +137,11 @@ async def test_prompts_that_are_read_and_answers_that_stream_get_along(cluster, 
 
 @pytest.mark.parametrize(
     ("num_beams", "length_penalty", "early_stopping", "ignore_eos"),
-    [(4, 1.0, False, False), (3, -0.5, True, False), (4, 2.0, "never", True)],
+    [
+        (4, 1.0, False, False),
+        pytest.param(3, -0.5, True, False, marks=pytest.mark.slow),
+        (4, 2.0, "never", True),
+    ],
 )
 async def test_beam_search_finds_what_transformers_finds(
     cluster, oracle, num_beams, length_penalty, early_stopping, ignore_eos
