@@ -30,7 +30,7 @@ from router.frontend import Frontend
 from router.gate import Gate
 from router.grammar_check import GrammarProcess
 from router.grpc.server import GrpcDoor, build_server
-from router.http.app import create_app
+from router.http.app import Extras, create_app
 from router.http.connections import ConnectionLimits
 from router.http.server import HttpDoor
 from router.metrics import RouterMetrics
@@ -101,8 +101,9 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
         readiness = Readiness(registry, metrics, canary.answering)
         status = await open_status(stack, place, model, dispatcher, gate, metrics, decisions, readiness)
-        app = create_app(frontend, gate, readiness, config.router, metrics, decisions, status, keeper)
-        app = await open_batches(stack, app, frontend, gate, config.router, metrics, keeper)
+        batches = await open_batches(stack, frontend, gate, config.router, metrics)
+        extras = Extras(decisions=decisions, status=status, batches=batches)
+        app = create_app(frontend, gate, readiness, config.router, metrics, extras, keeper)
         bounds = connection_bounds(config.router.connections, raise_file_limit())
         shares = place.siblings is not None
         server = build_server(frontend, gate, config.router, metrics, bounds.grpc, shares_port=shares, keeper=keeper)

@@ -5,21 +5,15 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 from router.batches.runner import BatchRunner, RunnerBounds
 from router.batches.store import BatchStore
 from router.batches.values import ENDPOINTS
-from router.doorkeeper import Doorkeeper
 from router.frontend import Frontend
 from router.gate import Gate
-from router.http.batch_routes import BATCHES, FILES, BatchRoutes
+from router.http.batch_routes import BatchRoutes
 from router.http.generation import GenerationRoutes
-from router.http.guard import Guard
 from router.http.inner_call import InnerCalls
 from router.http.json_body import BodyBounds, check_num_values, parse
-from router.http.middleware import Envelope
-from router.http.routes import Routes
 from router.metrics import RouterMetrics
 from router.requests import Generator
 from tandem.config import RouterConfig
@@ -33,19 +27,13 @@ class IdleRoom(Protocol):
         ...
 
 
-def with_batches(
-    app: ASGIApp,
-    frontend: Frontend,
-    generator: Generator,
-    admission: IdleRoom,
-    config: RouterConfig,
-    metrics: RouterMetrics,
-    keeper: Doorkeeper,
-) -> tuple[ASGIApp, BatchRunner | None]:
-    """The door with files and batches, if there is a folder for them; who runs what comes there is to be entered."""
+def make_batches(
+    frontend: Frontend, generator: Generator, admission: IdleRoom, config: RouterConfig, metrics: RouterMetrics
+) -> tuple[BatchRoutes, BatchRunner] | None:
+    """Files and batches, if there is a folder for them; who runs what comes there is to be entered."""
     batches = config.batches
     if batches.path is None:
-        return app, None
+        return None
     max_values = BodyBounds.of(config.max_body_bytes, frontend.model.max_model_len).max_values
 
     def read(text: bytes) -> Any:
@@ -62,28 +50,16 @@ def with_batches(
         parse=read,
     )
     runner = BatchRunner(store, calls.answer, admission.has_idle_room, bounds)
-    routes = Routes(Guard(keeper.keys, config))
-    BatchRoutes(store, runner, batches, time.time).add_to(routes)
-    below = Envelope(routes, metrics, keeper.audit)
-
-    async def both(scope: Scope, receive: Receive, send: Send) -> None:
-        is_below = scope["type"] == "http" and scope["path"].startswith((FILES, BATCHES))
-        await (below if is_below else app)(scope, receive, send)
-
-    return both, runner
+    return BatchRoutes(store, runner, batches, time.time), runner
 
 
 async def open_batches(
-    stack: AsyncExitStack,
-    app: ASGIApp,
-    frontend: Frontend,
-    gate: Gate,
-    config: RouterConfig,
-    metrics: RouterMetrics,
-    keeper: Doorkeeper,
-) -> ASGIApp:
-    """The door with batches, which run until `stack` is left; nothing more of them is begun once the gate drains."""
-    app, runner = with_batches(app, frontend, gate, gate.admission, config, metrics, keeper)
-    if runner is not None:
-        await stack.enter_async_context(runner)
-    return app
+    stack: AsyncExitStack, frontend: Frontend, gate: Gate, config: RouterConfig, metrics: RouterMetrics
+) -> BatchRoutes | None:
+    """The routes of batches, which run until `stack` is left; nothing more of them is begun once the gate drains."""
+    made = make_batches(frontend, gate, gate.admission, config, metrics)
+    if made is None:
+        return None
+    routes, runner = made
+    await stack.enter_async_context(runner)
+    return routes

@@ -1,5 +1,6 @@
 """The HTTP door: OpenAI's routes, those for operators, and nothing that decides."""
 
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from router.decisions import DecisionLog
 from router.doorkeeper import Doorkeeper
 from router.frontend import Frontend
 from router.http.answering import Answering
+from router.http.batch_routes import BatchRoutes
 from router.http.cached_contents import PATH, CachedContentRoutes
 from router.http.debug import DecisionRoutes, PinRoutes
 from router.http.embeddings import EmbeddingRoutes
@@ -46,23 +48,31 @@ class Readiness(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extras:
+    """What a door may have beside its models; without one its routes are none."""
+
+    decisions: DecisionLog | None = None
+    """Shown at /debug/decisions, unless none are kept."""
+    status: StatusFeed | None = None
+    """Shown below /status/ and on the page at /."""
+    batches: BatchRoutes | None = None
+
+
 def create_app(
     frontend: Frontend,
     generator: Generator,
     readiness: Readiness,
     config: RouterConfig,
     metrics: RouterMetrics,
-    decisions: DecisionLog | None = None,
-    status: StatusFeed | None = None,
+    extras: Extras | None = None,
     keeper: Doorkeeper | None = None,
 ) -> ASGIApp:
     """The ASGI application. It owns nothing: whoever made the parts closes them.
 
-    `decisions`: shown at /debug/decisions; there is no such page when none are kept. `status`: shown below /status/ and
-    on the page at /; None of a door that has no page. `keeper`: of keys and audit log; the configured keys alone when
-    absent.
+    `keeper`: of keys and audit log; the configured keys alone when absent.
     """
-    keeper = keeper or Doorkeeper(config)
+    keeper, extras = keeper or Doorkeeper(config), extras or Extras()
     routes = Routes(guard := Guard(keeper.keys, config))
     named, most_bytes = NamedPrompts.of(frontend), config.max_body_bytes
     generation = GenerationRoutes(frontend, generator, metrics, max_body_bytes=most_bytes, named=named)
@@ -78,17 +88,23 @@ def create_app(
     routes.add("POST", "/tokenize", public(texts.tokenize))
     routes.add("POST", "/detokenize", public(texts.detokenize))
     routes.add("GET", "/v1/usage", public(UsageRoutes(metrics.usage).show))
-    if decisions is not None and decisions.most:
-        routes.add("GET", "/debug/decisions", public(DecisionRoutes(decisions).show))
-    if status is not None:
-        shown = StatusRoutes(status, write_timeout_s=STATUS_WRITE_TIMEOUT_S)
-        routes.add("GET", "/status/snapshot", public(shown.snapshot))
-        routes.add("GET", "/status/events", public(shown.events))
-        add_page(routes)
+    _add_extras(routes, extras)
     document = OpenApiRoute(routes, guard, keeper.keys, _version())
     routes.add("GET", "/openapi.json", operator(document.show, OperatorPage.OPENAPI))
     _add_operator_routes(routes, readiness, metrics)
     return Envelope(routes, metrics, keeper.audit)
+
+
+def _add_extras(routes: Routes, extras: Extras) -> None:
+    if extras.batches is not None:
+        extras.batches.add_to(routes)
+    if extras.decisions is not None and extras.decisions.most:
+        routes.add("GET", "/debug/decisions", public(DecisionRoutes(extras.decisions).show))
+    if extras.status is not None:
+        shown = StatusRoutes(extras.status, write_timeout_s=STATUS_WRITE_TIMEOUT_S)
+        routes.add("GET", "/status/snapshot", public(shown.snapshot))
+        routes.add("GET", "/status/events", public(shown.events))
+        add_page(routes)
 
 
 def _add_prompt_caching(routes: Routes, answering: Answering, named: NamedPrompts | None) -> None:

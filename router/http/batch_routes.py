@@ -21,7 +21,7 @@ from tandem.errors import InvalidRequest, Overloaded
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
 _PURPOSES = ("batch",)
-_MOST_LISTED = 1000
+MOST_LISTED = 1000
 _BOUNDS = BodyBounds(max_bytes=64 << 10, max_values=1 << 12)
 _T = TypeVar("_T", Batch, StoredFile)
 
@@ -172,8 +172,8 @@ def _page(
     if order not in ("asc", "desc"):
         raise InvalidRequest("order must be asc or desc", param="order")
     limit, after = query.get("limit", "20"), query.get("after")
-    if not (limit.isascii() and limit.isdigit() and len(limit) <= 5 and 1 <= int(limit) <= _MOST_LISTED):
-        raise InvalidRequest(f"limit must be an integer in [1, {_MOST_LISTED}]", param="limit")
+    if not (limit.isascii() and limit.isdigit() and len(limit) <= 5 and 1 <= int(limit) <= MOST_LISTED):
+        raise InvalidRequest(f"limit must be an integer in [1, {MOST_LISTED}]", param="limit")
     rest = list(found) if order == "desc" else list(found)[::-1]
     if after is not None:
         names = [one.id for one in rest]

@@ -10,6 +10,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 
 from router.auth import ApiKeys
+from router.http.batch_routes import BATCHES, FILES, MOST_LISTED, BatchBody
 from router.http.embeddings import EmbeddingBody
 from router.http.guard import Guard, Guarded
 from router.http.messages_body import CountBody, MessagesBody
@@ -32,6 +33,13 @@ _BODIES: dict[str, type[StrictBody]] = {
     "/v1/embeddings": EmbeddingBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
+    BATCHES: BatchBody,
+}
+_UPLOAD = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}},
+    "additionalProperties": False,
 }
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _PROMPT = {
@@ -42,11 +50,21 @@ _PROMPT = {
         {"type": "array", "items": _IDS, "minItems": 1},
     ]
 }
+_LIST = [
+    {"name": "after", "in": "query", "schema": {"type": "string"}},
+    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": MOST_LISTED}},
+]
 _QUERIES: dict[str, list[dict[str, Any]]] = {
     "/debug/decisions": [
         {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 1000}},
         {"name": "request_id", "in": "query", "schema": {"type": "string", "maxLength": 256}},
-    ]
+    ],
+    BATCHES: _LIST,
+    FILES: [
+        *_LIST,
+        {"name": "purpose", "in": "query", "schema": {"type": "string"}},
+        {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
+    ],
 }
 _REFUSALS = {
     "400": "A field, a header or the body is wrong; `param` names it",
@@ -98,14 +116,16 @@ class OpenApiRoute:
             "security": [{"key": []}] if asks else [],
             "responses": _responses(path, {"$ref": ERROR} if is_usual else _UNUSUAL_ERROR),
         }
-        parameters = list(_QUERIES.get(path, ()))
+        parameters = list(_QUERIES.get(path, ())) if method == "GET" else []
         if path.endswith("/*"):
             parameters.append({"name": "name", "in": "path", "required": True, "schema": {"type": "string"}})
         if parameters:
             found["parameters"] = parameters
-        if path in _BODIES:
+        if method == "POST" and path in _BODIES:
             schema = {"$ref": _REF.format(model=_BODIES[path].__name__)}
             found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        elif method == "POST" and path == FILES:
+            found["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}
         return found
 
 

@@ -88,6 +88,9 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "/v1/models/*": {"application/json": _ref("Model")},
     "/tokenize": {"application/json": _ref("Tokens")},
     "/detokenize": {"application/json": _object({"prompt": _TEXT})},
+    "/v1/files": {"application/json": _object({"object": {"enum": ["list", "file"]}})},
+    "/v1/batches": {"application/json": _object({"object": {"enum": ["list", "batch"]}})},
+    "/v1/batches/*": {"application/json": _object({"id": _TEXT, "object": {"const": "batch"}, "status": _TEXT})},
     "/debug/decisions": {
         "application/json": _object({"object": {"const": "list"}, "kept": _COUNT, "data": _list({"type": "object"})})
     },

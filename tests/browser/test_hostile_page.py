@@ -9,7 +9,7 @@ import pytest
 from playwright.async_api import expect
 from pydantic import SecretStr
 
-from router.http.app import create_app
+from router.http.app import Extras, create_app
 from router.http.server import HttpDoor
 from router.status.feed import StatusFeed
 from router.worker_view import WorkerLoad
@@ -47,7 +47,7 @@ async def served(
     whole = WholeRouter(1, num_decode=2, num_prefill=num_prefill, names=names)
     parts = doors.make_doors(doors.make_tokenizer(), config)
     async with StatusFeed(replace(sources_of(whole), model=parts.frontend.model), most_listeners=most) as feed:
-        app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics, None, feed)
+        app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics, Extras(status=feed))
         async with HttpDoor(app, host="127.0.0.1", port=port, grace_s=1.0) as door:
             yield Served(f"http://127.0.0.1:{door.port}/", whole, feed, parts)
             feed.close()

@@ -9,10 +9,8 @@ from typing import Any
 
 import httpx
 
-from router.batch_assembly import with_batches
-from router.batches.runner import BatchRunner
-from router.doorkeeper import Doorkeeper
-from router.http.app import create_app
+from router.batch_assembly import make_batches
+from router.http.app import Extras, create_app
 from tests.unit.router import doors
 
 WAIT_S = 20.0
@@ -39,11 +37,10 @@ class World:
         config = parts.config.model_copy(
             update={"batches": parts.config.batches.model_copy(update={"path": str(folder), **bounds})}
         )
-        app = create_app(parts.frontend, parts.generator, parts.ready, config, parts.metrics)
-        keeper = Doorkeeper(config)
-        app, runner = with_batches(app, parts.frontend, parts.generator, self.room, config, parts.metrics, keeper)
-        assert runner is not None
-        self.runner: BatchRunner = runner
+        made = make_batches(parts.frontend, parts.generator, self.room, config, parts.metrics)
+        assert made is not None
+        routes, self.runner = made
+        app = create_app(parts.frontend, parts.generator, parts.ready, config, parts.metrics, Extras(batches=routes))
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(app, raise_app_exceptions=False),
             base_url="http://router",

@@ -8,10 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from router.batch_assembly import with_batches
+from router.batch_assembly import make_batches
 from router.batches.store import BatchStore
 from router.batches.values import Batch, BatchStatus
-from router.doorkeeper import Doorkeeper
 from router.frontend import MAX_PRIORITY
 from router.http.app import create_app
 from tandem.config import RouterConfig
@@ -312,10 +311,20 @@ async def test_bytes_of_a_file_come_back_as_they_were(parts: doors.Doors, tmp_pa
 
 
 async def test_without_a_folder_there_are_no_such_routes(parts: doors.Doors) -> None:
+    assert make_batches(parts.frontend, parts.generator, Room(), parts.config, parts.metrics) is None
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
-    keeper, room = Doorkeeper(parts.config), Room()
-    same, runner = with_batches(app, parts.frontend, parts.generator, room, parts.config, parts.metrics, keeper)
-    assert (same, runner) == (app, None)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
         answer = await client.get("/v1/files", headers={"Authorization": "Bearer one"})
         assert answer.status_code == 404
+
+
+async def test_the_document_of_the_door_tells_of_them(parts: doors.Doors, tmp_path: Path) -> None:
+    async with running(parts, tmp_path) as world:
+        document = (await world.http.get("/openapi.json")).json()
+    paths = document["paths"]
+    assert paths["/v1/batches"]["post"]["requestBody"]["content"].keys() == {"application/json"}
+    assert paths["/v1/files"]["post"]["requestBody"]["content"].keys() == {"multipart/form-data"}
+    assert paths["/v1/files/{name}"].keys() == {"get", "delete"}
+    assert paths["/v1/batches/{name}"].keys() == {"get", "post"}
+    assert "requestBody" not in paths["/v1/batches"]["get"]
+    assert "BatchBody" in document["components"]["schemas"]

@@ -10,7 +10,7 @@ from pydantic import SecretStr
 
 from router.costs import CostModel
 from router.decisions import CANDIDATES_SHOWN, DecisionLog
-from router.http.app import create_app
+from router.http.app import Extras, create_app
 from router.metrics import RouterMetrics
 from router.placer import Placer
 from router.prefix_map import PrefixMap
@@ -152,7 +152,7 @@ def test_of_many_candidates_the_best_are_shown() -> None:
 
 async def ask(config: RouterConfig, decisions: DecisionLog | None, query: str, key: str = "") -> httpx.Response:
     parts = doors.make_doors(doors.make_tokenizer())
-    app = create_app(parts.frontend, parts.generator, parts.ready, config, parts.metrics, decisions)
+    app = create_app(parts.frontend, parts.generator, parts.ready, config, parts.metrics, Extras(decisions=decisions))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
         return await client.get(f"/debug/decisions{query}", headers={"Authorization": f"Bearer {key}"} if key else {})

@@ -10,7 +10,7 @@ import orjson
 import pytest
 from pydantic import SecretStr
 
-from router.http.app import create_app
+from router.http.app import Extras, create_app
 from router.http.server import HttpDoor
 from router.status.feed import StatusFeed
 from router.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ async def world(tokenizer: Tokenizer, config: RouterConfig | None = None, most: 
     whole = WholeRouter(1)
     parts = doors.make_doors(tokenizer, config)
     async with StatusFeed(sources_of(whole), most_listeners=most) as feed:
-        app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics, None, feed)
+        app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics, Extras(status=feed))
         async with (
             HttpDoor(app, host="127.0.0.1", port=0, grace_s=1.0) as door,
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{door.port}", timeout=WAIT_S, trust_env=False) as client,

@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from router.breaker import Breakers
-from router.http.app import create_app
+from router.http.app import Extras, create_app
 from router.prefix_map import PrefixMap
 from router.suspicion import Suspicion
 from tests.unit.router import doors
@@ -99,7 +99,9 @@ class Door:
         self._whole, self._rng = soak.whole, Random(7)
         self._parts = doors.make_doors(doors.make_tokenizer(), clock=soak.whole.clock)
         parts, whole = self._parts, soak.whole
-        self.app = create_app(parts.frontend, whole.gate, whole.readiness, parts.config, whole.metrics, whole.decisions)
+        self.app = create_app(
+            parts.frontend, whole.gate, whole.readiness, parts.config, whole.metrics, Extras(decisions=whole.decisions)
+        )
         self._number = 0
         self.statuses: Counter[int] = Counter()
 
