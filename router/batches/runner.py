@@ -8,14 +8,15 @@ written in the loop's own turn: a thread could still be at it when another proce
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from router.batches.lines import BatchLine, answered, input_error, not_run, read_line
+from router.batches.lines import answered, input_error, not_run, read_line
 from router.batches.store import BatchStore, Results
 from router.batches.values import Batch, BatchStatus
 from tandem.errors import InvalidRequest, ServingError
@@ -27,9 +28,24 @@ _LOOK_S = 1.0
 """Between two looks into the folder; who asks this process wakes it."""
 _ROOM_S = 0.1
 """Between two looks whether there is room."""
+_SWEEP_S = 60.0
+"""Between two looks for what has been kept long enough."""
+_LINES_A_TURN = 64
+"""Written before others have the loop."""
+MOST_AT_WORK = 16
+MOST_OF_TENANT = 4
+"""Batches that are under way at once, and those of one tenant. The others wait, the oldest first."""
 _LONGEST_PAUSE_S = 10.0
 _MOST_ERRORS = 20
 _log = logging.getLogger(__name__)
+
+
+class _Place(NamedTuple):
+    """A line of an input: all that is in memory of it until its turn comes."""
+
+    custom_id: str
+    start: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +79,9 @@ class BatchRunner:
         self._permits = asyncio.Semaphore(bounds.max_concurrent)
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._at_work: dict[str, asyncio.Task[None]] = {}
+        self._at_work: dict[str, tuple[str, asyncio.Task[None]]] = {}
+        """The tenant of each."""
+        self._swept_s = -_SWEEP_S
 
     async def __aenter__(self) -> Self:
         """Raises OSError when the folder cannot be made."""
@@ -78,7 +96,7 @@ class BatchRunner:
 
     async def stop(self) -> None:
         """Leave the rest for later; another process may go on with it."""
-        tasks = [*self._at_work.values(), *([self._task] if self._task is not None else [])]
+        tasks = [*(task for _, task in self._at_work.values()), *([self._task] if self._task is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -92,13 +110,26 @@ class BatchRunner:
         while True:
             try:
                 if self._store.may_run():
-                    await asyncio.to_thread(self._store.sweep, self._now())
-                    for batch in await asyncio.to_thread(self._store.live):
-                        if batch.id not in self._at_work:
-                            self._at_work[batch.id] = asyncio.create_task(self._keep(batch))
+                    at_work = {name: tenant for name, (tenant, _) in self._at_work.items()}
+                    for batch in await asyncio.to_thread(self._look, at_work):
+                        self._at_work[batch.id] = batch.tenant, asyncio.create_task(self._keep(batch))
             except OSError:
                 _log.exception("the folder of batches cannot be read")
             await self._pause(_LOOK_S)
+
+    def _look(self, at_work: Mapping[str, str]) -> list[Batch]:
+        """What is to be begun, beside what is `at_work`."""
+        now_s = self._now()
+        if now_s - self._swept_s >= _SWEEP_S:
+            self._swept_s = now_s
+            self._store.sweep(now_s)
+        return startable(self._store.live(), at_work, lambda batch: self.end_of(batch) is not None)
+
+    def end_of(self, batch: Batch) -> BatchStatus | None:
+        """What becomes of it though it has not all its results; None: it goes on."""
+        if self._store.is_cancelled(batch):
+            return BatchStatus.CANCELLED
+        return BatchStatus.EXPIRED if self._now() >= batch.expires_s else None
 
     async def _pause(self, seconds: float) -> None:
         self._woken.clear()
@@ -129,7 +160,7 @@ class BatchRunner:
     async def _answer_all(self, batch: Batch) -> Batch | None:
         """The batch when it has all its results; None when it has failed."""
         try:
-            lines = await asyncio.to_thread(self._read, batch)
+            path, lines = await asyncio.to_thread(self._read, batch)
         except _BadInput as bad:
             failed = batch.moved(BatchStatus.FAILED, self._now(), errors=tuple(bad.errors))
             self._store.save(failed)
@@ -139,21 +170,21 @@ class BatchRunner:
         if batch.status is BatchStatus.VALIDATING:
             batch = batch.moved(BatchStatus.IN_PROGRESS, self._now(), total=len(lines))
             self._store.save(batch)
-        end = await _Progress(self, batch, lines, results).run()
+        end = await _Progress(self, batch, path, lines, results).run()
         batch = _counted(batch, results).moved(BatchStatus.FINALIZING, self._now(), ends_as=end.value)
         self._store.save(batch)
         return batch
 
-    def _read(self, batch: Batch) -> list[BatchLine]:
-        """All lines. Raises _BadInput."""
-        lines: list[BatchLine] = []
+    def _read(self, batch: Batch) -> tuple[Path, list[_Place]]:
+        """The input, and where each of its lines is. Raises _BadInput."""
+        lines: list[_Place] = []
         errors = []
         names: set[str] = set()
         try:
             path = self._store.content(batch.tenant, batch.input_file_id)
         except ServingError as error:
             raise _BadInput([input_error(0, error)]) from None
-        for number, text in enumerate(_texts(path), 1):
+        for number, (start, text) in enumerate(_texts(path), 1):
             try:
                 if len(lines) >= self._bounds.max_requests:
                     raise InvalidRequest(f"more than {self._bounds.max_requests} requests")
@@ -163,7 +194,7 @@ class BatchRunner:
                 if line.custom_id in names:
                     raise InvalidRequest(f"custom_id {line.custom_id[:100]!r} stands twice", param="custom_id")
                 names.add(line.custom_id)
-                lines.append(line)
+                lines.append(_Place(line.custom_id, start, len(text)))
             except ServingError as error:
                 errors.append(input_error(number, error))
                 if len(errors) >= _MOST_ERRORS or len(lines) >= self._bounds.max_requests:
@@ -172,7 +203,7 @@ class BatchRunner:
             errors.append(input_error(0, InvalidRequest("the file has no requests")))
         if errors:
             raise _BadInput(errors)
-        return lines
+        return path, lines
 
 
 class _BadInput(Exception):
@@ -186,13 +217,17 @@ class _BadInput(Exception):
 class _Progress:
     """One batch under way."""
 
-    def __init__(self, runner: BatchRunner, batch: Batch, lines: list[BatchLine], results: Results) -> None:
+    def __init__(
+        self, runner: BatchRunner, batch: Batch, path: Path, lines: Sequence[_Place], results: Results
+    ) -> None:
         self._runner = runner
         self._batch = batch
+        self._path = path
         self._lines = lines
         self._results = results
         self._running: set[asyncio.Task[None]] = set()
         self._saved_s = runner._now()
+        self._is_broken = False
 
     async def run(self) -> BatchStatus:
         """How it ended. Cancelling it ends what is under way, to be run again later."""
@@ -202,12 +237,14 @@ class _Progress:
                     continue
                 if (end := await self._turn()) is not None:
                     return await self._cut(end)
+                if self._is_broken:
+                    break
                 task = asyncio.create_task(self._one(number))
                 self._running.add(task)
                 task.add_done_callback(self._ended)
             while self._running:
                 await asyncio.wait(self._running, timeout=_LOOK_S)
-                if (end := self._ends()) is not None:
+                if (end := self._runner.end_of(self._batch)) is not None:
                     return await self._cut(end)
             if len(self._results.done) < len(self._lines):
                 raise OSError("results could not be written")
@@ -218,22 +255,18 @@ class _Progress:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
+            self._is_broken = True
             _log.error("batch %s: a result is missing: %s", self._batch.id, error)
 
     async def _turn(self) -> BatchStatus | None:
         """Wait until one more request may go; or until the batch has ended."""
         runner = self._runner
-        while (end := self._ends()) is None:
+        while (end := runner.end_of(self._batch)) is None:
             if runner._has_room() and not runner._permits.locked():
                 await runner._permits.acquire()
                 return None
             await runner._pause(_ROOM_S)
         return end
-
-    def _ends(self) -> BatchStatus | None:
-        if self._runner._store.is_cancelled(self._batch):
-            return BatchStatus.CANCELLED
-        return BatchStatus.EXPIRED if self._runner._now() >= self._batch.expires_s else None
 
     async def _end_all(self) -> None:
         running = list(self._running)
@@ -250,12 +283,15 @@ class _Progress:
             if number not in self._results.done:
                 text = not_run(self._batch.id, number, line.custom_id, code, message)
                 self._results.add(number, text, is_error=True)
+                if not number % _LINES_A_TURN:
+                    await asyncio.sleep(0)
         return end
 
     async def _one(self, number: int) -> None:
         line = self._lines[number]
         try:
-            status, content = await self._answer(line)
+            body = await asyncio.to_thread(self._body, line)
+            status, content = await self._answer(body)
         finally:
             self._runner._permits.release()
         text = answered(self._batch.id, number, line.custom_id, status, content)
@@ -265,11 +301,16 @@ class _Progress:
             self._saved_s = now_s
             self._runner._store.save(_counted(self._batch, self._results))
 
-    async def _answer(self, line: BatchLine) -> tuple[int, bytes]:
+    def _body(self, line: _Place) -> dict[str, Any]:
+        with self._path.open("rb") as file:
+            file.seek(line.start)
+            return read_line(self._runner._bounds.parse(file.read(line.size)), self._batch.endpoint).body
+
+    async def _answer(self, body: dict[str, Any]) -> tuple[int, bytes]:
         runner = self._runner
         while True:
             try:
-                return await runner._answer(self._batch.tenant, self._batch.endpoint, line.body)
+                return await runner._answer(self._batch.tenant, self._batch.endpoint, body)
             except ServingError as error:
                 pause_s = min(_LONGEST_PAUSE_S, max(_ROOM_S, error.retry_after_s or 1.0))
             await asyncio.sleep(pause_s)
@@ -280,7 +321,28 @@ def _counted(batch: Batch, results: Results) -> Batch:
     return replace(batch, completed=len(results.done) - failed, failed=failed)
 
 
-def _texts(path: Path) -> list[bytes]:
-    """The lines that have something in them."""
+def startable(live: Iterable[Batch], at_work: Mapping[str, str], is_over: Callable[[Batch], bool]) -> list[Batch]:
+    """Of those that have not ended, the oldest first, what may be begun beside what is `at_work`, tenant by id. What
+    `is_over` is only told so, and need not wait."""
+    num_all, of_tenant = len(at_work), Counter(at_work.values())
+    found = []
+    for batch in live:
+        if batch.id in at_work:
+            continue
+        if not is_over(batch):
+            if num_all >= MOST_AT_WORK or of_tenant[batch.tenant] >= MOST_OF_TENANT:
+                continue
+            num_all += 1
+            of_tenant[batch.tenant] += 1
+        found.append(batch)
+    return found
+
+
+def _texts(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines that have something in them, and where that begins."""
+    start = 0
     with path.open("rb") as file:
-        return [text for text in (line.strip() for line in file) if text]
+        for line in file:
+            if text := line.strip():
+                yield start + line.index(text), text
+            start += len(line)

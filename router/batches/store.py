@@ -5,11 +5,16 @@ run again. A torn last line, of a process that died, is cut off. Cancelling is a
 process may ask for it.
 """
 
+import errno
 import fcntl
+import logging
 import os
 import re
 import secrets
 import shutil
+import threading
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -23,9 +28,15 @@ from tandem.errors import Overloaded
 
 _FILE_ID = re.compile(r"file-[0-9a-f]{32}(-output|-errors)?")
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
+_BATCHES = "tenants/*/batches/*/batch.json"
 OUTPUT, ERRORS = "output", "errors"
 _UPLOAD_S = 3600.0
 """Longer than any upload may take."""
+MOST_FILES = 10_000
+"""Of one tenant, however small they are."""
+MOST_ENDED = 1_000
+"""Batches of one tenant that are remembered once they have ended."""
+_log = logging.getLogger(__name__)
 
 
 class BatchStore:
@@ -36,6 +47,10 @@ class BatchStore:
         self._max_tenant_bytes = max_tenant_bytes
         self._keep_s = keep_s
         self._lock: IO[bytes] | None = None
+        # Uploads that end at once, in threads, must not all see the same room.
+        self._adding = threading.Lock()
+        # What has ended stays so: looking for work does not read it again. Touched by one thread at a time.
+        self._ended: set[Path] = set()
 
     def open(self) -> None:
         """Make the folder. Raises OSError."""
@@ -69,10 +84,14 @@ class BatchStore:
     def add_file(self, tenant: str, content: Path, *, filename: str, purpose: str, now_s: float) -> StoredFile:
         """Take a finished upload over. Raises Overloaded when the tenant has too much."""
         size = content.stat().st_size
-        held = sum(file.num_bytes for file in self.files(tenant))
-        if held + size > self._max_tenant_bytes:
-            raise Overloaded(f"files take {held} bytes, at most {self._max_tenant_bytes}: delete some")
-        return self._take(tenant, f"file-{secrets.token_hex(16)}", content, filename, purpose, now_s)
+        with self._adding:
+            files = self.files(tenant)
+            held = sum(file.num_bytes for file in files)
+            if held + size > self._max_tenant_bytes:
+                raise Overloaded(f"files take {held} bytes, at most {self._max_tenant_bytes}: delete some")
+            if len(files) >= MOST_FILES:
+                raise Overloaded(f"there are {len(files)} files, at most {MOST_FILES}: delete some")
+            return self._take(tenant, f"file-{secrets.token_hex(16)}", content, filename, purpose, now_s)
 
     def _take(self, tenant: str, name: str, content: Path, filename: str, purpose: str, now_s: float) -> StoredFile:
         file = StoredFile(
@@ -93,11 +112,10 @@ class BatchStore:
         """Raises ObjectNotFound."""
         folder = self._of(tenant, "files")
         if _FILE_ID.fullmatch(name):
-            try:
-                told = orjson.loads((folder / f"{name}.json").read_bytes())
-                return StoredFile(id=name, num_bytes=(folder / f"{name}.data").stat().st_size, **told)
-            except FileNotFoundError:
-                pass
+            told = _told(folder / f"{name}.json")
+            with suppress(FileNotFoundError, TypeError):
+                if told is not None:
+                    return StoredFile(id=name, num_bytes=(folder / f"{name}.data").stat().st_size, **told)
         raise ObjectNotFound(f"no file {name[:100]!r}", param="file_id")
 
     def content(self, tenant: str, name: str) -> Path:
@@ -106,7 +124,10 @@ class BatchStore:
 
     def files(self, tenant: str) -> list[StoredFile]:
         """The newest first."""
-        found = [self.file(tenant, path.stem) for path in self._of(tenant, "files").glob("file-*.json")]
+        found = []
+        for path in self._of(tenant, "files").glob("file-*.json"):
+            with suppress(ObjectNotFound):  # deleted since it was listed
+                found.append(self.file(tenant, path.stem))
         return sorted(found, key=lambda file: (-file.created_s, file.id))
 
     def delete_file(self, tenant: str, name: str) -> None:
@@ -126,23 +147,29 @@ class BatchStore:
     def batch(self, tenant: str, name: str) -> Batch:
         """Raises ObjectNotFound."""
         if _BATCH_ID.fullmatch(name):
-            try:
-                told = (self._of(tenant, "batches") / name / "batch.json").read_bytes()
-                return Batch.from_json(orjson.loads(told))
-            except FileNotFoundError:
-                pass
+            batch = _batch(self._of(tenant, "batches") / name / "batch.json")
+            if batch is not None:
+                return batch
         raise ObjectNotFound(f"no batch {name[:100]!r}", param="batch_id")
 
     def batches(self, tenant: str) -> list[Batch]:
         """The newest first."""
-        found = [self.batch(tenant, path.parent.name) for path in self._of(tenant, "batches").glob("*/batch.json")]
+        found = [batch for _, batch in _batches(self._of(tenant, "batches"), "*/batch.json")]
         return sorted(found, key=lambda batch: (-batch.created_s, batch.id))
 
     def live(self) -> list[Batch]:
         """Of all tenants those that have not ended, the oldest first."""
-        paths = self._folder.glob("tenants/*/batches/*/batch.json")
-        found = [Batch.from_json(orjson.loads(path.read_bytes())) for path in paths]
-        return sorted((b for b in found if not b.status.is_final), key=lambda batch: (batch.created_s, batch.id))
+        live, ended = [], set()
+        for path in self._folder.glob(_BATCHES):
+            if path in self._ended:
+                ended.add(path)
+            elif (batch := _batch(path)) is not None:
+                if batch.status.is_final:
+                    ended.add(path)
+                else:
+                    live.append(batch)
+        self._ended = ended
+        return sorted(live, key=lambda batch: (batch.created_s, batch.id))
 
     def cancel(self, batch: Batch) -> None:
         """Ask for it."""
@@ -173,14 +200,17 @@ class BatchStore:
     def sweep(self, now_s: float) -> None:
         """Delete what has been kept long enough, and uploads that were never finished."""
         for path in self._folder.glob("tenants/*/files/file-*.json"):
-            with suppress(FileNotFoundError):  # its tenant has just deleted it
-                if orjson.loads(path.read_bytes())["expires_s"] <= now_s:
-                    path.unlink(missing_ok=True)
-                    path.with_suffix(".data").unlink(missing_ok=True)
-        for path in self._folder.glob("tenants/*/batches/*/batch.json"):
-            batch = Batch.from_json(orjson.loads(path.read_bytes()))
-            if batch.status.is_final and batch.created_s + self._keep_s <= now_s:
-                shutil.rmtree(path.parent, ignore_errors=True)
+            told = _told(path)
+            if told is not None and told.get("expires_s", now_s + 1) <= now_s:
+                path.unlink(missing_ok=True)
+                path.with_suffix(".data").unlink(missing_ok=True)
+        num_ended: Counter[str] = Counter()
+        found = sorted(_batches(self._folder, _BATCHES), key=lambda one: -one[1].created_s)
+        for path, batch in found:
+            if batch.status.is_final:
+                num_ended[batch.tenant] += 1
+                if batch.created_s + self._keep_s <= now_s or num_ended[batch.tenant] > MOST_ENDED:
+                    shutil.rmtree(path.parent, ignore_errors=True)
         for path in (self._folder / "incoming").iterdir():
             with suppress(FileNotFoundError):  # its upload has just ended
                 if path.stat().st_mtime + _UPLOAD_S <= now_s:
@@ -216,11 +246,15 @@ class Results:
                 os.truncate(path, size)
 
     def add(self, number: int, line: bytes, *, is_error: bool) -> None:
-        """The one result of a line of the input."""
+        """The one result of a line of the input. Raises OSError, and there is none."""
         if number in self.done:
             return
         with self._paths[is_error].open("ab", buffering=0) as file:
-            file.write(line)
+            begin = file.tell()
+            if file.write(line) < len(line):
+                # The disk is full: what follows must not stand behind half a line.
+                file.truncate(begin)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.done.add(number)
         if is_error:
             self.failed.add(number)
@@ -239,6 +273,35 @@ def _whole_lines(path: Path) -> tuple[set[int], int]:
                 size += len(line)
                 numbers.add(number)
     return numbers, size
+
+
+def _told(path: Path) -> dict[str, Any] | None:
+    """What a file says; None for one that is gone, or that nobody can read, which is logged and harms no other."""
+    try:
+        told = orjson.loads(path.read_bytes())
+        if isinstance(told, dict):
+            return told
+    except FileNotFoundError:
+        return None
+    except orjson.JSONDecodeError:
+        pass
+    _log.warning("%s: cannot be read", path)
+    return None
+
+
+def _batch(path: Path) -> Batch | None:
+    told = _told(path)
+    try:
+        return None if told is None else Batch.from_json(told)
+    except (LookupError, TypeError, ValueError):
+        _log.warning("%s: no batch, or another version's", path)
+        return None
+
+
+def _batches(folder: Path, pattern: str) -> Iterator[tuple[Path, Batch]]:
+    for path in folder.glob(pattern):
+        if (batch := _batch(path)) is not None:
+            yield path, batch
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:

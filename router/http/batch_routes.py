@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Protocol, TypeVar
 
@@ -21,6 +22,9 @@ from tandem.errors import InvalidRequest, Overloaded
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
 _PURPOSES = ("batch",)
+_MOST_UPLOADS = 16
+_MOST_OF_TENANT = 4
+"""Uploads on their way at once, and those of one tenant: each may take twice a file's largest size of disk."""
 MOST_LISTED = 1000
 _BOUNDS = BodyBounds(max_bytes=64 << 10, max_values=1 << 12)
 _T = TypeVar("_T", Batch, StoredFile)
@@ -53,6 +57,7 @@ class BatchRoutes:
         self._runner = runner
         self._config = config
         self._now = now
+        self._uploading: Counter[str] = Counter()
 
     def add_to(self, routes: Routes) -> None:
         """For whoever has a key."""
@@ -67,6 +72,18 @@ class BatchRoutes:
 
     async def upload(self, request: Request) -> dict[str, Any]:
         """A file, for later."""
+        tenant, uploading = request.state.tenant, self._uploading
+        if uploading.total() >= _MOST_UPLOADS or uploading[tenant] >= _MOST_OF_TENANT:
+            raise Overloaded("too many files are on their way", retry_after_s=1.0)
+        uploading[tenant] += 1
+        try:
+            return await self._receive(request, tenant)
+        finally:
+            uploading[tenant] -= 1
+            if not uploading[tenant]:
+                del uploading[tenant]
+
+    async def _receive(self, request: Request, tenant: str) -> dict[str, Any]:
         raw, content = self._store.incoming(), self._store.incoming()
         try:
             upload = await read_upload(request, raw, content, max_bytes=self._config.max_file_bytes)
@@ -77,7 +94,7 @@ class BatchRoutes:
                 raise InvalidRequest(f"{min(unknown)[:100]} is not supported", param=min(unknown)[:100])
 
             def add() -> StoredFile:
-                tenant, now_s = request.state.tenant, self._now()
+                now_s = self._now()
                 return self._store.add_file(tenant, content, filename=upload.filename, purpose="batch", now_s=now_s)
 
             return (await asyncio.to_thread(add)).shown()

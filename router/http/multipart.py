@@ -15,6 +15,8 @@ UPLOAD_TIMEOUT_S = 600.0
 FRAME_BYTES = 64 << 10
 """For all that is not the file."""
 _MOST_PARTS = 16
+_SEARCH_BYTES = 1 << 20
+"""A search holds the interpreter until it ends: a large file is searched in pieces."""
 _BOUNDARY = re.compile(r'multipart/form-data\s*;.*?boundary=(?:"([^"\r\n]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)
 _NAME = re.compile(rb'(?i)^content-disposition:\s*form-data\s*;(?:.*;)?\s*name="([^"\r\n]{1,100})"', re.MULTILINE)
 _FILENAME = re.compile(rb'(?i)\bfilename="([^"\r\n]{0,255})"')
@@ -89,15 +91,24 @@ def _parts(body: mmap.mmap, mark: bytes) -> list[tuple[bytes, int, int]]:
     """Each part's head, and where its content begins and ends. Raises InvalidRequest."""
     broken = InvalidRequest("the body is not multipart/form-data as its content type says")
     found: list[tuple[bytes, int, int]] = []
-    at = body.find(mark)
+    at = _find(body, mark, 0)
     while at >= 0:
         at += len(mark)
         if body[at : at + 2] == b"--":
             return found
         head_end = body.find(b"\r\n\r\n", at, at + FRAME_BYTES)
-        end = body.find(b"\r\n" + mark, at)
+        end = _find(body, b"\r\n" + mark, at)
         if head_end < 0 or end < 0 or len(found) >= _MOST_PARTS:
             raise broken
         found.append((body[at:head_end], head_end + 4, max(head_end + 4, end)))
         at = end + 2
     raise broken
+
+
+def _find(body: mmap.mmap, what: bytes, at: int) -> int:
+    """As `body.find`."""
+    while at < len(body):
+        if (found := body.find(what, at, at + _SEARCH_BYTES + len(what) - 1)) >= 0:
+            return found
+        at += _SEARCH_BYTES
+    return -1
