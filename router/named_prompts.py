@@ -21,6 +21,18 @@ _ANSWER_S = 10.0
 _SYSTEM = frozenset({"system", "developer"})
 
 
+class _Told:
+    """A worker's word that is waited for. It may come in the very turn in which the waiting ends."""
+
+    def __init__(self) -> None:
+        self.outcome: asyncio.Future[PinOutcome] = asyncio.get_running_loop().create_future()
+
+    def set(self, outcome: PinOutcome) -> None:
+        """It is here."""
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+
 class NamedPrompts:
     """Of one router process: another one knows nothing of them."""
 
@@ -64,21 +76,27 @@ class NamedPrompts:
         )
         fields = ClientFields(sampling=SamplingParams(), max_tokens=1, tenant=tenant, reads_along=False)
         (prepared,) = await self._frontend.prepare_prompts([cache.token_ids], fields)
-        outcome = await self._kept(tenant, cache, compute(self._with_pin(prepared, cache)))
-        if outcome is not PinOutcome.HELD:
-            self._pins.release(tenant, cache.name)
-            raise Overloaded(f"no worker can keep this now ({outcome.value})", retry_after_s=_ANSWER_S)
-        self.caches.add(tenant, cache)
+        is_added = False
+        try:
+            outcome = await self._kept(tenant, cache, compute(self._with_pin(prepared, cache)))
+            if outcome is not PinOutcome.HELD:
+                raise Overloaded(f"no worker can keep this now ({outcome.value})", retry_after_s=_ANSWER_S)
+            self.caches.add(tenant, cache)
+            is_added = True
+        finally:
+            if not is_added:
+                # Nobody could name it, so nobody could end it before its time.
+                self._pins.release(tenant, cache.name)
         return cache
 
     async def _kept(self, tenant: str, cache: NamedCache, computing: Awaitable[None]) -> PinOutcome:
         """What the worker says that has computed it."""
-        told: asyncio.Future[PinOutcome] = asyncio.get_running_loop().create_future()
-        self._pins.expect(tenant, cache.name, told.set_result)
+        told = _Told()
+        self._pins.expect(tenant, cache.name, told.set)
         try:
             await computing
             async with asyncio.timeout(_ANSWER_S):
-                return await told
+                return await told.outcome
         except TimeoutError:
             return PinOutcome.NOT_HERE
         finally:

@@ -1,5 +1,6 @@
 """Named caches at the HTTP door, in process: made, found, used, prolonged, deleted, bounded, each tenant's own."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -7,7 +8,10 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
+from router.asked import Prepared
+from router.conversation import Message
 from router.named_caches import KeptPrompts, NamedCaches
+from router.named_prompts import NamedPrompts
 from router.pin_registry import PinRegistry, PinSite
 from router.requests import Reader, RoutedRequest
 from router.tokenizer import Tokenizer
@@ -19,6 +23,7 @@ from tandem.ids import BlockHash, Incarnation, WorkerId
 from tandem.prefix_pin import PinKey, PinOrder, PinOutcome, PinTold
 from tests.unit.router import doors
 from tests.unit.router.http_doors import CHAT, client_of, error_of
+from tests.unit.router.readers import QuickReader
 
 PATH = "/v1beta/cachedContents"
 LONG = "the quick brown fox jumps over the lazy dog " * 4
@@ -28,17 +33,21 @@ ASK = {"messages": [{"role": "user", "content": "what does the fox do"}]}
 
 
 class Keeper:
-    """A worker that says at once what the test told it to, and remembers its orders."""
+    """A worker that says at once what the test told it to, or nothing, and remembers its orders."""
 
     def __init__(self, pins: PinRegistry) -> None:
         self.pins = pins
-        self.says = PinOutcome.HELD
+        self.says: PinOutcome | None = PinOutcome.HELD
         self.orders: list[PinOrder] = []
         self.unpinned: list[PinKey] = []
 
     def pin(self, order: PinOrder) -> None:
         self.orders.append(order)
-        self.pins.told(WORKER, PinTold(key=order.key, outcome=self.says, num_tokens=16))
+        if self.says is not None:
+            self.tell(order.key, self.says)
+
+    def tell(self, key: PinKey, outcome: PinOutcome) -> None:
+        self.pins.told(WORKER, PinTold(key=key, outcome=outcome, num_tokens=16))
 
     def unpin(self, key: PinKey) -> None:
         self.unpinned.append(key)
@@ -223,6 +232,31 @@ async def test_other_refusals(world: World, client: httpx.AsyncClient) -> None:
         assert (await client.patch(f"/v1beta/{name}{query}", json=body)).status_code == 400
     assert (await client.get(PATH, params={"filter": "x"})).status_code == 400
     assert (await client.put(f"/v1beta/{name}", json={})).status_code == 405
+
+
+async def test_a_client_that_leaves_while_its_worker_answers_leaves_nothing(world: World) -> None:
+    """Both in one turn of the loop: the session that brings the word must live, and no pin stay that has no name."""
+    world.keeper.says = None
+    named = NamedPrompts.of(world.parts.frontend)
+    assert named is not None
+    computed = asyncio.Event()
+
+    async def compute(prepared: Prepared) -> None:
+        await world.parts.generator.run(prepared.request, QuickReader())
+        computed.set()
+
+    message, ends_s = Message(role="user", content=LONG), world.unix_s + 300.0
+    making = named.create("", [message], expires_s=ends_s, display_name=None, compute=compute)
+    task = asyncio.create_task(making)
+    async with asyncio.timeout(10.0):
+        await computed.wait()
+    (order,) = world.keeper.orders
+    task.cancel()
+    world.keeper.tell(order.key, PinOutcome.HELD)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert world.keeper.unpinned == [order.key]
+    assert not named.caches.all("")
 
 
 async def test_each_tenant_has_its_own(tokenizer: Tokenizer) -> None:
