@@ -24,7 +24,7 @@ from router.http.strict_body import StrictBody, at_most
 from router.marked_prefixes import Mark
 from router.prompts import MAX_MESSAGES
 from router.stop_strings import MAX_STOP_STRINGS
-from router.tools import MAX_TOOLS
+from router.tools import MAX_TOOLS, ToolCall
 from tandem.errors import InvalidRequest
 from tandem.sampling import SamplingParams
 
@@ -137,30 +137,36 @@ def _merged(turns: Sequence[Turn]) -> list[tuple[str, list[Block]]]:
 def _add(talk: Conversation, role: str, blocks: Sequence[Block]) -> None:
     """One turn: what tools returned are turns of their own, in a user's; calls belong to an assistant's."""
     texts: list[TextBlock] = []
-    begun = Message(role=role, content="")
-    is_open = False
+    calls: list[ToolCall] = []
+    is_open, num_chars = False, 0
+
+    def close() -> None:
+        nonlocal is_open, num_chars
+        talk.messages.append(Message(role=role, content=joined(texts), tool_calls=tuple(calls)))
+        texts.clear()
+        calls.clear()
+        is_open, num_chars = False, 0
+
     for block in blocks:
         if isinstance(block, ToolResultBlock):
             if role != "user":
                 raise InvalidRequest("messages: tool_result stands in a user's turn", param="messages")
             if is_open:
-                talk.messages.append(begun)
-            begun, is_open = Message(role=role, content=""), False
-            texts.clear()
+                close()
             talk.messages.append(Message(role="tool", content=block.text, tool_call_id=block.tool_use_id))
             _mark(talk, len(talk.messages), len(block.text), block.cache_control)
             continue
         is_open = True
         if isinstance(block, TextBlock):
+            num_chars += len(block.text) + (1 if texts else 0)  # the line's end between two
             texts.append(block)
-            begun = replace(begun, content=joined(texts))
         elif role == "assistant":
-            begun = replace(begun, tool_calls=(*begun.tool_calls, block.call()))
+            calls.append(block.call())
         else:
             raise InvalidRequest("messages: tool_use stands in an assistant's turn", param="messages")
-        _mark(talk, len(talk.messages) + 1, len(begun.content), block.cache_control)
+        _mark(talk, len(talk.messages) + 1, num_chars, block.cache_control)
     if is_open or not blocks:
-        talk.messages.append(begun)
+        close()
 
 
 def _mark(talk: Conversation, num_messages: int, num_chars: int, control: CacheControl | None) -> None:
