@@ -65,13 +65,14 @@ class BeamSearch:
     def advance(self, continuations: Sequence[Sequence[SampledToken]]) -> None:
         """One step: of each running beam, in order, `num_next` tokens with their log probabilities."""
         ask = self._ask
-        candidates = [
-            Beam((*beam.tokens, token), beam.total + (token.logprob or 0.0))
+        found = [
+            (beam.total + (token.logprob or 0.0), beam, token)
             for beam, tokens in zip(self.running, continuations, strict=True)
             for token in tokens
         ]
-        # A stable order: of equals the one of the better beam goes first.
-        candidates = sorted(candidates, key=lambda beam: -beam.total)[: ask.num_next]
+        # A stable order: of equals the one of the better beam goes first. Only the best are worth a copy of their beam.
+        best = sorted(found, key=lambda one: -one[0])[: ask.num_next]
+        candidates = [Beam((*beam.tokens, token), total) for total, beam, token in best]
         self._length += 1
         going_on = [beam for beam in candidates if self._reason(beam) is None]
         if not (ask.early_stopping is True and self._is_full):

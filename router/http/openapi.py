@@ -90,6 +90,8 @@ class OpenApiRoute:
         self._guard = guard
         self._keys = keys
         self._version = version
+        # Of bodies and answers, which never change: making them takes longer than many a request.
+        self._schemas: dict[str, Any] | None = None
 
     async def show(self, _request: Request) -> dict[str, Any]:
         """The document."""
@@ -102,10 +104,15 @@ class OpenApiRoute:
             "info": {"title": "Tandem", "version": self._version},
             "paths": dict(sorted(paths.items())),
             "components": {
-                "schemas": _schemas(),
+                "schemas": self._described_bodies(),
                 "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
             },
         }
+
+    def _described_bodies(self) -> dict[str, Any]:
+        if self._schemas is None:
+            self._schemas = _schemas()
+        return self._schemas
 
     def _operation(self, method: str, path: str, guarded: Guarded, *, is_usual: bool) -> dict[str, Any]:
         told = (guarded.handler.__doc__ or path).strip().splitlines()[0]
