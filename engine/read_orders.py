@@ -36,6 +36,9 @@ _ENDS = {
 }
 
 
+_Order = tuple[SessionPort, str, int]
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Task:
     port: SessionPort
@@ -47,6 +50,11 @@ class _Task:
     next_token: SampledToken | None = None
     """Of a prompt whose continuations are wanted: the likeliest, with all of them."""
 
+    @property
+    def order(self) -> _Order:
+        """What the router calls it."""
+        return self.port, self.request_id, self.attempt
+
 
 class ReadOrders:
     """One worker's. On the event loop's thread."""
@@ -56,6 +64,8 @@ class ReadOrders:
         self._in_prefill_pool = in_prefill_pool
         self._serial = count(1)
         self._tasks: dict[RequestId, _Task] = {}
+        self._by_order: dict[_Order, _Task] = {}
+        """The same: a call for many embeddings has many orders here at once."""
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -70,7 +80,7 @@ class ReadOrders:
             return True
         if message.HasField("cancel"):
             cancel = message.cancel
-            for task in [t for t in self._tasks.values() if _is(t, port, cancel.request_id, cancel.attempt)]:
+            if (task := self._by_order.get((port, cancel.request_id, cancel.attempt))) is not None:
                 self._abandon(task)
                 return True
         return False
@@ -109,14 +119,14 @@ class ReadOrders:
         try:
             if self._draining:
                 raise Unavailable("this worker is draining", retry_after_s=1.0)
-            if any(_is(task, port, order.request_id, order.attempt) for task in self._tasks.values()):
+            if (port, order.request_id, order.attempt) in self._by_order:
                 raise InvalidRequest(f"attempt {order.attempt} of this request is here already", param="request_id")
             request = self._request(order)
         except ServingError as error:
             _refuse(port, order.request_id, order.attempt, error)
             return
         task = _Task(port=port, request_id=order.request_id, attempt=order.attempt, request=request)
-        self._tasks[request.request_id] = task
+        self._tasks[request.request_id] = self._by_order[task.order] = task
         self._idle.clear()
         added = asyncio.ensure_future(self._host.call(lambda scheduler: scheduler.add(request)))
         added.add_done_callback(lambda future: self._added(task, future))
@@ -166,13 +176,9 @@ class ReadOrders:
         self._host.post(lambda scheduler: scheduler.abort(task.request.request_id))
 
     def _remove(self, task: _Task) -> None:
-        del self._tasks[task.request.request_id]
+        del self._tasks[task.request.request_id], self._by_order[task.order]
         if not self._tasks:
             self._idle.set()
-
-
-def _is(task: _Task, port: SessionPort, request_id: str, attempt: int) -> bool:
-    return task.port is port and task.request_id == request_id and task.attempt == attempt
 
 
 def _refuse(port: SessionPort, request_id: str, attempt: int, error: ServingError) -> None:

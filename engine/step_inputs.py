@@ -97,7 +97,9 @@ class StepInputBuilder:
         blocks = tables[sequence, positions // self._block_size]
         last_row = np.empty(len(ordered), dtype=np.int64)
         last_row[order] = ends - 1
-        scores, pooled, num_top = _reads(batch, (last_row + 1 - np.array(counts_given)).tolist())
+        scores, pooled, num_top = _no_moves(), _no_moves(), 0
+        if any(item.request.reading is not None for item in batch.items):
+            scores, pooled, num_top = _reads(batch, (last_row + 1 - np.array(counts_given)).tolist())
         return StepInputs(
             token_ids=_gather_tokens(ordered, starts, counts, num_single),
             feeds=_feeds(last, ordered, np.flatnonzero(awaited[order])) if awaited.any() else _no_moves(),
