@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Sequence
@@ -16,16 +15,6 @@ _MOST_S = 5.0
 _AT_ONCE = 2
 
 
-def check_pattern(pattern: str, param: str) -> None:
-    """Raises InvalidRequest for what is no regular expression, before anything is computed for it."""
-    if not 1 <= len(pattern) <= MAX_PATTERN_CHARS:
-        raise InvalidRequest(f"{param}: 1 to {MAX_PATTERN_CHARS} characters", param=param)
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise InvalidRequest(f"{param}: {str(error)[:100]}", param=param) from None
-
-
 class PatternSearch:
     """Searches, a few at once. One for all calls of a door."""
 
@@ -33,10 +22,19 @@ class PatternSearch:
         self._most_s = most_s
         self._turns = asyncio.Semaphore(_AT_ONCE)
 
+    async def check(self, pattern: str, param: str) -> None:
+        """Raises InvalidRequest for what is no regular expression, before anything is computed for it.
+
+        Here too, because to compile one of a few hundred characters may take seconds.
+        """
+        if not 1 <= len(pattern) <= MAX_PATTERN_CHARS:
+            raise InvalidRequest(f"{param}: 1 to {MAX_PATTERN_CHARS} characters", param=param)
+        await self.find(pattern, [], param)
+
     async def find(self, pattern: str, texts: Sequence[str], param: str) -> list[str | None]:
         """What is found first in each text: the first group, if there is one.
 
-        Raises InvalidRequest for a pattern that takes too long, or too much memory.
+        Raises InvalidRequest for a pattern that is none, or takes too long, or too much memory.
         """
         command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("pattern_worker.py"))]
         async with self._turns:
@@ -52,5 +50,8 @@ class PatternSearch:
                 await process.wait()
         if not told:
             raise InvalidRequest(f"{param}: searching takes more than {self._most_s:g} s, or much memory", param=param)
-        found: list[str | None] = json.loads(told)
+        answer = json.loads(told)
+        if "error" in answer:
+            raise InvalidRequest(f"{param}: {answer['error'][:100]}", param=param)
+        found: list[str | None] = answer["found"]
         return found

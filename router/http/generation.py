@@ -161,7 +161,7 @@ class GenerationRoutes:
 
     async def _whole(self, call: _Call) -> Response:
         prepared, ask = await call.prepare(), call.selection
-        check_selection(ask, prepared)
+        await check_selection(ask, prepared, self._patterns)
         usage, text = self._usage(prepared), WholeText()
         await self._read_text(prepared, text)
         choices = text.choices()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from router.asked import Prepared
-from router.pattern_search import PatternSearch, check_pattern
+from router.pattern_search import PatternSearch
 from router.selection import SelectionAsk, Vote, elect, likeliest
 from router.text_stream import TextDelta
 from tandem.errors import InvalidRequest
@@ -35,10 +35,8 @@ def selection_ask(
 ) -> SelectionAsk | None:
     """None: all that is generated is shown. Raises InvalidRequest for what cannot be combined."""
     keep = n if n is not None else 1
-    if vote_pattern is not None:
-        if not vote:
-            raise InvalidRequest("vote_pattern needs vote: true", param=_PATTERN)
-        check_pattern(vote_pattern, _PATTERN)
+    if vote_pattern is not None and not vote:
+        raise InvalidRequest("vote_pattern needs vote: true", param=_PATTERN)
     if vote:
         if best_of not in (None, keep):
             raise InvalidRequest("best_of: not together with vote", param="best_of")
@@ -56,8 +54,10 @@ def selection_ask(
     return SelectionAsk(candidates=best_of, keep=keep, shows_logprobs=shows_logprobs)
 
 
-def check_selection(ask: SelectionAsk | None, prepared: Sequence[Prepared]) -> None:
-    """Raises InvalidRequest for a vote on answers that may be calls of tools."""
+async def check_selection(ask: SelectionAsk | None, prepared: Sequence[Prepared], patterns: PatternSearch) -> None:
+    """Raises InvalidRequest for a vote on answers that may be calls of tools, or by a pattern that is none."""
+    if ask is not None and ask.pattern is not None:
+        await patterns.check(ask.pattern, _PATTERN)
     if ask is not None and ask.votes and any(one.calling is not None for one in prepared):
         raise InvalidRequest("vote: answers that call tools are not compared", param="vote")
 

@@ -123,3 +123,13 @@ async def test_a_pattern_that_takes_for_ever_ends_with_its_process() -> None:
     with pytest.raises(InvalidRequest, match="vote_pattern"):
         await search.find("(a+)+b", ["a" * 40], "vote_pattern")
     assert await PatternSearch().find("b|(c)", ["ab", "c", "d"], "vote_pattern") == [None, "c", None]
+
+
+async def test_a_pattern_that_takes_long_to_compile_is_refused_by_its_process() -> None:
+    costly = "(?i)" + "[\x00-\U0010fff0]" * 100
+    with pytest.raises(InvalidRequest, match="vote_pattern"):
+        await PatternSearch(most_s=0.3).check(costly, "vote_pattern")
+    with pytest.raises(InvalidRequest, match="unterminated"):
+        await PatternSearch().check("(", "vote_pattern")
+    with pytest.raises(InvalidRequest, match="1 to 512"):
+        await PatternSearch().check("a" * 513, "vote_pattern")
