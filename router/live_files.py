@@ -73,9 +73,12 @@ class LiveFiles:
             self._seen[file.what] = seen
             try:
                 file.apply(await asyncio.to_thread(file.load))
-            except ConfigError as error:
+            except (ConfigError, OSError, ValueError) as error:
+                # Files that vanish while they are read may raise what no check foresaw, of which no text is trusted
+                # to be no secret; the next change must be seen all the same.
+                told = str(error) if isinstance(error, ConfigError) else f"{file.what}: {type(error).__name__}"
                 self._counts[file.what, "refused"] += 1
-                _log.error("%s; what was read before stays in force", error)
+                _log.error("%s; what was read before stays in force", told)
             else:
                 self._counts[file.what, "taken"] += 1
                 _log.info("%s: read again", file.what)

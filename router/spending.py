@@ -1,6 +1,6 @@
 """What requests spent, and what that costs by the configured table. Pure."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from tandem.outputs import PhaseTimes
 from tandem.price_config import PriceConfig
@@ -26,7 +26,17 @@ class Spent:
 
     def plus(self, other: "Spent") -> "Spent":
         """Both together."""
-        return Spent(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Spent)})
+        return Spent(
+            requests=self.requests + other.requests,
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            cached_tokens=self.cached_tokens + other.cached_tokens,
+            completion_tokens=self.completion_tokens + other.completion_tokens,
+            computed_tokens=self.computed_tokens + other.computed_tokens,
+            needed_tokens=self.needed_tokens + other.needed_tokens,
+            prefill_s=self.prefill_s + other.prefill_s,
+            decode_s=self.decode_s + other.decode_s,
+            kv_byte_s=self.kv_byte_s + other.kv_byte_s,
+        )
 
     def with_choice(self, times: PhaseTimes, *, computed_tokens: int, needed_tokens: int) -> "Spent":
         """One choice more has ended."""

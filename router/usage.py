@@ -1,7 +1,7 @@
 """What one client call used: tokens, cached tokens, time by phase, and what it cost. Both doors report it."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 
 from router.asked import Prepared
 from router.requests import ChoiceFinish
@@ -48,8 +48,10 @@ class Usage:
 
     def cached_by_source(self) -> CachedTokens:
         """The same, by where their KV was."""
-        found = [asdict(finish.times.cached) for finish in self._least_cached()]
-        return CachedTokens(**{f.name: sum(one[f.name] for one in found) for f in fields(CachedTokens)})
+        found = [finish.times.cached for finish in self._least_cached()]
+        if len(found) == 1:
+            return found[0]
+        return CachedTokens(**{f.name: sum(getattr(one, f.name) for one in found) for f in fields(CachedTokens)})
 
     def _least_cached(self) -> Collection[ChoiceFinish]:
         """Of each prompt the choice that found least."""

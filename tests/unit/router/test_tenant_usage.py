@@ -1,5 +1,7 @@
 """What requests cost and what tenants have spent: exact sums, bounded, merged, and shown to whom they concern."""
 
+from dataclasses import asdict
+
 import httpx
 import orjson
 import pytest
@@ -27,6 +29,11 @@ KEYS = [
     {"key": "two", "tenant": "other-company"},
     {"key": "boss", "tenant": "ops", "operator": True},
 ]
+
+
+def test_nothing_is_forgotten_where_two_are_added() -> None:
+    assert asdict(SPENT.plus(SPENT)) == {name: 2 * value for name, value in asdict(SPENT).items()}
+    assert all(asdict(SPENT).values())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,38 @@
+"""Files that are read again: whatever reading them raises, the next change is seen."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.live_files import LiveFile, LiveFiles
+from tandem.errors import ConfigError
+
+
+@pytest.mark.parametrize("error", [ConfigError("no"), FileNotFoundError("gone"), ValueError("a-secret")])
+async def test_what_makes_no_sense_changes_nothing_and_the_next_change_is_taken(
+    tmp_path: Path, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, applied = tmp_path / "file", list[str]()
+    path.write_text("first")
+
+    def load() -> str:
+        if (text := path.read_text()) == "bad":
+            raise error
+        return text
+
+    file = LiveFile(what="keys", paths=[path], load=load, apply=applied.append)
+    async with LiveFiles([file], look_s=3600.0) as live:
+        path.write_text("bad")
+        await live.look()
+        path.write_text("the third")
+        await live.look()
+        counts = {tuple(one.labels.values()): one.value for one in counted(live)}
+    assert applied == ["first", "the third"]
+    assert counts == {("keys", "taken"): 1, ("keys", "refused"): 1}
+    assert "a-secret" not in caplog.text
+
+
+def counted(live: LiveFiles) -> list[Any]:
+    (family,) = live.collect()
+    return list(family.samples)
