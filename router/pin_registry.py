@@ -15,6 +15,9 @@ from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.ids import BlockHash
 from tandem.prefix_pin import PinKey, PinOrder, PinOutcome, PinTold
 
+_SWEEP_S = 1.0
+"""Between two looks for pins whose time is over, which costs as much as there are pins."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinWish:
@@ -60,6 +63,7 @@ class PinRegistry:
         self._max_pins = max_pins
         # The least recently used first.
         self._records: dict[PinKey, PinRecord] = {}
+        self._swept_s = -_SWEEP_S
         self._expected: dict[PinKey, Callable[[PinOutcome], None]] = {}
 
     def __len__(self) -> int:
@@ -101,7 +105,9 @@ class PinRegistry:
     def _make_room(self, now_s: float) -> None:
         if len(self._records) < self._max_pins:
             return
-        self._records = {key: record for key, record in self._records.items() if record.ends_s > now_s}
+        if now_s - self._swept_s >= _SWEEP_S:
+            self._swept_s = now_s
+            self._records = {key: record for key, record in self._records.items() if record.ends_s > now_s}
         while len(self._records) >= self._max_pins:
             del self._records[next(iter(self._records))]
 

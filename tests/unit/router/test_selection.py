@@ -1,5 +1,6 @@
 """The best of several, and the answer that most agree on."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from router.pattern_search import PatternSearch
 from router.requests import ChoiceDelta, ChoiceFinish, RoutedRequest
 from router.selection import elect, likeliest
 from router.tokenizer import Tokenizer
-from tandem.errors import InvalidRequest
+from tandem.errors import InvalidRequest, Overloaded
 from tandem.outputs import FinishReason, SampledToken
 from tests.unit.router import doors
 from tests.unit.router.http_doors import CHAT, HELLO, PLAIN, client_of, error_of
@@ -133,3 +134,16 @@ async def test_a_pattern_that_takes_long_to_compile_is_refused_by_its_process() 
         await PatternSearch().check("(", "vote_pattern")
     with pytest.raises(InvalidRequest, match="1 to 512"):
         await PatternSearch().check("a" * 513, "vote_pattern")
+
+
+async def test_who_has_no_turn_to_search_is_told_to_come_back() -> None:
+    search = PatternSearch(most_s=5.0, most_wait_s=0.05)
+    slow = [asyncio.create_task(search.find("(a+)+b", ["a" * 40], "vote_pattern")) for _ in range(2)]
+    while not search._turns.locked():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await search.find("a", ["a"], "vote_pattern")
+    for task in slow:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+    assert await search.find("a", ["a"], "vote_pattern") == ["a"]
