@@ -67,6 +67,8 @@ class PrefixPins:
         """Make or renew a pin. Raises InvalidRequest for one that makes no sense."""
         if not 0.0 < order.ttl_s <= MAX_PIN_S or not 0 < len(order.key.name) <= MAX_PIN_NAME_CHARS:
             raise InvalidRequest(f"a pin has a name and lasts at most {MAX_PIN_S:g} s", param="ttl_s")
+        # Of an engine without work nobody else looks at the time, and what is over must not stand in anyone's way.
+        self.expire(now)
         known = self._pins.get(order.key)
         if known is not None and known.last_block == order.last_block:
             self._renewed += 1

@@ -84,6 +84,17 @@ def test_a_pin_ends_with_its_time_and_is_renewed_by_use() -> None:
     assert world.compute(first(1)) == 0
 
 
+def test_what_is_over_takes_no_place_also_where_no_step_has_looked_at_the_time() -> None:
+    world = World()
+    for number in (1, 2):
+        world.compute(first(number, 5))
+    assert world.pin(first(1, 5), 5, ttl_s=10.0, now=0.0) is PinOutcome.HELD
+    assert world.pin(first(2, 5), 5, tenant="b", now=9.0) is PinOutcome.NO_ROOM
+    assert world.pin(first(2, 5), 5, tenant="b", now=10.0) is PinOutcome.HELD
+    assert world.sched.load().pins == PinTotals(num_pins=1, num_blocks=5, max_blocks=8, made=2, refused=1, expired=1)
+    world.sched.check_invariants()
+
+
 def test_a_pin_may_be_shortened_and_taken_back() -> None:
     world = World()
     world.compute(first(1))
