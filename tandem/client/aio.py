@@ -14,10 +14,10 @@ from typing import Any, Self
 
 import grpc.aio
 
-from tandem.client.answers import Answer, Model, Piece, answer_of, timing_of
+from tandem.client.answers import Answer, Model, Piece, answer_of, timing_of, vectors_of
 from tandem.client.base import ClientBase, failure_of, models_of
 from tandem.client.options import DEFAULT_OPTIONS, Options, Turn
-from tandem.client.requests import Prompt, generate_request, tokenize_request
+from tandem.client.requests import Prompt, embed_request, generate_request, tokenize_request
 from tandem.v1 import inference_pb2 as pb
 
 
@@ -53,6 +53,12 @@ class AsyncClient(ClientBase):
     def stream_chat(self, turns: Sequence[Turn], options: Options = DEFAULT_OPTIONS) -> AsyncGenerator[Piece, None]:
         """The answer to a conversation as it comes. Raises ServingError."""
         return self._pieces(generate_request(turns, options), options, {})
+
+    async def embed(
+        self, inputs: Sequence[Prompt], *, model: str | None = None, cache_salt: str | None = None
+    ) -> list[list[float]]:
+        """A vector of length one for each text, or list of token ids. Raises ServingError."""
+        return vectors_of(await self._ask("Embed", embed_request(inputs, model, cache_salt)))
 
     async def tokenize(
         self, text: str | Sequence[Turn], *, model: str | None = None, add_special_tokens: bool = True

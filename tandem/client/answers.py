@@ -123,6 +123,11 @@ def answer_of(pieces: Iterable[Piece], timing: Mapping[str, Any]) -> Answer:
     return Answer(id=name, choices=[choice for _, choice in sorted(choices.items())], usage=usage, timing=timing)
 
 
+def vectors_of(answer: pb.EmbedResponse) -> list[list[float]]:
+    """In the order of what was asked."""
+    return [list(one.values) for one in answer.embeddings]
+
+
 def timing_of(trailing: Iterable[tuple[str, str | bytes]] | None) -> Mapping[str, Any]:
     """Of the metadata behind an answer; empty when there is none."""
     text = next((value for key, value in trailing or () if key == _TIMING), None)

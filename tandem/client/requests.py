@@ -42,6 +42,15 @@ def chat_of(turns: Sequence[Turn]) -> pb.Chat:
     return pb.Chat(messages=[pb.ChatMessage(role=t.role, content=t.content, name=t.name) for t in turns])
 
 
+def embed_request(inputs: Sequence[Prompt], model: str | None, cache_salt: str | None) -> pb.EmbedRequest:
+    """Texts, or lists of token ids."""
+    shown = [
+        pb.EmbedInput(text=one) if isinstance(one, str) else pb.EmbedInput(token_ids=pb.TokenIds(ids=one))
+        for one in inputs
+    ]
+    return pb.EmbedRequest(model=model, inputs=shown, cache_salt=cache_salt)
+
+
 def tokenize_request(text: str | Sequence[Turn], model: str | None, add_special_tokens: bool) -> pb.TokenizeRequest:
     """A text or a conversation."""
     if isinstance(text, str):

@@ -1,5 +1,6 @@
 """Embeddings at both doors: vectors of length one, in the order of the inputs; what is refused."""
 
+import asyncio
 import base64
 import json
 import struct
@@ -13,7 +14,10 @@ import pytest
 from router import embedding
 from router.grpc.server import GrpcDoor, build_server
 from router.tokenizer import Tokenizer
+from tandem.client.aio import AsyncClient
+from tandem.client.sync import Client
 from tandem.config import RouterConfig
+from tandem.errors import InvalidRequest
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.unit.router import doors
@@ -114,3 +118,21 @@ async def test_the_same_over_grpc(parts: doors.Doors) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Embed(wrong)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_the_client_of_the_repository_asks_for_them(parts: doors.Doors) -> None:
+    server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
+    async with GrpcDoor(server, host="127.0.0.1", port=0, grace_s=0.0) as door:
+        address = f"127.0.0.1:{door.port}"
+        async with AsyncClient(address) as client:
+            assert await client.embed(["fox", [5, 6]], cache_salt="mine") == [UNIT, UNIT]
+            with pytest.raises(InvalidRequest) as caught:
+                await client.embed([])
+        assert caught.value.param == "input"
+
+        def in_a_thread() -> list[list[float]]:
+            with Client(address) as client:
+                return client.embed([[5, 6]])
+
+        assert await asyncio.to_thread(in_a_thread) == [UNIT]
+    assert parts.generator.requests[1].prompt_token_ids == (5, 6)
