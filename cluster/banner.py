@@ -170,6 +170,7 @@ def _urls(config: ClusterConfig) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_row("HTTP", Text(f"{http}/v1", style="cyan"))
     table.add_row("gRPC", Text(base_url(config, config.router.grpc_port), style="cyan"))
+    table.add_row("page", Text(f"{http}/", style="cyan"))
     table.add_row("metrics", Text(f"{http}/metrics", style="cyan"))
     return table
 

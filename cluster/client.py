@@ -180,7 +180,10 @@ class ChatClient:
             )
         if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
             return ClientError(f"no cluster answers at {self.url}: start one with `tandem up`, or name it with --url")
-        return ClientError(f"{self.url}: {error or type(error).__name__}")
+        hint = ""
+        if isinstance(error, httpx.RemoteProtocolError) and self.url.startswith("http:"):
+            hint = " (a router with TLS answers to https:// alone)"
+        return ClientError(f"{self.url}: {error or type(error).__name__}{hint}")
 
 
 async def _chunks(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:

@@ -19,7 +19,7 @@ from pydantic import SecretStr
 from cluster.supervisor import ProcessPlan, Role
 from tandem.config import ENV_PREFIX, ClusterConfig, PoolConfig, RouterConfig, dump
 from tandem.errors import ConfigError
-from tandem.hosts import join, split
+from tandem.hosts import hold, join, split
 from tandem.model_path import BUILTIN
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -70,15 +70,10 @@ class PortDrawer:
         return int(self._bind(host, port, what).getsockname()[1]) if port else self.draw(host, what)
 
     def _bind(self, host: str, port: int, what: str) -> socket.socket:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        held = socket.socket(family, socket.SOCK_STREAM)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            held.bind((host, port))
-            held.listen(1)  # SO_REUSEADDR lets two bind; only listening is exclusive
+            held = hold(host, port)
         except OSError as error:
-            held.close()
-            raise ConfigError(f"{what}: cannot listen on {join(host, port)}: {error.strerror}") from None
+            raise ConfigError(f"{what}: {error}") from None
         self._held.append(held)
         return held
 

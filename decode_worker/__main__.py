@@ -26,7 +26,7 @@ from tandem.roles import WorkerRole
 from tandem.rpc import ClusterAuth, listen, make_server
 from tandem.telemetry import open_tracer
 from tandem.v1.session_pb2_grpc import add_WorkerServicer_to_server
-from tandem.worker_config import cluster_secret, listen_address
+from tandem.worker_config import cluster_secret, free_address
 from tandem.worker_identity import WorkerIdentity, draw_incarnation
 from tandem.worker_session import WorkerSessions
 
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetime: Lifetime) -> None:
     """Load, serve until told to stop, drain. What is entered last leaves first."""
     started_s = time.monotonic()
-    host_name, port = listen_address(config.decode, "decode", index)
+    host_name, port = free_address(config.decode, "decode", index)
     # Before the model is loaded: what cannot work is told at once.
     auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name)
     parts = await asyncio.to_thread(assemble, engine_spec(config), pool=SharedPool, progress=load_progress(ready_fd))

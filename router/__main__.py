@@ -53,7 +53,7 @@ from tandem.block_hash import BlockHasher
 from tandem.board.settings import board_settings
 from tandem.config import ClusterConfig
 from tandem.heartbeat import Heartbeat
-from tandem.hosts import join, reachable
+from tandem.hosts import hold, join, reachable
 from tandem.ids import Incarnation
 from tandem.model_path import model_directory
 from tandem.process import Lifetime, RouterPlace, router_main
@@ -74,6 +74,7 @@ _log = logging.getLogger(__name__)
 async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -> None:
     """Join the workers, open the doors, serve until told to stop, drain. What is entered last leaves first."""
     secret, registry = cluster_secret(config), _registry(config)
+    _look_at_ports(config, place)
     tokenizer = await asyncio.to_thread(Tokenizer.load, model_directory(config.model.path))
     async with AsyncExitStack() as stack:
         heart = stack.enter_context(Heartbeat(place.ready_fd, beats=place.siblings is not None))
@@ -120,6 +121,13 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         status.close()
         await canary.stop()
         await drain(gate, http, rpc, drain_s=drain_s, is_alone=place.siblings is None)
+
+
+def _look_at_ports(config: ClusterConfig, place: RouterPlace) -> None:
+    """Before it waits for workers. Raises OSError when one is taken; for several processes their parent has looked."""
+    if place.siblings is None:
+        for port in (config.router.port, config.router.grpc_port):
+            hold(config.router.host, port).close()
 
 
 def _registry(config: ClusterConfig) -> WorkerRegistry:

@@ -2,6 +2,7 @@
 
 import ipaddress
 import re
+import socket
 
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # compared with, never bound
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
@@ -46,3 +47,17 @@ def checked_address(address: str) -> str:
     """`host:port` that one could connect to. Raises ValueError."""
     split(address)
     return address
+
+
+def hold(host: str, port: int) -> socket.socket:
+    """A listener nobody is served by: while it is open the port (0: a free one) is nobody else's. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    held = socket.socket(family, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        held.bind((host, port))
+        held.listen(1)  # SO_REUSEADDR lets two bind; only listening is exclusive
+    except OSError as error:
+        held.close()
+        raise OSError(f"cannot listen on {join(host, port)}: {error.strerror}") from None
+    return held

@@ -129,10 +129,14 @@ def read_keys(path: Path, limits: LimitsConfig) -> tuple[tuple[BearerKey, ...], 
     what = f"router.api_keys_file: {path}"
     try:
         if path.stat().st_mode & _OTHERS:
-            raise ConfigError(f"{what}: others than its owner have access; chmod 600 it")
-        found = KeysFile.model_validate(read_mapping(path))
+            raise ConfigError(f"{path}: others than its owner have access; chmod 600 it")
+        said = read_mapping(path)
+    except ConfigError as error:
+        raise ConfigError(f"router.api_keys_file: {error}") from None
     except OSError as error:
         raise ConfigError(f"{what}: {error.strerror}") from None
+    try:
+        found = KeysFile.model_validate(said)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False, include_context=False)[0]
         name = ".".join(map(str, first["loc"]))

@@ -35,11 +35,17 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """What a file says, by section; nothing of an empty one. Raises ConfigError that begins with the path."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
+            raise ConfigError(f"larger than {MAX_FILE_BYTES} bytes")
         # A SafeLoader subclass: it builds plain values only.
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=PlainLoader)  # noqa: S506
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(f"{path}: {_where_and_why(error)}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply") from None
     if data is None:
@@ -47,3 +53,10 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, found {type(data).__name__}")
     return data
+
+
+def _where_and_why(error: yaml.MarkedYAMLError) -> str:
+    """In one line; the parser's own words take six, with the text of the file among them."""
+    why = ", ".join(part for part in (error.context, error.problem) if part)
+    mark = error.problem_mark or error.context_mark
+    return why if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {why}"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from tandem.config import ClusterConfig, PoolConfig
 from tandem.errors import ConfigError
+from tandem.hosts import hold
 
 
 def cluster_secret(config: ClusterConfig) -> bytes:
@@ -28,6 +29,13 @@ def listen_address(pool: PoolConfig, name: str, index: int) -> tuple[str, int]:
     if host in ("0.0.0.0", "[::]", "::", "*"):  # noqa: S104 - refused
         raise ConfigError(f"{name}.addresses: {host} is not where a peer can reach this worker; name one address")
     return host, int(port)
+
+
+def free_address(pool: PoolConfig, name: str, index: int) -> tuple[str, int]:
+    """The same, looked at before the model is loaded. Raises OSError when somebody listens there, too."""
+    host, port = listen_address(pool, name, index)
+    hold(host.strip("[]"), port).close()
+    return host, port
 
 
 def disk_folder(config: ClusterConfig, role: str) -> Path | None:

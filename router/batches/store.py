@@ -24,7 +24,7 @@ import orjson
 
 from router.batches.lines import number_of
 from router.batches.values import Batch, ObjectNotFound, StoredFile
-from tandem.errors import Overloaded
+from tandem.errors import ConfigError, Overloaded
 
 _FILE_ID = re.compile(r"file-[0-9a-f]{32}(-output|-errors)?")
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
@@ -53,9 +53,12 @@ class BatchStore:
         self._ended: set[Path] = set()
 
     def open(self) -> None:
-        """Make the folder. Raises OSError."""
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (self._folder / "incoming").mkdir(exist_ok=True)
+        """Make the folder. Raises ConfigError when it cannot be."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            (self._folder / "incoming").mkdir(exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"router.batches.path: {self._folder}: {error.strerror}") from None
 
     def may_run(self) -> bool:
         """Whether this process is the one that runs batches: the first that asks, until its end."""

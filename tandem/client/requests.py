@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Any
 
 from tandem.client.options import Options, Structure, Turn
+from tandem.errors import InvalidRequest
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import inference_pb2 as pb
 
@@ -14,7 +16,10 @@ _NO_FIELDS = frozenset({"timeout_s", "structure"})
 
 
 def generate_request(prompt: Prompt | Sequence[Turn], options: Options) -> pb.GenerateRequest:
-    """A text, token ids, or a conversation. Its pieces bear ids, so that it can go on after a break."""
+    """A text, token ids, or a conversation. Its pieces bear ids, so that it can go on after a break.
+
+    Raises InvalidRequest for a value that its field cannot hold.
+    """
     request = pb.GenerateRequest(stream_ids=True)
     if isinstance(prompt, str):
         request.prompt = prompt
@@ -25,16 +30,24 @@ def generate_request(prompt: Prompt | Sequence[Turn], options: Options) -> pb.Ge
         request.prompt_token_ids.CopyFrom(pb.TokenIds(ids=ids))
     for name in (field.name for field in fields(options) if field.name not in _NO_FIELDS):
         value = getattr(options, name)
-        message = request.sampling if name in _SAMPLING and name != "bad_words" else request
-        if name == "logit_bias":
-            request.sampling.logit_bias.update(value)
-        elif isinstance(value, (list, tuple)):
-            getattr(message, name).extend(value)
-        elif value is not None:
-            setattr(message, name, value)
+        try:
+            _put(request, name, value)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"{name}: {error}", param=name) from None
     if options.structure is not None:
         request.structured_output.CopyFrom(_structure(options.structure))
     return request
+
+
+def _put(request: pb.GenerateRequest, name: str, value: Any) -> None:
+    """Raises TypeError and ValueError for what its field cannot hold."""
+    message = request.sampling if name in _SAMPLING and name != "bad_words" else request
+    if name == "logit_bias":
+        request.sampling.logit_bias.update(value)
+    elif isinstance(value, (list, tuple)):
+        getattr(message, name).extend(value)
+    elif value is not None:
+        setattr(message, name, value)
 
 
 def chat_of(turns: Sequence[Turn]) -> pb.Chat:

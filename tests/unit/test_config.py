@@ -84,6 +84,14 @@ from tandem.worker_session import LOAD_PERIOD_S
         ("model: {name: ' a'}", "model.name: a model's name is of visible ASCII"),
         (f"model: {{name: {'m' * 201}}}", "model.name: a model's name has 1 to 200 characters"),
         ("model: {name: ''}", "model.name: a model's name has 1 to 200 characters"),
+        (
+            "a: 1\nrouter: {port: 1\n",
+            "cluster.yaml: line 3, column 1: while parsing a flow mapping, expected ',' or '}'",
+        ),
+        ("a: 1\n\tb: 2\n", "cluster.yaml: line 2, column 1: "),
+        ("a: \x07\n", "cluster.yaml: unacceptable character"),
+        ("a: 1\na: 2\n", "cluster.yaml: key 'a' stands twice (line 2)"),
+        ("a: &b 1\nc: *b\n", "cluster.yaml: YAML aliases are not allowed"),
     ],
 )
 def test_a_configuration_that_cannot_run_is_refused_by_name(tmp_path: Path, text: str, told: str) -> None:
@@ -93,6 +101,13 @@ def test_a_configuration_that_cannot_run_is_refused_by_name(tmp_path: Path, text
         load(path)
     assert told in str(refusal.value)
     assert "Value error" not in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_file_that_cannot_be_read_is_told_with_its_name_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load(tmp_path)
+    assert str(refusal.value) == f"{tmp_path}: Is a directory"
 
 
 @pytest.mark.parametrize("lease_s", [0.5, 3600.0])

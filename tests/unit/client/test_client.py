@@ -111,6 +111,8 @@ def test_the_client_for_threads(parts: doors.Doors, thread_of_a_door: str) -> No
     ("options", "kind", "param"),
     [
         (Options(n=0), InvalidRequest, "n"),
+        (Options(max_tokens=-1), InvalidRequest, "max_tokens"),
+        (Options(stop=[3]), InvalidRequest, "stop"),  # type: ignore[list-item]
         (Options(model="other"), ModelNotFound, "model"),
         (Options(cache_salt=""), InvalidRequest, "cache_salt"),
         (Options(structure=Structure(json_schema="{")), InvalidRequest, "structured_output"),

@@ -14,7 +14,7 @@ from router.batches.values import Batch, BatchStatus
 from router.frontend import MAX_PRIORITY
 from router.http.app import create_app
 from tandem.config import RouterConfig
-from tandem.errors import Overloaded
+from tandem.errors import ConfigError, Overloaded
 from tests.unit.router import doors
 from tests.unit.router.batch_world import Room, running
 
@@ -328,3 +328,10 @@ async def test_the_document_of_the_door_tells_of_them(parts: doors.Doors, tmp_pa
     assert paths["/v1/batches/{name}"].keys() == {"get", "post"}
     assert "requestBody" not in paths["/v1/batches"]["get"]
     assert "BatchBody" in document["components"]["schemas"]
+
+
+def test_a_folder_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    store = BatchStore(tmp_path / "file" / "batches", max_tenant_bytes=1, keep_s=1.0)
+    with pytest.raises(ConfigError, match=r"^router\.batches\.path: .*/batches: Not a directory$"):
+        store.open()

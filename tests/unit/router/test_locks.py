@@ -253,6 +253,8 @@ async def test_limits_of_tenants_change_with_the_file(tmp_path: Path) -> None:
         (f"api_keys: ['{entry_of('a')}']", 0o640, "chmod 600"),
         (f"api_keys: ['{entry_of('a')}']", 0o604, "chmod 600"),
         ("api_keys: []", 0o600, "api_keys"),
+        ("- a", 0o600, "^router.api_keys_file: .*keys.yaml: expected a mapping of sections, found list$"),
+        ("api_keys: [", 0o600, "^router.api_keys_file: .*keys.yaml: line 1, column 12: while parsing"),
         (f"api_keys: ['{entry_of('a')}']\nlimits: {{tenants: {{x: {{}}}}}}", 0o600, "limits.tenants.x: no key"),
         (f"a: &a ['{entry_of('a')}']\napi_keys: *a", 0o600, "aliases"),
     ],
