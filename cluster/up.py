@@ -15,11 +15,13 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
 from cluster import banner
+from cluster.doctor import Status, locks
 from cluster.effective import module_command, resolve_model
 from cluster.local import ClusterFailed, Command, LocalCluster, ProcessView, StoppedEarly
 from cluster.sanitize import without_controls
 from cluster.supervisor import Note, ProcessState, Role
 from tandem.config import ClusterConfig
+from tandem.errors import ConfigError
 from tandem.load_progress import LoadReport
 
 EXIT_FAILED = 1
@@ -131,6 +133,10 @@ class _Interrupts:
 
 async def serve(config: ClusterConfig, *, out: Console, err: Console) -> int:
     """Run a cluster until the user ends it; the exit code. Raises ConfigError before anything was started."""
+    # Before a model is fetched and workers load it: the routers, who need them, come up last.
+    for found in await asyncio.to_thread(locks, config):
+        if found.status is Status.FAIL:
+            raise ConfigError(found.detail)
     resolved = resolve_model(config)
 
     async def body(cluster: LocalCluster) -> int:

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster import banner
@@ -13,6 +14,7 @@ from cluster.cli import app
 from cluster.client import ChatClient, ClientError, client_tls
 from cluster.demo import demo
 from cluster.doctor import Status, locks
+from cluster.up import serve
 from router.auth import ApiKeys
 from tandem.config import ClusterConfig, RouterConfig
 from tandem.errors import ConfigError
@@ -117,3 +119,9 @@ async def test_a_chat_client_believes_whom_it_is_told_to(tmp_path: Path) -> None
         server.server_close()
     with pytest.raises(ClientError, match="no PEM files"):
         client_tls(files.key, None)
+
+
+async def test_up_looks_at_the_locks_before_it_starts_anything(tmp_path: Path) -> None:
+    config = ClusterConfig(model={"path": "/nowhere"}, router={"api_keys_file": str(tmp_path / "none")})
+    with pytest.raises(ConfigError, match=r"^router\.api_keys_file: .*/none: No such file or directory$"):
+        await serve(config, out=Console(), err=Console())
