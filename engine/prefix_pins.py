@@ -104,13 +104,16 @@ class PrefixPins:
         if len(blocks) > most or num_parked > self._blocks.num_available:
             return False
         own = [key for key in self._pins if key.tenant == tenant]
-        for key in own:
-            held = self._by_tenant.get(tenant, Counter())
+        wanted, held = set(blocks), self._by_tenant.get(tenant, Counter())
+        num_held = len(held.keys() | wanted)
+        for given, key in enumerate(own):
             # A pin of one block is the least: so their number is bounded as well.
-            if len(held.keys() | set(blocks)) <= most and len(own) < most:
+            if num_held <= most and len(own) - given < most:
                 break
+            # Only what this pin held is looked at again: there may be thousands of pins, each of thousands of blocks.
+            gone = self._pins[key].blocks
             self._give_way(key)
-            own = own[1:]
+            num_held -= sum(1 for block in gone if block not in held and block not in wanted)
         return True
 
     def unpin(self, key: PinKey) -> bool:

@@ -7,6 +7,7 @@ from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from tandem.errors import InvalidRequest, Overloaded
 
@@ -14,55 +15,53 @@ MAX_PATTERN_CHARS = 512
 _MOST_S = 5.0
 _MOST_WAIT_S = 15.0
 _AT_ONCE = 2
+_TRIES = 3
+_BEGUN = b"."
+"""What the process says first."""
 
 
 class PatternSearch:
-    """Searches, a few at once. One for all calls of a door."""
+    """Searches, a few at once, of each tenant one. One for all calls of a door."""
 
     def __init__(self, *, most_s: float = _MOST_S, most_wait_s: float = _MOST_WAIT_S) -> None:
         self._most_s = most_s
         self._most_wait_s = most_wait_s
         self._turns = asyncio.Semaphore(_AT_ONCE)
+        # Alive while somebody holds one or waits for it: a tenant's slow patterns are waited for by that tenant alone.
+        self._own: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
+    async def _turn(self, turns: asyncio.Semaphore) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(self._most_wait_s):
-                await self._turns.acquire()
+                await turns.acquire()
         except TimeoutError:
             raise Overloaded("too many searches wait for their turn", retry_after_s=self._most_s) from None
         try:
             yield
         finally:
-            self._turns.release()
+            turns.release()
 
-    async def check(self, pattern: str, param: str) -> None:
+    async def check(self, pattern: str, param: str, tenant: str) -> None:
         """Raises InvalidRequest for what is no regular expression, before anything is computed for it.
 
         Here too, because to compile one of a few hundred characters may take seconds.
         """
         if not 1 <= len(pattern) <= MAX_PATTERN_CHARS:
             raise InvalidRequest(f"{param}: 1 to {MAX_PATTERN_CHARS} characters", param=param)
-        await self.find(pattern, [], param)
+        await self.find(pattern, [], param, tenant)
 
-    async def find(self, pattern: str, texts: Sequence[str], param: str) -> list[str | None]:
+    async def find(self, pattern: str, texts: Sequence[str], param: str, tenant: str) -> list[str | None]:
         """What is found first in each text: the first group, if there is one.
 
         Raises InvalidRequest for a pattern that is none, or takes too long, or too much memory; Overloaded when others'
         take so long that it has no turn.
         """
-        command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("pattern_worker.py"))]
-        async with self._turn():
-            process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
-            try:
-                async with asyncio.timeout(self._most_s):
-                    told, _ = await process.communicate(json.dumps([pattern, list(texts)]).encode())
-            except TimeoutError:
-                told = b""
-            finally:
-                with suppress(ProcessLookupError):  # it has ended by itself
-                    process.kill()
-                await process.wait()
+        own = self._own.get(tenant)
+        if own is None:
+            own = self._own[tenant] = asyncio.Semaphore(1)
+        async with self._turn(own), self._turn(self._turns):
+            told = await self._told([pattern, list(texts)])
         if not told:
             raise InvalidRequest(f"{param}: searching takes more than {self._most_s:g} s, or much memory", param=param)
         answer = json.loads(told)
@@ -70,3 +69,30 @@ class PatternSearch:
             raise InvalidRequest(f"{param}: {answer['error'][:100]}", param=param)
         found: list[str | None] = answer["found"]
         return found
+
+    async def _told(self, asked: list[object]) -> bytes:
+        """Nothing when it took too long or too much."""
+        for _ in range(_TRIES):
+            told = await self._try(asked)
+            if told.startswith(_BEGUN):
+                return told.removeprefix(_BEGUN)
+        raise Overloaded("patterns cannot be searched now", retry_after_s=1.0)
+
+    async def _try(self, asked: list[object]) -> bytes:
+        """_BEGUN and what was told; nothing of a process that ended before it began, as one forked beside the threads
+        of gRPC may.
+        """
+        command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("pattern_worker.py"))]
+        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+        try:
+            async with asyncio.timeout(self._most_s):
+                told, _ = await process.communicate(json.dumps(asked).encode())
+        except TimeoutError:
+            return _BEGUN
+        except RuntimeError:
+            return b""  # uvloop's word for a pipe that nobody reads any more
+        finally:
+            with suppress(ProcessLookupError):  # it has ended by itself
+                process.kill()
+            await process.wait()
+        return told

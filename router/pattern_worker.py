@@ -1,8 +1,8 @@
 """`python -I pattern_worker.py`: searches texts for a stranger's regular expression; stands on nothing but Python.
 
-A process of its own, because some expressions take for ever on some texts: whoever started it kills it then. Reads
-one JSON list, the pattern and the texts; answers with the list of what was found, null where nothing was, or with what
-is wrong with the pattern.
+A process of its own, because some expressions take for ever on some texts: whoever started it kills it then. Says "."
+when it has begun. Reads one JSON list, the pattern and the texts; answers with the list of what was found, null where
+nothing was, or with what is wrong with the pattern.
 """
 
 import json
@@ -16,6 +16,8 @@ _MEMORY_BYTES = 512 << 20
 def main() -> None:
     """See the module's docstring."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    sys.stdout.write(".")
+    sys.stdout.flush()
     pattern, texts = json.load(sys.stdin)
     try:
         searched = re.compile(pattern)

@@ -6,6 +6,7 @@ it, is it made anew wherever the prompt was computed now. Workers end pins by th
 leaks nothing: it is just not renewed.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from tandem.prefix_pin import PinKey, PinOrder, PinOutcome, PinTold
 
 _SWEEP_S = 1.0
 """Between two looks for pins whose time is over, which costs as much as there are pins."""
+_SPARE = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +110,14 @@ class PinRegistry:
         if now_s - self._swept_s >= _SWEEP_S:
             self._swept_s = now_s
             self._records = {key: record for key, record in self._records.items() if record.ends_s > now_s}
-        while len(self._records) >= self._max_pins:
-            del self._records[next(iter(self._records))]
+        if len(self._records) < self._max_pins:
+            return
+        by_tenant: dict[str, deque[PinKey]] = {}
+        for key in self._records:
+            by_tenant.setdefault(key.tenant, deque()).append(key)
+        # Whoever has the most forgets its own. A few more than needed, so that this is not done for each new pin.
+        for _ in range(1 + self._max_pins // _SPARE):
+            del self._records[max(by_tenant.values(), key=len).popleft()]
 
     def release(self, tenant: str, name: str) -> None:
         """The tenant wants it no longer."""

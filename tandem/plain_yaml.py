@@ -48,6 +48,9 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply") from None
+    except (ValueError, LookupError, AttributeError) as error:
+        # What looks like a date and is none, among others. The error's own text may quote a secret.
+        raise ConfigError(f"{path}: a value cannot be read ({type(error).__name__}); put it in quotes") from None
     if data is None:
         return {}
     if not isinstance(data, dict):

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from router.asked import Prepared
 from router.http.answering import Answering
 from router.http.cached_contents_body import DEFAULT_TTL_S, CreateBody, Life, shown_time
+from router.http.link import WhileConnected
 from router.http.schemas import validate
 from router.named_caches import NAME_PREFIX, NamedCache
 from router.named_prompts import NamedPrompts
@@ -33,13 +34,14 @@ class CachedContentRoutes:
         async def compute(prepared: Prepared) -> None:
             await self._answering.read_text([prepared], WholeText())
 
-        cache = await self._named.create(
-            request.state.tenant,
-            body.messages(),
-            expires_s=body.expires_s(self._named.caches.clock(), DEFAULT_TTL_S),
-            display_name=body.displayName,
-            compute=compute,
-        )
+        async with WhileConnected(request.scope, request.receive):
+            cache = await self._named.create(
+                request.state.tenant,
+                body.messages(),
+                expires_s=body.expires_s(self._named.caches.clock(), DEFAULT_TTL_S),
+                display_name=body.displayName,
+                compute=compute,
+            )
         return self._shown(cache)
 
     async def get(self, request: Request) -> dict[str, Any]:

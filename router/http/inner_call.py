@@ -1,6 +1,8 @@
 """Requests that come over no connection: they go to the same handlers as those of clients."""
 
 import asyncio
+import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +16,8 @@ from router.http.errors import error_object
 from router.http.guard import Handler
 from tandem.errors import InternalError, RouteNotFound, ServingError
 
+_log = logging.getLogger(__name__)
+
 
 class InnerCalls:
     """Answers a tenant's body as its endpoint does."""
@@ -26,11 +30,16 @@ class InnerCalls:
         """Status and body, at the lowest priority. Raises a ServingError that is retryable; cancelling it cancels the
         request."""
         try:
-            return await self._answer(tenant, endpoint, orjson.dumps(body_to_run(body, MAX_PRIORITY)))
+            # Not by orjson, which does not write all depths that it reads.
+            return await self._answer(tenant, endpoint, json.dumps(body_to_run(body, MAX_PRIORITY)).encode())
         except ServingError as error:
             if error.retryable:
                 raise
             return error.http_status, orjson.dumps(error_object(error))
+        except Exception:  # noqa: BLE001  # one that we fail at must not keep its batch from ending
+            _log.exception("a request of a batch failed")
+            failed = InternalError("internal error")
+            return failed.http_status, orjson.dumps(error_object(failed))
 
     async def _answer(self, tenant: str, endpoint: str, body: bytes) -> tuple[int, bytes]:
         handler = self._handlers.get(endpoint)

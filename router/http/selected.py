@@ -57,7 +57,7 @@ def selection_ask(
 async def check_selection(ask: SelectionAsk | None, prepared: Sequence[Prepared], patterns: PatternSearch) -> None:
     """Raises InvalidRequest for a vote on answers that may be calls of tools, or by a pattern that is none."""
     if ask is not None and ask.pattern is not None:
-        await patterns.check(ask.pattern, _PATTERN)
+        await patterns.check(ask.pattern, _PATTERN, prepared[0].request.tenant)
     if ask is not None and ask.votes and any(one.calling is not None for one in prepared):
         raise InvalidRequest("vote: answers that call tools are not compared", param="vote")
 
@@ -73,7 +73,9 @@ async def select(
     answers: list[str | None] = []
     if ask.votes:
         texts = [choice.text for choice in choices]
-        found = texts if ask.pattern is None else await patterns.find(ask.pattern, texts, _PATTERN)
+        found: Sequence[str | None] = texts
+        if ask.pattern is not None:
+            found = await patterns.find(ask.pattern, texts, _PATTERN, prepared[0].request.tenant)
         answers = [None if text is None else text.strip() for text in found]
     for first in range(0, len(choices), ask.candidates):
         group = choices[first : first + ask.candidates]

@@ -7,6 +7,7 @@ its door.
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -73,7 +74,8 @@ class StatusFeed:
         self._history = History(clock=sources.clock, before=totals(sources))
         metrics = sources.metrics
         self._bounds = {"ttft": metrics.ttft.bounds, "itl": metrics.itl.bounds}
-        self._listeners: set[Listener] = set()
+        self._listeners: dict[Listener, None] = {}
+        """In the order in which they came."""
         self._made: tuple[float, dict[str, Any]] | None = None
         self._making = asyncio.Lock()
         self._closed = False
@@ -119,15 +121,26 @@ class StatusFeed:
     def listening(self, tenant: str) -> Iterator[Listener]:
         """One listener. Raises Overloaded when there are too many, Unavailable once closed."""
         self._check_open()
-        if len(self._listeners) >= self._most:
+        if len(self._listeners) >= self._most and not self._make_room(tenant):
             told = f"{self._most} listen to the status already; GET /status/snapshot is not bounded so"
             raise Overloaded(told, retry_after_s=10.0)
         listener = Listener(tenant)
-        self._listeners.add(listener)
+        self._listeners[listener] = None
         try:
             yield listener
         finally:
-            self._listeners.discard(listener)
+            self._listeners.pop(listener, None)
+
+    def _make_room(self, tenant: str) -> bool:
+        """A tenant with fewer places takes one of that with the most; it is the last that came who goes."""
+        counts = Counter(listener.tenant for listener in self._listeners)
+        most, count = counts.most_common(1)[0]
+        if count <= counts[tenant] + 1:
+            return False
+        displaced = next(listener for listener in reversed(self._listeners) if listener.tenant == most)
+        displaced.close()
+        del self._listeners[displaced]
+        return True
 
     def _check_open(self) -> None:
         if self._closed:

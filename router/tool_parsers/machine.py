@@ -10,6 +10,8 @@ from router.tools import Tool
 
 MAX_HEAD_CHARS = 512
 """Between a marker and the arguments: names, and what families write around them."""
+_HALF = re.compile("[\ud800-\udfff]")
+"""Half a character, which a model's escapes may stand for: as such it can be neither shown nor sent."""
 
 Step = Callable[[str, int], int]
 """Reads some of a text from a position on; the position after it."""
@@ -114,7 +116,7 @@ class TextMachine:
 
     def arguments(self, text: str) -> None:
         """More of the call's arguments."""
-        self._out.arguments(self.num_calls - 1, text)
+        self._out.arguments(self.num_calls - 1, _HALF.sub(lambda half: f"\\u{ord(half[0]):04x}", text))
 
     def ended(self, then: Step | None = None) -> None:
         """The call is whole; text follows unless told."""

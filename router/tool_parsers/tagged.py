@@ -1,6 +1,7 @@
 """Calls in `<tool_call>` tags: as JSON (Hermes, Qwen 2.5 and 3), or in tags of their own (Qwen3-Coder)."""
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -123,10 +124,16 @@ def _value(text: str, schema: Any) -> Any:
     if kind == "string":
         return text
     try:
-        return json.loads(text, parse_constant=_no_number)
+        return json.loads(text, parse_constant=_no_number, parse_float=_finite)
     except (ValueError, RecursionError):
         return text
 
 
 def _no_number(_text: str) -> Any:
     raise ValueError("JSON has no such number")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError("JSON could not say this number again")
+    return number

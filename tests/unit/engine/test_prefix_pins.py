@@ -1,5 +1,6 @@
 """Pinned prefixes: what stays through eviction, for how long, within which bounds, and who makes it give way."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from engine.request import SampledToken
 from engine.scheduler import Scheduler
 from tandem.block_hash import BlockHasher
 from tandem.errors import InvalidRequest
-from tandem.ids import BlockHash, TransferId
+from tandem.ids import BlockHash, BlockId, TransferId
 from tandem.prefix_pin import PinKey, PinOrder, PinOutcome, PinTotals
 from tandem.sampling import SamplingParams
 from tests.unit.engine import ledger
@@ -245,3 +246,34 @@ def test_without_bounds_nothing_is_pinned() -> None:
     order = PinOrder(key=PinKey("a", "x"), last_block=names[0], ttl_s=1.0)
     assert sched.pins.pin(order, 0.0).outcome is PinOutcome.NO_ROOM
     assert sched.pins.pin(replace(order, last_block=BlockHash(b"?")), 0.0).outcome is PinOutcome.NOT_HERE
+
+
+def test_a_pin_is_weighed_once_however_many_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each of thousands it holds every stream of the worker up."""
+    looks = 0
+
+    class Chain(list[BlockId]):
+        def __iter__(self) -> Iterator[BlockId]:
+            nonlocal looks
+            looks += 1
+            return super().__iter__()
+
+    def looks_of(num_small: int) -> int:
+        nonlocal looks
+        world = World()
+        for number in range(num_small):
+            world.compute(first(number, 1))
+            assert world.pin(first(number, 1), 1) is PinOutcome.HELD
+        world.compute(first(9, 4))
+        index, chain = world.sched.pins._blocks.index, world.name(first(9, 4), 4)
+        blocks = index.chain_to(chain)
+        assert blocks is not None
+        looks = 0
+        with monkeypatch.context() as patched:
+            patched.setattr(type(index), "chain_to", lambda _self, _last: Chain(blocks))
+            assert world.pin(first(9, 4), 4) is PinOutcome.HELD
+        assert world.sched.load().pins.num_pins == 2
+        assert world.sched.load().pins.gave_way == num_small - 1
+        return looks
+
+    assert looks_of(4) == looks_of(2)

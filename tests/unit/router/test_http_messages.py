@@ -1,13 +1,14 @@
 """Anthropic's Messages API at the HTTP door, in process: shapes, marks, refusals."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
 import pytest
 from pydantic import SecretStr
 
+from router.http import messages_blocks, messages_body
 from router.tokenizer import Tokenizer
 from tandem.admission_config import ApiKey
 from tandem.config import RouterConfig
@@ -353,3 +354,20 @@ async def test_an_assistants_turn_at_the_end_is_gone_on_with(parts: doors.Doors,
     assert answer.status_code == 200, answer.text
     text = parts.tokenizer.decode(parts.generator.requests[0].prompt_token_ids, skip_special_tokens=False)
     assert text.endswith("<|assistant|>the quick")
+
+
+def test_a_turn_of_very_many_blocks_is_put_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anew after each block it takes minutes of the event loop."""
+    joins: list[int] = []
+
+    def counted(blocks: Sequence[messages_blocks.TextBlock]) -> str:
+        joins.append(len(blocks))
+        return messages_blocks.joined(blocks)
+
+    monkeypatch.setattr(messages_body, "joined", counted)
+    texts = [block("ab", cache_control=KEPT), *[block("c")] * 200]
+    body = messages_body.CountBody(model=doors.MODEL, messages=[{"role": "user", "content": texts}] * 3)
+    (message,), marks = body.conversation()
+    assert message.content == "\n".join((["ab"] + ["c"] * 200) * 3)
+    assert [mark.num_chars for mark in marks] == [2, 405, 808]
+    assert joins == [603]

@@ -213,6 +213,9 @@ async def test_keys_change_while_the_router_runs_and_a_broken_file_changes_nothi
             "api_keys: ['sha256:1']",
             "- x",
             "api_keys: [a, a]",
+            "api_keys: [2026-13-45]",
+            "api_keys: [!!timestamp x]",
+            "api_keys: [in-the-clear",
         ):
             write_keys(path, broken)
             await looked(keeper)
@@ -220,9 +223,10 @@ async def test_keys_change_while_the_router_runs_and_a_broken_file_changes_nothi
         path.unlink()
         await looked(keeper)
         assert accepted(keys, "one", "two") == [False, True]
-        assert reloads(keeper) == {"taken": 2.0, "refused": 8.0}
+        assert reloads(keeper) == {"taken": 2.0, "refused": 11.0}
         assert "stays in force" in caplog.text
         assert entry_of("two") not in caplog.text
+        assert "in-the-clear" not in caplog.text
 
 
 async def test_limits_of_tenants_change_with_the_file(tmp_path: Path) -> None:

@@ -164,3 +164,14 @@ def test_a_wish_without_a_name_is_known_by_its_prefix_whatever_the_workers_block
         world.use(P0, "", num_tokens=50)
         world.use(P0, "", num_tokens=33)
         assert [name for name, _, _ in world.pins.of_tenant("t")] == ["300s:01", "300s:02"]
+
+
+def test_whoever_asks_for_very_many_pins_forgets_its_own() -> None:
+    world = World(max_pins=8)
+    world.use(P0, "mine")
+    for number in range(50):
+        wish = PinWish(name=f"theirs {number}", num_tokens=16, ttl_s=300.0)
+        world.pins.used("flood", [wish], P0, NAMES)
+    assert len(world.pins) == 8
+    assert world.pins.find("t", "mine") is not None
+    assert [name for name, *_ in world.pins.of_tenant("flood")] == [f"theirs {number}" for number in range(49, 42, -1)]

@@ -122,28 +122,54 @@ def test_the_earlier_of_equally_likely_ones_stands_first() -> None:
 async def test_a_pattern_that_takes_for_ever_ends_with_its_process() -> None:
     search = PatternSearch(most_s=0.5)
     with pytest.raises(InvalidRequest, match="vote_pattern"):
-        await search.find("(a+)+b", ["a" * 40], "vote_pattern")
-    assert await PatternSearch().find("b|(c)", ["ab", "c", "d"], "vote_pattern") == [None, "c", None]
+        await search.find("(a+)+b", ["a" * 40], "vote_pattern", "acme")
+    assert await PatternSearch().find("b|(c)", ["ab", "c", "d"], "vote_pattern", "acme") == [None, "c", None]
 
 
 async def test_a_pattern_that_takes_long_to_compile_is_refused_by_its_process() -> None:
     costly = "(?i)" + "[\x00-\U0010fff0]" * 100
     with pytest.raises(InvalidRequest, match="vote_pattern"):
-        await PatternSearch(most_s=0.3).check(costly, "vote_pattern")
+        await PatternSearch(most_s=0.3).check(costly, "vote_pattern", "acme")
     with pytest.raises(InvalidRequest, match="unterminated"):
-        await PatternSearch().check("(", "vote_pattern")
+        await PatternSearch().check("(", "vote_pattern", "acme")
     with pytest.raises(InvalidRequest, match="1 to 512"):
-        await PatternSearch().check("a" * 513, "vote_pattern")
+        await PatternSearch().check("a" * 513, "vote_pattern", "acme")
 
 
 async def test_who_has_no_turn_to_search_is_told_to_come_back() -> None:
     search = PatternSearch(most_s=5.0, most_wait_s=0.05)
-    slow = [asyncio.create_task(search.find("(a+)+b", ["a" * 40], "vote_pattern")) for _ in range(2)]
+    slow = [asyncio.create_task(search.find("(a+)+b", ["a" * 40], "vote_pattern", tenant)) for tenant in "bc"]
     while not search._turns.locked():  # noqa: ASYNC110
         await asyncio.sleep(0)
     with pytest.raises(Overloaded):
-        await search.find("a", ["a"], "vote_pattern")
+        await search.find("a", ["a"], "vote_pattern", "acme")
     for task in slow:
         task.cancel()
     await asyncio.gather(*slow, return_exceptions=True)
-    assert await search.find("a", ["a"], "vote_pattern") == ["a"]
+    assert await search.find("a", ["a"], "vote_pattern", "acme") == ["a"]
+
+
+async def test_slow_patterns_of_one_tenant_are_not_waited_for_by_others() -> None:
+    search = PatternSearch(most_s=60.0)
+    text = ["a" * 40]
+    slow = [asyncio.create_task(search.find("(a+)+b", text, "vote_pattern", "acme")) for _ in range(4)]
+    try:
+        await asyncio.sleep(0)
+        assert await search.find("a", ["xa"], "vote_pattern", "other-company") == ["a"]
+        assert not any(task.done() for task in slow)
+    finally:
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_a_search_whose_process_does_not_begin_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, broken = asyncio.create_subprocess_exec, [True, True, False, *[True] * 3]
+
+    async def start(*command: str, **pipes: Any) -> Any:
+        return await (real("/bin/false", **pipes) if broken.pop(0) else real(*command, **pipes))
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    assert await PatternSearch().find("b", ["ab"], "vote_pattern", "acme") == ["b"]
+    with pytest.raises(Overloaded):
+        await PatternSearch().find("b", ["ab"], "vote_pattern", "acme")

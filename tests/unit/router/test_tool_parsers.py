@@ -207,3 +207,24 @@ def test_long_texts_take_linear_time() -> None:
     text = (' <tool_call> {"name": "x' * 6_000) + '{"' * 30_000
     for family in FAMILIES:
         assert read(family, text) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("qwen3_coder", '<function=clock>\n<parameter=at>\n"\\ud83d"\n</parameter>\n</function>'),
+        ("hermes", '<tool_call>{"name": "clock", "arguments": "{\\"at\\": \\"\\ud83d\\"}"}</tool_call>'),
+        ("pythonic", '[clock(at="\\ud83d")]'),
+    ],
+)
+def test_half_a_character_can_be_sent(family: str, text: str) -> None:
+    """Models cut the escapes of emoji in two."""
+    ((name, arguments),) = read(family, text)[1]
+    assert name == "clock"
+    assert arguments.encode().decode() == arguments
+    assert json.loads(arguments) == {"at": "\ud83d"}
+
+
+def test_a_number_that_json_cannot_say_stays_text() -> None:
+    text = "<function=clock>\n<parameter=at>\n1e999\n</parameter>\n</function>"
+    assert read("qwen3_coder", text)[1] == [("clock", '{"at": "1e999"}')]

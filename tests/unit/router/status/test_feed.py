@@ -1,6 +1,7 @@
 """What the status says of a whole router, to whom, and how it is told."""
 
 import asyncio
+from contextlib import ExitStack
 from random import Random
 
 import orjson
@@ -188,6 +189,24 @@ async def test_listeners_are_bounded_and_sent_away_at_the_end() -> None:
         await feed.snapshot("a")
     with pytest.raises(Unavailable), feed.listening("a"):
         raise AssertionError("one more")
+
+
+async def test_one_tenant_does_not_keep_others_from_listening() -> None:
+    feed = StatusFeed(sources_of(WholeRouter(8)), most_listeners=3)
+    with ExitStack() as stack:
+        greedy = [stack.enter_context(feed.listening(TENANTS[0])) for _ in range(3)]
+        with pytest.raises(Overloaded):
+            stack.enter_context(feed.listening(TENANTS[0]))
+        other = stack.enter_context(feed.listening(TENANTS[1]))
+        assert await greedy[-1].next() is None
+        assert feed.num_listeners == 3
+        # Two and one: nobody is displaced for a second place, or the two would take it from each other for ever.
+        with pytest.raises(Overloaded):
+            stack.enter_context(feed.listening(TENANTS[1]))
+        for listener in (*greedy[:2], other):
+            listener.give(b"status")
+            assert await listener.next() == b"status"
+    assert feed.num_listeners == 0
 
 
 @pytest.mark.parametrize("told", [b"[]", b"3", b'{"format": 99}', b'{"format": 1}', b"not json", b'{"format": 1, "a":'])
