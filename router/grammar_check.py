@@ -21,6 +21,7 @@ from tandem.sampling import MAX_GRAMMAR_CHARS
 _MAX_KEPT = 1024
 _MAX_WAITING = 64
 _START_S = 30.0
+_TRIES = 3
 _MAX_ANSWER_BYTES = 4 * MAX_GRAMMAR_CHARS + 1
 _RETRY_AFTER_S = 1.0
 
@@ -102,20 +103,31 @@ class GrammarProcess:
         except TimeoutError:
             await self.close()
             return REFUSED + f"it takes more than {self._compile_s:g} s to compile".encode()
-        except (asyncio.IncompleteReadError, OSError):
+        except (asyncio.IncompleteReadError, OSError, RuntimeError):  # the last is uvloop's word for a closed pipe
             await self.close()
             return REFUSED + b"it takes too much memory to compile"
 
     async def _start(self) -> Process:
+        for _ in range(_TRIES):
+            if (process := await self._begun()) is not None:
+                return process
+        raise Overloaded("grammars cannot be compiled now", retry_after_s=_RETRY_AFTER_S)
+
+    async def _begun(self) -> Process | None:
+        """None of a process that ended before it began, as one forked beside the threads of gRPC may."""
         command = [sys.executable, "-m", "router.grammar_worker", *self._arguments]
         process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
         try:
             async with asyncio.timeout(_START_S):
                 await _answer_of(process)
-        except (TimeoutError, asyncio.IncompleteReadError, OSError) as error:
+        except TimeoutError:
+            await _end(process)
+            log.error("the process that compiles grammars has not begun within %g s", _START_S)
+            raise Overloaded("grammars cannot be compiled now", retry_after_s=_RETRY_AFTER_S) from None
+        except (asyncio.IncompleteReadError, OSError) as error:
             await _end(process)
             log.error("the process that compiles grammars did not begin: %s", type(error).__name__)
-            raise Overloaded("grammars cannot be compiled now", retry_after_s=_RETRY_AFTER_S) from None
+            return None
         return process
 
 

@@ -49,6 +49,26 @@ async def test_what_can_be_followed_comes_back_and_is_asked_once(
     assert await checker.checked('root ::= "a" | "b"', "field") == lark
 
 
+@pytest.mark.parametrize(("num_dead", "begins"), [(2, True), (3, False)])
+async def test_a_process_that_dies_before_it_begins_is_begun_again(
+    checker: GrammarProcess, monkeypatch: pytest.MonkeyPatch, num_dead: int, begins: bool
+) -> None:
+    exec_of, num_begun = asyncio.create_subprocess_exec, 0
+
+    async def begin(*command: str, **pipes: int) -> asyncio.subprocess.Process:
+        nonlocal num_begun
+        num_begun += 1
+        return await exec_of(*(("false",) if num_begun <= num_dead else command), **pipes)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", begin)
+    grammar = asked(Shape.JSON_SCHEMA, {"type": "integer"})
+    if begins:
+        assert await checker.checked(grammar, "field") == grammar
+        return
+    with pytest.raises(Overloaded):
+        await checker.checked(grammar, "field")
+
+
 @pytest.mark.parametrize(
     ("shape", "value", "message"),
     [
