@@ -147,18 +147,23 @@ class StatusFeed:
             raise Unavailable("the router is draining", retry_after_s=1.0)
 
     async def _run(self) -> None:
+        is_failing = False
         while True:
             await asyncio.sleep(TURN_S)
-            self._history.take(totals(self._sources))
-            if self._listeners:
+            try:
+                self._history.take(totals(self._sources))
                 await self._tell()
+            except Exception:  # noqa: BLE001  # watching must not end because one status could not be made
+                if not is_failing:
+                    _log.exception("no status can be made")
+                is_failing = True
+            else:
+                is_failing = False
 
     async def _tell(self) -> None:
-        try:
-            status = await self._status()
-        except Exception:  # noqa: BLE001  # watching must not end because one status could not be made
-            _log.exception("no status could be made")
+        if not self._listeners:
             return
+        status = await self._status()
         seen: dict[str, bytes] = {}
         for listener in tuple(self._listeners):
             tenant = listener.tenant

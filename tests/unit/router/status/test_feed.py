@@ -7,6 +7,7 @@ from random import Random
 import orjson
 import pytest
 
+from router.status import feed as feed_module
 from router.status.feed import StatusFeed
 from router.worker_view import TransferEnds, TransferReport, TransferSide, WorkerLoad
 from tandem.errors import Overloaded, Unavailable
@@ -163,6 +164,28 @@ async def test_one_status_is_made_for_all_listeners(monkeypatch: pytest.MonkeyPa
             whole.now_s += 1.0
             await asyncio.gather(*(feed.snapshot("a") for _ in range(20)))
             assert made == 2
+
+
+@pytest.mark.parametrize("broken", ["totals", "part_of"])
+async def test_one_status_that_cannot_be_made_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    monkeypatch.setattr(feed_module, "TURN_S", 0.01)
+    working, num_calls = getattr(feed_module, broken), 0
+    async with StatusFeed(sources_of(WholeRouter(9))) as feed:
+
+        def breaks(*args: object) -> object:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls <= 3:
+                raise ValueError
+            return working(*args)
+
+        monkeypatch.setattr(feed_module, broken, breaks)
+        with feed.listening("") as listener:
+            async with asyncio.timeout(30.0):
+                assert await listener.next()
+    assert len([record for record in caplog.records if "no status" in record.message]) == 1
 
 
 async def test_who_reads_slowly_has_the_newest() -> None:
