@@ -18,7 +18,7 @@ from tests.e2e.bad_requests import BAD, GOOD, PLAIN
 from tests.e2e.running_cluster import WAIT_S, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-NUM_STREAMS, NUM_TOKENS = 16, 60
+NUM_STREAMS, NUM_TOKENS = 16, 32
 MAX_BODY = 4 << 20
 
 
