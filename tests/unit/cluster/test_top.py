@@ -17,7 +17,7 @@ from rich.console import Console
 
 from cluster.cluster_status import ClusterStatus, Order, Rates, in_order, joined
 from cluster.top_view import View
-from router.http.app import create_app
+from router.http.app import Extras, create_app
 from router.http.server import HttpDoor
 from router.status.feed import StatusFeed
 from router.worker_view import WorkerLoad
@@ -40,7 +40,7 @@ async def served(config: RouterConfig | None = None, port: int = 0, whole: Whole
     """A door whose status is a whole router's; its URL."""
     parts = doors.make_doors(doors.make_tokenizer(), config)
     async with StatusFeed(sources_of(whole or WholeRouter(1))) as feed:
-        app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics, None, feed)
+        app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics, Extras(status=feed))
         async with HttpDoor(app, host="127.0.0.1", port=port, grace_s=1.0) as door:
             yield f"http://127.0.0.1:{door.port}"
             feed.close()

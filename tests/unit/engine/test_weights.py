@@ -81,8 +81,11 @@ def test_shards_tie_and_progress(tmp_path):
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
     seen = []
     sharded = load_model(tmp_path / "shards", progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(i + 1, len(seen)) for i in range(len(seen))]
-    assert seen[-1][0] == seen[-1][1]
+    # In values, because tensors differ by orders of magnitude; the tied head is stored once.
+    num_values = sum(parameter.numel() for parameter in reference.parameters())
+    assert {total for _, total in seen} == {num_values}
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert seen[-1] == (num_values, num_values)
     for ours, theirs in zip(sharded.layers, whole.layers, strict=True):
         for name in ("qkv", "output", "gate_up", "down", "attention_norm", "mlp_norm"):
             parts = [getattr(layer, name) for layer in (ours, theirs)]
