@@ -62,6 +62,7 @@ def part_of(found: dict[str, Any], name: str) -> dict[str, Any]:
     return part
 
 
+@pytest.mark.slow  # half a minute
 def test_everything_runs_small_on_a_cpu(tmp_path: Path) -> None:
     code, found, text = suite(tmp_path)
     assert code == 0, text
