@@ -5,12 +5,14 @@ be posted. What nobody wants any more is received past the pool, so that both si
 """
 
 import logging
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from kv_transfer.checksum import crc32
 from kv_transfer.device import DevicePool
+from kv_transfer.landing import Landing
 from kv_transfer.runs import Runs
 from kv_transfer.transports.communicator import SLOTS, Bytes, Communicator, CommunicatorBroken, Slots
 from kv_transfer.transports.grants import Grant
@@ -18,6 +20,8 @@ from kv_transfer.transports.torch_dist_wire import MAX_DIRECT_BYTES, PIECE_BYTES
 from tandem.errors import TransferError
 
 log = logging.getLogger(__name__)
+
+_Found = TypeVar("_Found")
 
 
 class Intake(Protocol):
@@ -100,31 +104,30 @@ class DeviceIntake:
 
 
 def _room(header: Header, grant: Grant | None) -> list[memoryview] | None:
-    if grant is None:
-        return None
-    with grant.lock:
-        if grant.revoked:
-            return None
-        try:
-            room = grant.landing.room(header.cells)
-        except TransferError:
-            return None
-    _check_size(header, sum(view.nbytes for view in room))
+    room = _landing(grant, lambda landing: landing.room(header.cells))
+    if room is not None:
+        _check_size(header, sum(view.nbytes for view in room))
     return room
 
 
 def _runs(header: Header, grant: Grant | None) -> Runs | None:
+    runs = _landing(grant, lambda landing: landing.on_device(header.cells))
+    if runs is not None:
+        _check_size(header, runs.num_bytes)
+    return runs
+
+
+def _landing(grant: Grant | None, find: Callable[[Landing], _Found]) -> _Found | None:
+    """Where something lands; None where it may not any more."""
     if grant is None:
         return None
     with grant.lock:
         if grant.revoked:
             return None
         try:
-            runs = grant.landing.on_device(header.cells)
+            return find(grant.landing)
         except TransferError:
             return None
-    _check_size(header, runs.num_bytes)
-    return runs
 
 
 def _check_size(header: Header, num_bytes: int) -> None:

@@ -1,6 +1,7 @@
 """What parsers of all families share: text up to a marker, what is held until it is clear what it is, white space."""
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from router.stop_strings import StopStrings
@@ -17,7 +18,7 @@ Step = Callable[[str, int], int]
 """Reads some of a text from a position on; the position after it."""
 
 
-class TextMachine:
+class TextMachine(ABC):
     """A `ToolParser` that knows text and its markers; what follows a marker is the family's.
 
     White space before a call is dropped with the call's own marks, so it waits for what comes after it.
@@ -91,9 +92,9 @@ class TextMachine:
             self._pending = self._pending[keep:]
         return at + 1
 
+    @abstractmethod
     def marked(self, marker: str) -> None:
         """A marker came, and is held: what follows it."""
-        raise NotImplementedError
 
     def hold(self, text: str) -> None:
         """Keep text that may become a call."""
