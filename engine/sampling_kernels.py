@@ -183,7 +183,8 @@ def adjusted(logits: Tensor, *, penalties: Penalties | None = None, edits: Logit
 def forbid_(logits: Tensor, rows: IntArray, bits: Bits, put: Put) -> None:
     """Ban, in place, what is not set in `bits`, `[num_rows, (vocab_size + 31) // 32]`, the lowest bit first.
 
-    `rows`: int64 `[num_rows]`, which of the logits' rows. `put`: brings an array to their device.
+    `rows`: int64 `[num_rows]`, at least one, which of the logits' rows; ascending. `put`: brings an array to their
+    device.
     """
     if logits.device.type == "cpu":
         forbid_by_numpy_(logits, rows, bits)
@@ -195,8 +196,12 @@ def forbid_by_numpy_(logits: Tensor, rows: IntArray, bits: Bits) -> None:
     """See `forbid_`: half a dozen small operators of torch would cost more than finding out what is allowed."""
     values = logits.numpy()
     banned = np.unpackbits(~bits.view(np.uint8), axis=1, bitorder="little").view(np.bool_)[:, : values.shape[1]]
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first + 1 == len(rows):  # neighbours, as in a batch that follows grammars throughout
+        np.putmask(values[first : last + 1], banned, _NEVER)
+        return
     for row, ban in zip(rows, banned, strict=True):
-        values[row][ban] = _NEVER
+        np.putmask(values[row], ban, _NEVER)
 
 
 def forbid_by_torch_(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
