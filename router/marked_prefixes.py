@@ -6,12 +6,18 @@ from typing import NamedTuple
 
 from router.asked import ClientFields, Prepared
 from router.chat_template import Message
+from router.conversation import TemplateOptions
 from router.frontend import Frontend
 from router.pin_registry import PinWish
 from router.tools import ToolUse
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.errors import InvalidRequest
 
+MAX_MARKS = 4
+MARK_TTL_S = {"5m": 300.0, "1h": 3600.0}
+"""For how long a prefix may be asked to stay, from its last use on."""
+DEFAULT_MARK_TTL = "5m"
+_CONTROL = "cache_control"
 _PIECE = 1024
 
 
@@ -25,6 +31,12 @@ class Mark(NamedTuple):
     ttl_s: float
 
 
+def check_marks(marks: Sequence[Mark]) -> None:
+    """Raises InvalidRequest for too many."""
+    if len(marks) > MAX_MARKS:
+        raise InvalidRequest(f"{_CONTROL}: at most {MAX_MARKS} blocks may have it", param=_CONTROL)
+
+
 async def prepare_marked(
     frontend: Frontend, messages: Sequence[Message], marks: Sequence[Mark], fields: ClientFields
 ) -> Prepared:
@@ -32,7 +44,8 @@ async def prepare_marked(
     prepared = await frontend.prepare_chat(messages, fields)
     request = prepared.request
     ids, tools = request.prompt_token_ids, fields.tools
-    lengths = [await marked_tokens(frontend, messages, mark, ids, tools) for mark in marks]
+    options = TemplateOptions(variables=fields.template.variables)
+    lengths = [await marked_tokens(frontend, messages, mark, ids, tools, options) for mark in marks]
     pins = tuple(
         PinWish(num_tokens=length // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS, ttl_s=mark.ttl_s)
         for mark, length in zip(marks, lengths, strict=True)
@@ -42,7 +55,12 @@ async def prepare_marked(
 
 
 async def marked_tokens(
-    frontend: Frontend, messages: Sequence[Message], mark: Mark, ids: Sequence[int], tools: ToolUse | None = None
+    frontend: Frontend,
+    messages: Sequence[Message],
+    mark: Mark,
+    ids: Sequence[int],
+    tools: ToolUse | None = None,
+    options: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
 ) -> int:
     """Tokens of the prompt `ids` that do not depend on what follows the mark. Raises InvalidRequest."""
     head = list(messages[: mark.num_messages])
@@ -51,10 +69,10 @@ async def marked_tokens(
     if not head or head[-1].role == "system":
         head.append(Message(role="user", content=""))  # templates want somebody to answer
     try:
-        cut = await frontend.prompts.encode_chat(head, add_generation_prompt=False, tools=tools)
+        cut = await frontend.prompts.encode_chat(head, add_generation_prompt=False, tools=tools, options=options)
     except InvalidRequest as error:
         raise InvalidRequest(
-            f"cache_control: this model's chat template cannot end there: {error.message}", param="cache_control"
+            f"{_CONTROL}: this model's chat template cannot end there: {error.message}", param=_CONTROL
         ) from None
     return common_length(cut, ids)
 

@@ -19,6 +19,7 @@ MAX_SCHEMA_DEPTH = 48
 MAX_CALLS = 128
 """In one message."""
 MAX_CALL_ID_CHARS = 256
+_CHOICE = "tool_choice"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _CALL_ID = re.compile(r"[!-~]+")
 _DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -94,6 +95,19 @@ class ToolUse:
             names.add(tool.name)
         if self.allowed is not None and not (self.allowed and self.allowed <= names):
             raise InvalidRequest(f"{choice_param}: names no tool of this request", param=choice_param)
+
+
+def use_of(tools: tuple[Tool, ...], mode: str, allowed: frozenset[str] | None, parallel: bool) -> ToolUse | None:
+    """`mode`: none, auto or required. Nothing where no tool may be called. Raises InvalidRequest."""
+    if mode not in ("none", "auto", "required"):
+        raise InvalidRequest(f"{_CHOICE}: none, auto, required, or an object that names a function", param=_CHOICE)
+    if not tools and (mode == "required" or allowed is not None):
+        raise InvalidRequest(f"{_CHOICE}: there are no tools to call", param=_CHOICE)
+    if not tools:
+        return None
+    use = ToolUse(tools=tools, must_call=mode == "required", allowed=allowed, parallel=parallel)
+    use.check()
+    return use if mode != "none" else None
 
 
 def _check_tool(tool: Tool, param: str) -> None:

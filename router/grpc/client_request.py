@@ -1,13 +1,17 @@
 """What a gRPC client asked for, as the frontend takes it. Whatever is absent means what it means over HTTP."""
 
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 from router.asked import ClientFields
-from router.chat_template import Message
+from router.beam_search import BeamAsk
+from router.beams_asked import beam_ask
+from router.grpc.conversation_asked import check_belongings, template_options, tool_use
 from router.reading import ReadAsk
 from router.reading_asked import read_ask
 from router.request_names import check_request_id
+from router.selected import logprobs_needed, selection_ask
+from router.selection import SelectionAsk
 from router.stream_ids import StreamPosition
 from router.structure import Shape, Structure
 from tandem import wire
@@ -16,28 +20,43 @@ from tandem.tracing import TraceContext, context_from_headers
 from tandem.v1 import inference_pb2 as pb
 
 _STRUCTURE = "structured_output"
+_EARLY: dict[int, bool | Literal["never"]] = {
+    pb.EARLY_STOPPING_UNSPECIFIED: False,
+    pb.EARLY_STOPPING_FALSE: False,
+    pb.EARLY_STOPPING_TRUE: True,
+    pb.EARLY_STOPPING_NEVER: "never",
+}
 
 
 def client_fields(
-    request: pb.GenerateRequest, context: Any, *, tenant: str, seen: StreamPosition | None
+    request: pb.GenerateRequest,
+    context: Any,
+    *,
+    tenant: str,
+    seen: StreamPosition | None,
+    selection: SelectionAsk | None = None,
 ) -> ClientFields:
     """All but the prompt. Raises InvalidRequest."""
     sampling = request.sampling
     if request.HasField("request_id"):
         check_request_id(request.request_id, "request_id")
+    check_belongings(request)
     max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else None
-    reads = _reads(request, max_tokens)
+    reads, beams, asked = _reads(request, max_tokens), _beams(request), wire.sampling_from_pb(sampling)
     return ClientFields(
-        sampling=wire.sampling_from_pb(sampling),
+        sampling=replace(asked, num_logprobs=logprobs_needed(selection, asked.num_logprobs)),
         max_tokens=1 if reads is not None and reads.only else max_tokens,
         seed=sampling.seed if sampling.HasField("seed") else None,
         model=model_of(request),
-        num_choices=request.n if request.HasField("n") else 1,
+        num_choices=_num(request, "n", 1) if selection is None else selection.candidates,
+        reads_along=selection is None and beams is None,
         stop=tuple(request.stop),
         include_stop=request.include_stop_str_in_output,
         skip_special_tokens=_or_true(request, "skip_special_tokens"),
         add_special_tokens=_or_true(request, "add_special_tokens"),
-        add_generation_prompt=_or_true(request, "add_generation_prompt"),
+        add_generation_prompt=_or_true(request, "add_generation_prompt") and not request.continue_final_message,
+        template=template_options(request),
+        tools=tool_use(request),
         priority=request.priority,
         cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
         tenant=tenant,
@@ -48,17 +67,49 @@ def client_fields(
         truncate_prompt_tokens=(request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None),
         bad_words=tuple(request.bad_words),
         reads=reads,
+        beams=beams,
     )
+
+
+def selection_of(request: pb.GenerateRequest) -> SelectionAsk | None:
+    """Which choices are told, if more are generated. Of a beam search it knows them itself. Raises InvalidRequest."""
+    if request.use_beam_search:
+        return None
+    return selection_ask(
+        n=_num(request, "n"),
+        best_of=_num(request, "best_of"),
+        vote=request.vote,
+        vote_pattern=request.vote_pattern if request.HasField("vote_pattern") else None,
+        streams=_can_be_continued(request),
+        shows_logprobs=request.sampling.HasField("num_logprobs"),
+    )
+
+
+def _beams(request: pb.GenerateRequest) -> BeamAsk | None:
+    if request.early_stopping not in _EARLY:
+        raise InvalidRequest("early_stopping: false, true or never", param="early_stopping")
+    return beam_ask(
+        wanted=request.use_beam_search,
+        width=request.best_of or request.n or 1,
+        length_penalty=request.length_penalty if request.HasField("length_penalty") else None,
+        early_stopping=_EARLY[request.early_stopping],
+        streams=_can_be_continued(request),
+        votes=request.vote,
+    )
+
+
+def _can_be_continued(request: pb.GenerateRequest) -> bool:
+    """Whether the client wants to, so that every response says where it is: what HTTP calls a stream."""
+    return request.stream_ids or bool(request.last_stream_id)
+
+
+def _num(request: pb.GenerateRequest, name: str, default: Any = None) -> Any:
+    return getattr(request, name) if request.HasField(name) else default
 
 
 def model_of(request: pb.GenerateRequest | pb.EmbedRequest | pb.TokenizeRequest | pb.DetokenizeRequest) -> str | None:
     """The model that is asked for, if one is."""
     return request.model if request.HasField("model") else None
-
-
-def messages_of(chat: pb.Chat) -> Sequence[Message]:
-    """A conversation. Raises InvalidRequest."""
-    return [_message(turn) for turn in chat.messages]
 
 
 def wants_bos(request: pb.TokenizeRequest) -> bool:
@@ -71,16 +122,10 @@ def wants_generation_prompt(request: pb.TokenizeRequest) -> bool:
     return _or_true(request, "add_generation_prompt")
 
 
-def _message(turn: pb.ChatMessage) -> Message:
-    if not turn.HasField("content") and turn.role != "assistant":
-        raise InvalidRequest("messages: content is missing", param="messages")
-    return Message(role=turn.role, content=turn.content, name=turn.name if turn.HasField("name") else None)
-
-
 def _reads(request: pb.GenerateRequest, max_tokens: int | None) -> ReadAsk | None:
     if not request.HasField("prompt_logprobs"):
         return None
-    if request.stream_ids or request.last_stream_id:
+    if _can_be_continued(request):
         raise InvalidRequest("prompt_logprobs: not of a stream that can be continued", param="prompt_logprobs")
     return read_ask(prompt_logprobs=request.prompt_logprobs, streams=False, max_tokens=max_tokens, echo=False)
 

@@ -18,7 +18,6 @@ from router.http.json_body import BodyBounds, read_object
 from router.http.link import WhileConnected
 from router.http.prompt_scores import PromptScores, ScoresShown
 from router.http.schemas import ChatBody, CompletionBody, GenerationBody, validate
-from router.http.selected import check_selection, renumbered, select
 from router.http.sse import EventStream, SseResponse
 from router.http.tool_answer import CallingChatAnswer
 from router.http.usage_json import usage_object
@@ -28,6 +27,7 @@ from router.named_prompts import NamedPrompts, prepare_named
 from router.pattern_search import PatternSearch
 from router.request_names import check_request_id
 from router.requests import Generator
+from router.selected import Selected, check_selection, renumbered, select
 from router.selection import SelectionAsk
 from router.stream_cursor import StreamCursor
 from router.stream_ids import LAST_EVENT_ID, StreamIds, StreamPosition
@@ -172,7 +172,7 @@ class GenerationRoutes:
         scores = PromptScores(call.scores, selected.prepared, readings, self._frontend.tokenizer)
         content = await whole_content(call.show(selected.prepared), selected.choices, scores)
         if ask is not None:
-            selected.add_to(content, ask.candidates)
+            _add_votes(content, selected, ask.candidates)
         content["usage"] = usage_object(usage)
         headers = {}
         if call.extras.timing:
@@ -189,6 +189,12 @@ class GenerationRoutes:
         stream = AnswerStream(events, call.show(prepared), cursor, self._usage(prepared), call.extras)
         await self._read_text(prepared, stream)
         stream.end()
+
+
+def _add_votes(content: dict[str, Any], selected: Selected, candidates: int) -> None:
+    """Say of elected choices how the election went."""
+    for choice, vote in zip(content["choices"], selected.votes, strict=False):
+        choice["vote"] = {"answer": vote.answer, "votes": vote.num_votes, "of": candidates}
 
 
 def _wants_ids(request: Request) -> bool:

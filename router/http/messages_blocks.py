@@ -7,12 +7,11 @@ import orjson
 from pydantic import BeforeValidator, Field, model_validator
 
 from router.http.strict_body import StrictBody, at_most
-from router.http.tool_schemas import use_of
-from router.tools import Tool, ToolCall, ToolUse
+from router.marked_prefixes import DEFAULT_MARK_TTL, MARK_TTL_S
+from router.tools import Tool, ToolCall, ToolUse, use_of
 from tandem.errors import InvalidRequest
 
 _MAX_BLOCKS = 256  # of one message's content
-_TTL_S = {"5m": 300.0, "1h": 3600.0}
 _MODES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 
 
@@ -25,7 +24,7 @@ class CacheControl(StrictBody):
     @property
     def ttl_s(self) -> float:
         """From its last use on."""
-        return _TTL_S[self.ttl or "5m"]
+        return MARK_TTL_S[self.ttl or DEFAULT_MARK_TTL]
 
 
 class TextBlock(StrictBody):

@@ -21,14 +21,13 @@ from router.http.messages_blocks import (
     joined,
 )
 from router.http.strict_body import StrictBody, at_most
-from router.marked_prefixes import Mark
+from router.marked_prefixes import Mark, check_marks
 from router.prompts import MAX_MESSAGES
 from router.stop_strings import MAX_STOP_STRINGS
 from router.tools import MAX_TOOLS, ToolCall
 from tandem.errors import InvalidRequest
 from tandem.sampling import SamplingParams
 
-MAX_MARKS = 4
 _SAMPLING = ("temperature", "top_k", "top_p")
 
 
@@ -95,8 +94,7 @@ class CountBody(StrictBody):
             _add(talk, role, blocks)
         if self.cache_control is not None:
             talk.marks.append(Mark(len(talk.messages), len(talk.messages[-1].content), self.cache_control.ttl_s))
-        if len(talk.marks) > MAX_MARKS:
-            raise InvalidRequest(f"cache_control: at most {MAX_MARKS} blocks may have it", param="cache_control")
+        check_marks(talk.marks)
         return talk
 
 

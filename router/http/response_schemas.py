@@ -9,9 +9,9 @@ from pydantic import Field
 from router.asked import ClientFields
 from router.conversation import MAX_MESSAGES, Message
 from router.http.strict_body import NOT_YET, StrictBody, at_most
-from router.http.tool_schemas import FunctionSpec, use_of
+from router.http.tool_schemas import FunctionSpec
 from router.structure import Shape, Structure
-from router.tools import MAX_TOOLS, ToolCall, ToolUse
+from router.tools import MAX_TOOLS, ToolCall, ToolUse, use_of
 from tandem.errors import InvalidRequest
 from tandem.sampling import SamplingParams
 

@@ -11,12 +11,12 @@ from router.beam_search import BeamAsk
 from router.beams_asked import beam_ask
 from router.conversation import MAX_VARIABLES, Message, TemplateOptions
 from router.http.prompt_scores import ScoresShown
-from router.http.selected import selection_ask
 from router.http.strict_body import StrictBody, at_most
 from router.http.structures import ResponseFormat, StructuredOutputs, guided, the_one
 from router.http.tool_schemas import CallPart, ToolChoice, ToolSpec, tool_use
 from router.prompts import MAX_MESSAGES
 from router.reading_asked import read_ask
+from router.selected import logprobs_needed, selection_ask
 from router.selection import SelectionAsk
 from router.stop_strings import MAX_STOP_STRINGS
 from router.structure import Structure
@@ -131,7 +131,7 @@ class GenerationBody(StrictBody):
             logit_bias=_token_keys(self.logit_bias or {}),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
-            num_logprobs=0 if num_logprobs is None and ask is not None and not ask.votes else num_logprobs,
+            num_logprobs=logprobs_needed(ask, num_logprobs),
         )
         return ClientFields(
             sampling=sampling,

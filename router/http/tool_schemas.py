@@ -3,7 +3,7 @@
 from typing import Annotated, Any
 
 from router.http.strict_body import StrictBody, at_most
-from router.tools import MAX_TOOLS, Tool, ToolCall, ToolUse
+from router.tools import MAX_TOOLS, Tool, ToolCall, ToolUse, use_of
 from tandem.errors import InvalidRequest
 
 _CHOICE = "tool_choice"
@@ -93,19 +93,6 @@ def tool_use(tools: list[ToolSpec] | None, choice: str | ToolChoice | None, para
         mode, allowed = choice or "auto", None
     made = tuple(tool.tool() for tool in tools or ())
     return use_of(made, mode, allowed, parallel is not False and not _is_named(choice))
-
-
-def use_of(tools: tuple[Tool, ...], mode: str, allowed: frozenset[str] | None, parallel: bool) -> ToolUse | None:
-    """`mode`: none, auto or required. Nothing where no tool may be called. Raises InvalidRequest."""
-    if mode not in ("none", "auto", "required"):
-        raise InvalidRequest(f"{_CHOICE}: none, auto, required, or an object that names a function", param=_CHOICE)
-    if not tools and (mode == "required" or allowed is not None):
-        raise InvalidRequest(f"{_CHOICE}: there are no tools to call", param=_CHOICE)
-    if not tools:
-        return None
-    use = ToolUse(tools=tools, must_call=mode == "required", allowed=allowed, parallel=parallel)
-    use.check()
-    return use if mode != "none" else None
 
 
 def _is_named(choice: str | ToolChoice | None) -> bool:

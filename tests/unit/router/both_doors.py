@@ -20,8 +20,10 @@ _SCALARS = (
 )
 _TOP = (
     *("model", "n", "priority", "cache_salt", "truncate_prompt_tokens", "include_stop_str_in_output", "request_id"),
-    *("skip_special_tokens", "add_special_tokens", "add_generation_prompt"),
+    *("skip_special_tokens", "add_special_tokens", "add_generation_prompt", "continue_final_message", "cached_content"),
+    *("prompt_logprobs", "best_of", "vote", "vote_pattern", "use_beam_search", "length_penalty", "parallel_tool_calls"),
 )
+_EARLY = {False: pb.EARLY_STOPPING_FALSE, True: pb.EARLY_STOPPING_TRUE, "never": pb.EARLY_STOPPING_NEVER}
 _SAME = {"logprobs": "top_logprobs", "structured_outputs": "structured_output", "prompt_token_ids": "prompt"}
 """One thing's names at the two doors."""
 
@@ -45,7 +47,12 @@ class AnyGrammar:
         return grammar
 
 
-class _Context:
+class Call:
+    """A call's context, and what was written to it."""
+
+    def __init__(self) -> None:
+        self.sent: list[pb.GenerateResponse] = []
+
     def invocation_metadata(self) -> tuple[()]:
         return ()
 
@@ -55,8 +62,20 @@ class _Context:
     def set_trailing_metadata(self, _: object) -> None:
         pass
 
-    async def write(self, _: object) -> None:
-        pass
+    async def write(self, message: pb.GenerateResponse) -> None:
+        self.sent.append(message)
+
+
+def service_of(parts: doors.Doors) -> InferenceService:
+    """The gRPC door without sockets."""
+    return InferenceService(parts.frontend, parts.generator, ApiKeys(()), parts.metrics)
+
+
+async def answers_of(service: InferenceService, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+    """All responses of one call, which came over the wire."""
+    call = Call()
+    await service.Generate(pb.GenerateRequest.FromString(request.SerializeToString()), call)
+    return [pb.GenerateResponse.FromString(one.SerializeToString()) for one in call.sent]
 
 
 def in_grpcs_words(body: dict[str, Any]) -> pb.GenerateRequest:
@@ -118,7 +137,13 @@ def _put_prompt(request: pb.GenerateRequest, _name: str, value: Any) -> None:
 def _put_messages(request: pb.GenerateRequest, _name: str, value: Any) -> None:
     request.chat.SetInParent()
     for turn in value:
-        request.chat.messages.add(**turn)
+        told = dict(turn)
+        calls = told.pop("tool_calls", None) or ()
+        message = request.chat.messages.add(**told)
+        for call in calls:
+            _only(call, "id", "type", "function")
+            _only(call["function"], "name", "arguments")
+            message.tool_calls.add(id=call["id"], **call["function"])
 
 
 def _put_structure(request: pb.GenerateRequest, _name: str, outputs: Any) -> None:
@@ -133,7 +158,69 @@ def _put_structure(request: pb.GenerateRequest, _name: str, outputs: Any) -> Non
         setattr(output, kind, value)
 
 
+def _put_stream(request: pb.GenerateRequest, _name: str, value: Any) -> None:
+    """What HTTP streams can be continued."""
+    request.stream_ids = value
+
+
+def _put_early(request: pb.GenerateRequest, _name: str, value: Any) -> None:
+    request.early_stopping = _EARLY[value]
+
+
+def _put_variables(request: pb.GenerateRequest, _name: str, value: Any) -> None:
+    if not value:
+        raise Inexpressible("an empty object is an absent one")
+    kinds = {bool: "flag", int: "integer", float: "number", str: "text"}
+    for name, one in value.items():
+        variable = request.chat_template_kwargs[name]
+        if one is not None:
+            setattr(variable, _known(kinds, type(one)), one)
+
+
+def _put_tools(request: pb.GenerateRequest, _name: str, value: Any) -> None:
+    if not value:
+        raise Inexpressible("an empty list is an absent one")
+    for tool in value:
+        _only(tool, "type", "function")
+        function = dict(tool["function"])
+        _only(function, "name", "description", "parameters", "strict")
+        if "parameters" in function:
+            function["parameters"] = json.dumps(function["parameters"], ensure_ascii=False)
+        request.tools.add(**function)
+
+
+def _put_choice(request: pb.GenerateRequest, _name: str, value: Any) -> None:
+    choice = request.tool_choice
+    if isinstance(value, str):
+        choice.mode = value
+    elif value["type"] == "function":
+        choice.function = value["function"]["name"]
+    else:
+        allowed = value["allowed_tools"]
+        if not allowed["tools"]:
+            raise Inexpressible("an empty list is an absent one")
+        choice.mode = allowed["mode"]
+        choice.allowed.extend(tool["function"]["name"] for tool in allowed["tools"])
+
+
+def _only(value: dict[str, Any], *names: str) -> None:
+    """Raises Inexpressible for anything else: gRPC's types have no such field, and no other kind of tool."""
+    if not value.keys() <= set(names) or value.get("type", "function") != "function":
+        raise Inexpressible(str(value)[:100])
+
+
+def _known(kinds: dict[type, str], kind: type) -> str:
+    if kind not in kinds:
+        raise Inexpressible(str(kind))
+    return kinds[kind]
+
+
 _WRITERS = {
+    "stream": _put_stream,
+    "early_stopping": _put_early,
+    "chat_template_kwargs": _put_variables,
+    "tools": _put_tools,
+    "tool_choice": _put_choice,
     "stop_token_ids": _put_ids,
     "allowed_token_ids": _put_ids,
     "stop": _put_texts,
@@ -154,7 +241,7 @@ class BothDoors:
         parts = doors.make_doors(doors.make_tokenizer(), RouterConfig(), grammars=AnyGrammar())  # type: ignore[arg-type]
         parts.say("hi")
         self._http: httpx.AsyncClient = client_of(parts)
-        self._grpc = InferenceService(parts.frontend, parts.generator, ApiKeys(()), parts.metrics)
+        self._grpc = service_of(parts)
 
     async def over_http(self, body: dict[str, Any]) -> Verdict:
         route = CHAT if "messages" in body else PLAIN
@@ -167,7 +254,7 @@ class BothDoors:
 
     async def over_grpc(self, request: pb.GenerateRequest) -> Verdict:
         try:
-            await self._grpc.Generate(request, _Context())
+            await self._grpc.Generate(request, Call())
         except ServingError as error:
             param = _SAME.get(error.param or "", error.param)
             return Verdict(error.http_status, param)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from router.asked import Prepared
 from router.pattern_search import PatternSearch
@@ -23,11 +23,6 @@ class Selected:
     choices: list[TextDelta]
     votes: tuple[Vote, ...] = ()
     """One for each choice, if they were elected."""
-
-    def add_to(self, content: dict[str, Any], candidates: int) -> None:
-        """Say of elected choices how the election went."""
-        for choice, vote in zip(content["choices"], self.votes, strict=False):
-            choice["vote"] = {"answer": vote.answer, "votes": vote.num_votes, "of": candidates}
 
 
 def selection_ask(
@@ -52,6 +47,11 @@ def selection_ask(
     if streams:
         raise InvalidRequest("best_of: the best are known at the end; not together with stream", param="best_of")
     return SelectionAsk(candidates=best_of, keep=keep, shows_logprobs=shows_logprobs)
+
+
+def logprobs_needed(ask: SelectionAsk | None, num_logprobs: int | None) -> int | None:
+    """What is asked of workers where the client asked for `num_logprobs`: the likeliest are chosen by them."""
+    return 0 if num_logprobs is None and ask is not None and not ask.votes else num_logprobs
 
 
 async def check_selection(ask: SelectionAsk | None, prepared: Sequence[Prepared], patterns: PatternSearch) -> None:

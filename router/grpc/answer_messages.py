@@ -1,0 +1,176 @@
+"""Responses of one answer: its text, the calls in it, tokens, ends and usage."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from router.asked import Prepared
+from router.call_reader import CALLED, CallReader, Piece, TextPiece
+from router.grpc.answer_writer import AnswerWriter
+from router.grpc.prompt_scores import prompt_responses
+from router.pattern_search import PatternSearch
+from router.selected import select
+from router.selection import SelectionAsk, Vote
+from router.stream_cursor import StreamCursor
+from router.text_stream import TextDelta, WholeText
+from router.usage import Usage
+from tandem import wire
+from tandem.v1 import common_pb2 as common
+from tandem.v1 import inference_pb2 as pb
+
+_VALUES_PER_MESSAGE = 2048
+"""Tokens and their alternatives: made in one turn of the loop, and far below what clients take as one message."""
+
+
+class AnswerMessages:
+    """Makes them; the deltas of a choice come in order."""
+
+    def __init__(self, prepared: Prepared, *, name: str) -> None:
+        """`name`: the client's own of the answer; empty: the request's id."""
+        request, calling = prepared.request, prepared.calling
+        self._name = name or request.request_id
+        self._prompt = request.prompt_token_ids
+        self._readers: list[CallReader] = []
+        if calling is not None:
+            self._readers = [CallReader(calling, request.request_id, i) for i in range(request.num_choices)]
+
+    def scores(self, delta: TextDelta) -> list[Callable[[], pb.GenerateResponse]]:
+        """Of the prompt; none where nothing was read of it."""
+        return [] if delta.reading is None else prompt_responses(self._name, self._prompt, delta.reading)
+
+    def response(self, delta: TextDelta) -> pb.GenerateResponse:
+        """All that a delta brings."""
+        response = pb.GenerateResponse(
+            id=self._name,
+            choice_index=delta.choice_index,
+            token_ids=[token.token_id for token in delta.tokens],
+            logprobs=[found for token in delta.tokens if (found := wire.logprobs_to_pb(token)) is not None],
+        )
+        reader = self._readers[delta.choice_index] if self._readers else None
+        if reader is None:
+            response.text = delta.text
+        else:
+            _put_pieces(response, reader.read(delta))
+        if delta.finish is not None:
+            reason = delta.finish.reason
+            is_called = reader is not None and reader.finish(reason) == CALLED
+            response.finish_reason = common.FINISH_REASON_TOOL_CALLS if is_called else wire.finish_reason_to_pb(reason)
+        return response
+
+
+def _put_pieces(response: pb.GenerateResponse, pieces: Sequence[Piece]) -> None:
+    """An entry for each call."""
+    for piece in pieces:
+        if isinstance(piece, TextPiece):
+            response.text += piece.text
+            continue
+        calls = response.tool_calls
+        if not calls or calls[-1].index != piece.call:
+            calls.add(index=piece.call)
+        calls[-1].id = piece.id or calls[-1].id
+        calls[-1].name = piece.name or calls[-1].name
+        calls[-1].arguments += piece.arguments
+
+
+def usage_message(usage: Usage) -> pb.Usage:
+    """Of a whole call."""
+    return pb.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        times=wire.times_to_pb(usage.times()),
+    )
+
+
+class AnswerStream:
+    """A `TextReader` that writes responses as text comes."""
+
+    def __init__(self, messages: AnswerMessages, cursor: StreamCursor, writer: AnswerWriter, usage: Usage) -> None:
+        self._messages = messages
+        self._cursor = cursor
+        self._usage = usage
+        self._writer = writer
+        self.ready = writer.flush
+
+    def take(self, delta: TextDelta) -> bool:
+        """See TextReader."""
+        if delta.reading is not None:
+            return any([self._writer.put(part) for part in self._messages.scores(delta)])
+        self._usage.add(delta)
+        response = self._response(delta)
+        return response is not None and self._writer.put(response)
+
+    def _response(self, delta: TextDelta) -> pb.GenerateResponse | None:
+        """None when the client has all of it: a stream that is continued comes again from its beginning."""
+        cursor, usage = self._cursor, self._usage
+        if cursor.is_continued and cursor.has_ended(delta.choice_index):
+            delta = TextDelta(choice_index=delta.choice_index)
+        # Made of what the client has as well: calls are read from the beginning of the text.
+        response = self._messages.response(delta)
+        if cursor.is_continued and not (delta.text or delta.tokens or delta.finish or usage.complete):
+            return None
+        cursor.moved(delta)
+        ended = () if delta.finish is None else (delta.choice_index,)
+        response.stream_id = (cursor.id_of(ended=ended, usage_sent=usage.complete) or b"").decode()
+        if usage.complete:
+            response.usage.CopyFrom(usage_message(usage))
+        return response
+
+
+class WholeAnswer(WholeText):
+    """A `TextReader` of what is known at the end alone: a selection, the beams of a search."""
+
+    async def write(
+        self,
+        prepared: Prepared,
+        name: str,
+        ask: SelectionAsk | None,
+        patterns: PatternSearch,
+        writer: AnswerWriter,
+        usage: Usage,
+    ) -> None:
+        """What is told of it. Raises InvalidRequest for a pattern that takes too long, and as the writer."""
+        choices = self.choices()
+        for choice in choices:
+            usage.add(choice)
+        selected = await select(ask, [prepared], choices, patterns)
+        messages = AnswerMessages(selected.prepared[0], name=name)
+        readings = [TextDelta(0, reading=reading) for reading in self.readings.values()]
+        for make in (make for delta in readings for make in messages.scores(delta)):
+            if writer.put(make):
+                await writer.flush()
+        for number, choice in enumerate(selected.choices):
+            vote = _vote(selected.votes[number], ask) if ask is not None and selected.votes else None
+            is_last = number == len(selected.choices) - 1
+            for part in _parts(choice):
+                ends = usage if is_last and part.finish is not None else None
+                if writer.put(partial(_whole_response, messages, part, vote, ends)):
+                    await writer.flush()
+
+
+def _parts(choice: TextDelta) -> Iterator[TextDelta]:
+    """All of its text with the first, its end with the last."""
+    tokens = choice.tokens
+    step = max(1, _VALUES_PER_MESSAGE // (1 + len(tokens[0].top_logprobs))) if tokens else 1
+    starts = range(0, max(1, len(tokens)), step)
+    for start in starts:
+        yield choice._replace(
+            text="" if start else choice.text,
+            tokens=tokens[start : start + step],
+            finish=choice.finish if start == starts[-1] else None,
+        )
+
+
+def _whole_response(
+    messages: AnswerMessages, part: TextDelta, vote: pb.Vote | None, usage: Usage | None
+) -> pb.GenerateResponse:
+    """`vote` and `usage`: where a choice and the answer end."""
+    response = messages.response(part)
+    if vote is not None and part.finish is not None:
+        response.vote.CopyFrom(vote)
+    if usage is not None:
+        response.usage.CopyFrom(usage_message(usage))
+    return response
+
+
+def _vote(vote: Vote, ask: SelectionAsk) -> pb.Vote:
+    return pb.Vote(answer=vote.answer, votes=vote.num_votes, of=ask.candidates)
