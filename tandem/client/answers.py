@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tandem.outputs import FinishReason
+from tandem.client.options import ToolCall, Turn
+from tandem.v1 import common_pb2 as common
 from tandem.v1 import inference_pb2 as pb
 from tandem.wire import finish_reason_from_pb
 
@@ -30,6 +31,39 @@ class TokenProbability:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptProbability:
+    """Log probability of one token of a prompt."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1: no other token was more likely."""
+    top: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallPart:
+    """A call that begins, or more of its arguments."""
+
+    index: int
+    """Of the call within its choice."""
+    id: str
+    """Empty but where it begins; so is the name."""
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """How a vote went."""
+
+    answer: str | None
+    """None: none of the choices had one."""
+    votes: int
+    of: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """New text of one choice."""
 
@@ -39,9 +73,14 @@ class Piece:
     token_ids: Sequence[int]
     logprobs: Sequence[TokenProbability] = ()
     finish_reason: str | None = None
-    """Of the choice's last piece: stop or length."""
+    """Of the choice's last piece: stop, length or tool_calls."""
     usage: Usage | None = None
     """Of the very last piece."""
+    tool_calls: Sequence[CallPart] = ()
+    prompt_logprobs: Sequence[PromptProbability] = ()
+    """Of the prompt's tokens behind the first; in pieces before those with text."""
+    vote: Vote | None = None
+    """Of the choice's last piece, where one was asked for."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +91,26 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenProbability] = field(default_factory=list)
     finish_reason: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    vote: Vote | None = None
+
+    def turn(self) -> Turn:
+        """As the conversation goes on with it."""
+        return Turn(role="assistant", content=self.text, tool_calls=tuple(self.tool_calls))
+
+    def add(self, piece: Piece) -> None:
+        """What follows of it."""
+        self.text += piece.text
+        self.token_ids += piece.token_ids
+        self.logprobs += piece.logprobs
+        self.finish_reason = piece.finish_reason or self.finish_reason
+        self.vote = piece.vote or self.vote
+        for part in piece.tool_calls:
+            if part.id:
+                self.tool_calls.append(ToolCall(id=part.id, name=part.name, arguments=part.arguments))
+            else:
+                begun = self.tool_calls[-1]
+                self.tool_calls[-1] = replace(begun, arguments=begun.arguments + part.arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +122,8 @@ class Answer:
     usage: Usage
     timing: Mapping[str, Any]
     """Where the time went, as the server tells it; see `X-Tandem-Timing` over HTTP."""
+    prompt_logprobs: Sequence[PromptProbability] = ()
+    """Of the prompt's tokens behind the first, where they were asked for."""
 
     @property
     def text(self) -> str:
@@ -81,18 +142,14 @@ class Model:
 
 def piece_of(message: pb.GenerateResponse) -> Piece:
     """One message."""
-    reason = finish_reason_from_pb(message.finish_reason) if message.finish_reason else None
     usage = message.usage
     return Piece(
         id=message.id,
         choice_index=message.choice_index,
         text=message.text,
         token_ids=tuple(message.token_ids),
-        logprobs=tuple(
-            TokenProbability(logprob=one.logprob, top={other.token_id: other.logprob for other in one.top})
-            for one in message.logprobs
-        ),
-        finish_reason=_shown(reason),
+        logprobs=tuple(TokenProbability(logprob=one.logprob, top=_top_of(one.top)) for one in message.logprobs),
+        finish_reason=_reason_of(message.finish_reason),
         usage=Usage(
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
@@ -100,27 +157,44 @@ def piece_of(message: pb.GenerateResponse) -> Piece:
         )
         if message.HasField("usage")
         else None,
+        tool_calls=tuple(
+            CallPart(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+            for call in message.tool_calls
+        ),
+        prompt_logprobs=tuple(
+            PromptProbability(token_id=one.token_id, logprob=one.logprob, rank=one.rank, top=_top_of(one.top))
+            for one in message.prompt_logprobs
+        ),
+        vote=_vote_of(message.vote) if message.HasField("vote") else None,
     )
 
 
-def _shown(reason: FinishReason | None) -> str | None:
-    return None if reason is None else reason.value
+def _top_of(places: Iterable[common.TokenLogprob]) -> dict[int, float]:
+    return {place.token_id: place.logprob for place in places}
+
+
+def _vote_of(vote: pb.Vote) -> Vote:
+    return Vote(answer=vote.answer if vote.HasField("answer") else None, votes=vote.votes, of=vote.of)
+
+
+def _reason_of(number: int) -> str | None:
+    if number == common.FINISH_REASON_TOOL_CALLS:
+        return "tool_calls"
+    return finish_reason_from_pb(number).value if number else None
 
 
 def answer_of(pieces: Iterable[Piece], timing: Mapping[str, Any]) -> Answer:
     """A whole answer. Raises ValueError when its end is missing."""
     choices: dict[int, Choice] = {}
-    name, usage = "", None
+    name, usage, scores = "", None, list[PromptProbability]()
     for piece in pieces:
-        choice = choices.setdefault(piece.choice_index, Choice())
-        choice.text += piece.text
-        choice.token_ids += piece.token_ids
-        choice.logprobs += piece.logprobs
-        choice.finish_reason = piece.finish_reason or choice.finish_reason
+        choices.setdefault(piece.choice_index, Choice()).add(piece)
+        scores += piece.prompt_logprobs
         name, usage = piece.id, piece.usage or usage
     if usage is None:
         raise ValueError("the answer has no end")
-    return Answer(id=name, choices=[choice for _, choice in sorted(choices.items())], usage=usage, timing=timing)
+    shown = [choice for _, choice in sorted(choices.items())]
+    return Answer(id=name, choices=shown, usage=usage, timing=timing, prompt_logprobs=scores)
 
 
 def vectors_of(answer: pb.EmbedResponse) -> list[list[float]]:

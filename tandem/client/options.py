@@ -2,6 +2,42 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
+
+TemplateValue = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: str | None = None
+    """Text of the JSON schema of its arguments, which are an object; None: it takes none."""
+    strict: bool = False
+    """Its arguments obey the schema also when the model itself decides to call it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolChoice:
+    """How tools may be used: one that must be called, or some that may."""
+
+    mode: Literal["none", "auto", "required"] | None = None
+    function: str | None = None
+    """The one that must be called; nothing else beside it."""
+    allowed: Sequence[str] = ()
+    """Names of those that may be called; empty: all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """What the model called."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON, as the model wrote it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -11,6 +47,12 @@ class Turn:
     role: str
     content: str | None = None
     name: str | None = None
+    tool_calls: Sequence[ToolCall] = ()
+    """Of an assistant's turn; see `Choice.turn`."""
+    tool_call_id: str | None = None
+    """Of a turn of role tool: which call its content is the result of."""
+    cached_for: Literal["5m", "1h"] | None = None
+    """The conversation up to here stays cached for so long after its last use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +101,33 @@ class Options:
     add_generation_prompt: bool | None = None
     request_id: str | None = None
     structure: Structure | None = None
+    prompt_logprobs: int | None = None
+    """Of the prompt's tokens too; of each also so many of the most likely in its place."""
+    tools: Sequence[Tool] = ()
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Mapping[str, TemplateValue] = field(default_factory=dict)
+    """Variables that the model's template reads."""
+    continue_final_message: bool | None = None
+    """The last turn is the assistant's, and the answer goes on with it."""
+    cached_content: str | None = None
+    """Name of what the conversation begins with."""
+    best_of: int | None = None
+    """So many choices are generated, and the `n` likeliest are told."""
+    vote: bool | None = None
+    """One choice of `n` is told: the answer that most of them gave."""
+    vote_pattern: str | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     timeout_s: float | None = None
     """For the whole answer, connecting again included; None: the server's own bound."""
+
+    @property
+    def can_be_continued(self) -> bool:
+        """Whether an answer that broke can go on behind what came of it; else its caller is told."""
+        at_end = (self.prompt_logprobs, self.best_of, self.vote or None, self.use_beam_search or None)
+        return all(asked is None for asked in at_end)
 
 
 DEFAULT_OPTIONS = Options()

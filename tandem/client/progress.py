@@ -1,6 +1,7 @@
 """One streamed answer across the connections that it takes: what is asked next, and when. Pure.
 
-A stream that broke goes on behind the last piece that came; before the first piece it is simply asked for again.
+A stream that broke goes on behind the last piece that came, if its pieces bear ids; before the first piece it is
+simply asked for again.
 Routers are asked in turn. The bound is one of attempts in a row that bring nothing.
 """
 
@@ -31,6 +32,7 @@ class StreamProgress:
         self._most = max_reconnects
         self._rng = rng
         self._num_failed = 0
+        self._has_begun = False
         self.is_over = False
 
     def request(self) -> pb.GenerateRequest:
@@ -40,6 +42,7 @@ class StreamProgress:
     def take(self, message: pb.GenerateResponse) -> Piece:
         """A piece came."""
         self._num_failed = 0
+        self._has_begun = True
         if message.stream_id:
             self._request.last_stream_id = message.stream_id
         self.is_over = self.is_over or message.HasField("usage")
@@ -51,9 +54,10 @@ class StreamProgress:
         A broken connection is always worth another. What a server says is final, unless it is that it cannot now go on
         with a stream that had begun.
         """
-        has_begun = bool(self._request.last_stream_id)
-        if self._num_failed >= self._most or (from_server and not (has_begun and error.retryable)):
+        if self._num_failed >= self._most or (from_server and not (self._has_begun and error.retryable)):
             return None
+        if self._has_begun and not self._request.last_stream_id:
+            return None  # what came would come again
         self._num_failed += 1
         wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** (self._num_failed - 1)) * self._rng.uniform(0.5, 1.0)
         return Again(wait_s=max(wait_s, error.retry_after_s or 0.0), next_router=True)

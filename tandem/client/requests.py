@@ -1,10 +1,11 @@
 """From prompts and options to messages."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
-from tandem.client.options import Options, Structure, Turn
+from tandem.client.options import Options, Structure, TemplateValue, Tool, ToolChoice, Turn
 from tandem.errors import InvalidRequest
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import inference_pb2 as pb
@@ -12,15 +13,17 @@ from tandem.v1 import inference_pb2 as pb
 Prompt = str | Sequence[int]
 
 _SAMPLING = frozenset(common.SamplingParams.DESCRIPTOR.fields_by_name)
-_NO_FIELDS = frozenset({"timeout_s", "structure"})
+_NO_FIELDS = frozenset({"timeout_s", "structure", "tools", "tool_choice", "chat_template_kwargs", "early_stopping"})
+_KINDS = {bool: "flag", int: "integer", float: "number", str: "text"}
+_EARLY = {False: pb.EARLY_STOPPING_FALSE, True: pb.EARLY_STOPPING_TRUE, "never": pb.EARLY_STOPPING_NEVER}
 
 
 def generate_request(prompt: Prompt | Sequence[Turn], options: Options) -> pb.GenerateRequest:
-    """A text, token ids, or a conversation. Its pieces bear ids, so that it can go on after a break.
+    """A text, token ids, or a conversation. Its pieces bear ids, so that it can go on after a break, where it can.
 
     Raises InvalidRequest for a value that its field cannot hold.
     """
-    request = pb.GenerateRequest(stream_ids=True)
+    request = pb.GenerateRequest(stream_ids=options.can_be_continued)
     if isinstance(prompt, str):
         request.prompt = prompt
     elif any(isinstance(one, Turn) for one in prompt):
@@ -30,13 +33,30 @@ def generate_request(prompt: Prompt | Sequence[Turn], options: Options) -> pb.Ge
         request.prompt_token_ids.CopyFrom(pb.TokenIds(ids=ids))
     for name in (field.name for field in fields(options) if field.name not in _NO_FIELDS):
         value = getattr(options, name)
-        try:
+        with _named(name):
             _put(request, name, value)
-        except (TypeError, ValueError) as error:
-            raise InvalidRequest(f"{name}: {error}", param=name) from None
     if options.structure is not None:
         request.structured_output.CopyFrom(_structure(options.structure))
+    with _named("tools"):
+        request.tools.extend(_tool(tool) for tool in options.tools)
+    with _named("tool_choice"):
+        if options.tool_choice is not None:
+            request.tool_choice.CopyFrom(_choice(options.tool_choice))
+    with _named("chat_template_kwargs"):
+        _put_variables(request, options.chat_template_kwargs)
+    with _named("early_stopping"):
+        if options.early_stopping is not None:
+            request.early_stopping = _EARLY[options.early_stopping]
     return request
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Says of which field a value is wrong. Raises InvalidRequest."""
+    try:
+        yield
+    except (TypeError, ValueError, KeyError) as error:
+        raise InvalidRequest(f"{name}: {error}", param=name) from None
 
 
 def _put(request: pb.GenerateRequest, name: str, value: Any) -> None:
@@ -52,7 +72,33 @@ def _put(request: pb.GenerateRequest, name: str, value: Any) -> None:
 
 def chat_of(turns: Sequence[Turn]) -> pb.Chat:
     """A conversation."""
-    return pb.Chat(messages=[pb.ChatMessage(role=t.role, content=t.content, name=t.name) for t in turns])
+    return pb.Chat(messages=[_message(turn) for turn in turns])
+
+
+def _message(turn: Turn) -> pb.ChatMessage:
+    return pb.ChatMessage(
+        role=turn.role,
+        content=turn.content,
+        name=turn.name,
+        tool_calls=[pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in turn.tool_calls],
+        tool_call_id=turn.tool_call_id,
+        cache_control=None if turn.cached_for is None else pb.CacheControl(ttl=turn.cached_for),
+    )
+
+
+def _tool(tool: Tool) -> pb.Tool:
+    return pb.Tool(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
+
+
+def _choice(choice: ToolChoice) -> pb.ToolChoice:
+    return pb.ToolChoice(mode=choice.mode, function=choice.function, allowed=choice.allowed)
+
+
+def _put_variables(request: pb.GenerateRequest, variables: Mapping[str, TemplateValue]) -> None:
+    for name, value in variables.items():
+        variable = request.chat_template_kwargs[name]
+        if value is not None:
+            setattr(variable, _KINDS[type(value)], value)
 
 
 def embed_request(inputs: Sequence[Prompt], model: str | None, cache_salt: str | None) -> pb.EmbedRequest:
@@ -64,11 +110,16 @@ def embed_request(inputs: Sequence[Prompt], model: str | None, cache_salt: str |
     return pb.EmbedRequest(model=model, inputs=shown, cache_salt=cache_salt)
 
 
-def tokenize_request(text: str | Sequence[Turn], model: str | None, add_special_tokens: bool) -> pb.TokenizeRequest:
+def tokenize_request(
+    text: str | Sequence[Turn], model: str | None, add_special_tokens: bool, tools: Sequence[Tool]
+) -> pb.TokenizeRequest:
     """A text or a conversation."""
     if isinstance(text, str):
-        return pb.TokenizeRequest(model=model, text=text, add_special_tokens=add_special_tokens)
-    return pb.TokenizeRequest(model=model, chat=chat_of(text), add_special_tokens=add_special_tokens)
+        request = pb.TokenizeRequest(model=model, text=text, add_special_tokens=add_special_tokens)
+    else:
+        request = pb.TokenizeRequest(model=model, chat=chat_of(text), add_special_tokens=add_special_tokens)
+    request.tools.extend(_tool(tool) for tool in tools)
+    return request
 
 
 def _structure(structure: Structure) -> pb.StructuredOutput:

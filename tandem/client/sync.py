@@ -16,7 +16,7 @@ import grpc
 
 from tandem.client.answers import Answer, Model, Piece, answer_of, timing_of, vectors_of
 from tandem.client.base import ClientBase, failure_of, models_of
-from tandem.client.options import DEFAULT_OPTIONS, Options, Turn
+from tandem.client.options import DEFAULT_OPTIONS, Options, Tool, Turn
 from tandem.client.requests import Prompt, embed_request, generate_request, tokenize_request
 from tandem.v1 import inference_pb2 as pb
 
@@ -61,10 +61,15 @@ class Client(ClientBase):
         return vectors_of(self._ask("Embed", embed_request(inputs, model, cache_salt)))
 
     def tokenize(
-        self, text: str | Sequence[Turn], *, model: str | None = None, add_special_tokens: bool = True
+        self,
+        text: str | Sequence[Turn],
+        *,
+        model: str | None = None,
+        add_special_tokens: bool = True,
+        tools: Sequence[Tool] = (),
     ) -> list[int]:
-        """Token ids of a text or a conversation. Raises ServingError."""
-        answer = self._ask("Tokenize", tokenize_request(text, model, add_special_tokens))
+        """Token ids of a text, or of a conversation with its tools. Raises ServingError."""
+        answer = self._ask("Tokenize", tokenize_request(text, model, add_special_tokens, tools))
         return list(answer.token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
