@@ -24,8 +24,15 @@ def check_belongings(request: pb.GenerateRequest) -> None:
     is_chat = request.WhichOneof("input") == "chat"
     names, what = (_OF_PROMPTS, "prompt") if is_chat else (_OF_CONVERSATIONS, "conversation")
     given = {field.name for field, _ in request.ListFields()}
-    if foreign := next((name for name in names if name in given), None):
+    if foreign := next((name for name in names if name in given and not _asks_for_nothing(request, name)), None):
         raise InvalidRequest(f"{foreign}: stands with a {what} alone", param=foreign)
+
+
+def _asks_for_nothing(request: pb.GenerateRequest, name: str) -> bool:
+    """What HTTP takes of every body as well."""
+    if name == _CHOICE:
+        return _chosen(request.tool_choice) in (("none", None, False), ("auto", None, False))
+    return name == "continue_final_message" and not request.continue_final_message
 
 
 def messages_of(chat: pb.Chat) -> Sequence[Message]:
@@ -114,7 +121,7 @@ def _parameters(text: str) -> dict[str, Any]:
 def _chosen(choice: pb.ToolChoice) -> tuple[str, frozenset[str] | None, bool]:
     """Mode, names of the tools that may be called, and whether it is one that must be."""
     if choice.HasField("function"):
-        if choice.allowed or choice.mode not in ("", "required"):
+        if choice.allowed or (choice.HasField("mode") and choice.mode != "required"):
             raise InvalidRequest(f"{_CHOICE}: nothing else beside function", param=_CHOICE)
         return "required", frozenset({choice.function}), True
     mode = choice.mode if choice.HasField("mode") else "auto"

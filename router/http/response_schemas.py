@@ -194,7 +194,9 @@ class ResponsesBody(StrictBody):
             raise InvalidRequest(f"tools: type {other[:40]!r} is not supported, function is", param="tools")
         tools = tuple(tool.tool() for tool in self.tools or ())
         choice = self.tool_choice
-        mode, allowed = choice.chosen() if isinstance(choice, FunctionChoice) else (choice or "auto", None)
+        mode, allowed = (
+            choice.chosen() if isinstance(choice, FunctionChoice) else ("auto" if choice is None else choice, None)
+        )
         is_named = isinstance(choice, FunctionChoice) and choice.type == "function"
         return use_of(tools, mode, allowed, self.parallel_tool_calls is not False and not is_named)
 

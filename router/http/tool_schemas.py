@@ -90,7 +90,7 @@ def tool_use(tools: list[ToolSpec] | None, choice: str | ToolChoice | None, para
     if isinstance(choice, ToolChoice):
         mode, allowed = _chosen(choice)
     else:
-        mode, allowed = choice or "auto", None
+        mode, allowed = "auto" if choice is None else choice, None
     made = tuple(tool.tool() for tool in tools or ())
     return use_of(made, mode, allowed, parallel is not False and not _is_named(choice))
 

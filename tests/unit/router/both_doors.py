@@ -7,7 +7,10 @@ from typing import Any
 import httpx
 
 from router.auth import ApiKeys
+from router.conversation import Message
 from router.grpc.service import InferenceService
+from router.named_caches import NAME_PREFIX, KeptPrompts, NamedCache, NamedCaches
+from router.pin_registry import PinRegistry
 from tandem.config import RouterConfig
 from tandem.errors import ServingError
 from tandem.v1 import inference_pb2 as pb
@@ -24,6 +27,10 @@ _TOP = (
     *("prompt_logprobs", "best_of", "vote", "vote_pattern", "use_beam_search", "length_penalty", "parallel_tool_calls"),
 )
 _EARLY = {False: pb.EARLY_STOPPING_FALSE, True: pb.EARLY_STOPPING_TRUE, "never": pb.EARLY_STOPPING_NEVER}
+VARIABLE = "think"
+_TEMPLATE = doors.TEMPLATE + f"{{% if {VARIABLE} %}}{{{{ {VARIABLE} }}}}{{% endif %}}"
+CACHE = f"{NAME_PREFIX}fox"
+"""There is one of that name."""
 _SAME = {"logprobs": "top_logprobs", "structured_outputs": "structured_output", "prompt_token_ids": "prompt"}
 """One thing's names at the two doors."""
 
@@ -234,18 +241,27 @@ _WRITERS = {
 }
 
 
+def _kept() -> KeptPrompts:
+    caches = NamedCaches(clock=lambda: 0.0, most=1, max_ttl_s=1.0)
+    beginning = (Message(role="system", content="be brief"),)
+    made = NamedCache(name=CACHE, messages=beginning, token_ids=(0,), created_s=0.0, updated_s=0.0, expires_s=1.0)
+    caches.add("", made)
+    return KeptPrompts(pins=PinRegistry(find=lambda _: None, clock=lambda: 0.0), caches=caches)
+
+
 class BothDoors:
     """One router's."""
 
     def __init__(self) -> None:
-        parts = doors.make_doors(doors.make_tokenizer(), RouterConfig(), grammars=AnyGrammar())  # type: ignore[arg-type]
+        parts = doors.make_doors(doors.make_tokenizer(_TEMPLATE), RouterConfig(), grammars=AnyGrammar())  # type: ignore[arg-type]
+        parts.frontend.kept = _kept()
         parts.say("hi")
         self._http: httpx.AsyncClient = client_of(parts)
         self._grpc = service_of(parts)
 
     async def over_http(self, body: dict[str, Any]) -> Verdict:
         route = CHAT if "messages" in body else PLAIN
-        answer = await self._http.post(route, json=body | {"stream": True})
+        answer = await self._http.post(route, json=body)
         if answer.status_code == 200:
             assert '"error"' not in answer.text
             return Verdict()

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from router.tools import MAX_CALLS, MAX_TOOLS
 from tandem.sampling import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS
 from tests.unit.router import doors
-from tests.unit.router.both_doors import BothDoors, Inexpressible, in_grpcs_words
+from tests.unit.router.both_doors import CACHE, VARIABLE, BothDoors, Inexpressible, in_grpcs_words
 
 VOCAB = 320
 LARGE = (2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63)
@@ -39,6 +40,41 @@ STRUCTURES: tuple[dict[str, Any], ...] = (
     {"grammar": ""},
     {"grammar": 'root ::= "a"'},
 )
+CALL_IDS = ("call_1", "", "a b", "x" * 256, "x" * 257, "é")
+ARGUMENTS = (
+    "{}",
+    "",
+    '{"city": "Köln"}',
+    "[]",
+    "{",
+    '{"x": NaN}',
+    '{"x": 1, "x": 2}',
+    '{"x": ' + "[" * 60 + "]" * 60 + "}",
+)
+NAMES = ("weather", "clock", "", "a b", "x" * 128, "x" * 129, "<|end|>")
+DESCRIPTIONS = ("Of a place.", "", "\x00", "<|end|>", "x" * 16_384, "x" * 16_385)
+CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+SCHEMAS: tuple[Any, ...] = (
+    *(CITY, {}, {"type": "array"}, {"enum": ["x" * 1000] * 140}, {"type": "object", "properties": {"city": True}}),
+    *(["city"], True, "text", {"properties": {"x": CITY}}, {"description": "<|user|>"}),
+)
+CHOICES: tuple[Any, ...] = (
+    *("none", "auto", "required", "sometimes", ""),
+    {"type": "function", "function": {"name": "weather"}},
+    {"type": "function", "function": {"name": "other"}},
+    {"type": "function", "function": {"name": ""}},
+    *(
+        {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [{"type": "function", "function": named}]}}
+        for mode in ("auto", "required", "none", "")
+        for named in ({"name": "weather"}, {"name": "other"})
+    ),
+)
+VARIABLES: tuple[dict[str, Any], ...] = (
+    *({}, {VARIABLE: True}, {VARIABLE: None}, {VARIABLE: 0.5}, {VARIABLE: -(2**63)}, {VARIABLE: 2**63}),
+    *({VARIABLE: "x" * 256}, {VARIABLE: "x" * 257}, {VARIABLE: "<|end|>"}, {VARIABLE: ["x"]}, {"other": "x"}),
+    *({"messages": "x"}, {"": "x"}, {"tools": True}, {VARIABLE: False, "other": 1}),
+    {f"v{i}": i for i in range(17)},
+)
 SEEDS = (0, -1, 1, 2**63 - 1, -(2**63), 2**63)
 
 
@@ -57,16 +93,44 @@ def bias_of(rng: random.Random) -> dict[str, Any]:
     return {str(rng.choice(IDS)): rng.choice(REALS) for _ in range(length)}
 
 
-def turns_of(rng: random.Random) -> list[dict[str, str]]:
+def turns_of(rng: random.Random) -> list[dict[str, Any]]:
     turns = []
     for _ in range(rng.choice((0, 1, 1, 2, 3))):
-        turn = {"role": rng.choice(ROLES)}
+        turn: dict[str, Any] = {"role": rng.choice(ROLES)}
         if rng.random() < 0.9:
             turn["content"] = rng.choice(TEXTS)
         if rng.random() < 0.2:
             turn["name"] = rng.choice(TEXTS)
+        if rng.random() < 0.2:
+            turn["tool_calls"] = calls_of(rng)
+        if rng.random() < (0.8 if turn["role"] == "tool" else 0.1):
+            turn["tool_call_id"] = rng.choice(CALL_IDS)
         turns.append(turn)
     return turns
+
+
+def calls_of(rng: random.Random) -> list[dict[str, Any]]:
+    call = {
+        "id": rng.choice(CALL_IDS),
+        "type": rng.choice(("function", "function", "function", "custom")),
+        "function": {"name": rng.choice(NAMES), "arguments": rng.choice(ARGUMENTS)},
+    }
+    return [call] * rng.choice((0, 1, 1, 1, 2, MAX_CALLS, MAX_CALLS + 1))
+
+
+def tools_of(rng: random.Random) -> list[dict[str, Any]]:
+    """Most of them good, so that something is left to disagree on."""
+    function: dict[str, Any] = {"name": "weather" if rng.random() < 0.7 else rng.choice(NAMES)}
+    if rng.random() < 0.5:
+        function["description"] = rng.choice(DESCRIPTIONS)
+    if rng.random() < 0.5:
+        function["parameters"] = CITY if rng.random() < 0.5 else rng.choice(SCHEMAS)
+    if rng.random() < 0.3:
+        function["strict"] = rng.choice(FLAGS)
+    tools = [{"type": "function", "function": function}]
+    extra = rng.choice((0, 0, 0, 1, MAX_TOOLS - 1, MAX_TOOLS))
+    tools += [{"type": "function", "function": {"name": f"f{i}"}} for i in range(extra)]
+    return tools * 2 if rng.random() < 0.05 else tools
 
 
 def prompt_of(rng: random.Random) -> Any:
@@ -103,15 +167,48 @@ COMMON: dict[str, Any] = {
     "bad_words": lists_of(TEXTS, MAX_BAD_WORDS),
     "logit_bias": bias_of,
     "structured_outputs": one_of(*STRUCTURES),
+    "stream": one_of(*FLAGS),
+    "prompt_logprobs": one_of(0, 1, MAX_TOP_LOGPROBS, MAX_TOP_LOGPROBS + 1, -1, 2**32),
+    "best_of": one_of(*COUNTS),
+    "vote": one_of(*FLAGS),
+    "vote_pattern": one_of("", "x" * 513),
+    "use_beam_search": one_of(*FLAGS),
+    "length_penalty": one_of(*REALS),
+    "early_stopping": one_of(*FLAGS, "never"),
+    # Of conversations alone, or of prompts alone: whoever sends them with the other is told so.
+    "tools": tools_of,
+    "tool_choice": one_of(*CHOICES),
+    "parallel_tool_calls": one_of(*FLAGS),
+    "chat_template_kwargs": one_of(*VARIABLES),
+    "continue_final_message": one_of(*FLAGS),
+    "cached_content": one_of(CACHE, "cachedContents/other", ""),
+    "add_generation_prompt": one_of(*FLAGS),
+    "add_special_tokens": one_of(*FLAGS),
 }
+TOGETHER = (
+    ("tools", "tool_choice"),
+    ("tools", "structured_outputs"),
+    ("n", "best_of"),
+    ("n", "vote"),
+    ("n", "use_beam_search"),
+    ("use_beam_search", "length_penalty", "early_stopping"),
+    ("prompt_logprobs", "max_tokens"),
+    ("messages", "continue_final_message"),
+    *(("stream", name) for name in ("best_of", "vote", "use_beam_search", "prompt_logprobs")),
+)
+"""What says more together: drawn so now and then."""
+EXTRAS = (
+    *("tools", "tool_choice", "chat_template_kwargs", "continue_final_message", "cached_content", "prompt_logprobs"),
+    *("best_of", "vote", "use_beam_search", "length_penalty"),
+)
+"""Each is both taken and refused in every run."""
 _LOGPROBS = one_of(0, 1, MAX_TOP_LOGPROBS, MAX_TOP_LOGPROBS + 1, 2**31, 2**32)
 CHAT_ONLY: dict[str, Any] = {
     "messages": turns_of,
-    "add_generation_prompt": one_of(*FLAGS),
     "logprobs": one_of(*FLAGS),
     "top_logprobs": _LOGPROBS,
 }
-PLAIN_ONLY: dict[str, Any] = {"prompt": prompt_of, "add_special_tokens": one_of(*FLAGS), "logprobs": _LOGPROBS}
+PLAIN_ONLY: dict[str, Any] = {"prompt": prompt_of, "logprobs": _LOGPROBS}
 BASES = (
     (CHAT_ONLY, {"messages": [{"role": "user", "content": "hello"}]}),
     (PLAIN_ONLY, {"prompt": "hello"}),
@@ -123,6 +220,8 @@ def case_of(rng: random.Random) -> tuple[dict[str, Any], list[str]]:
     own, base = rng.choice(BASES)
     fields = COMMON | own
     chosen = rng.sample(sorted(fields), rng.choice((1, 1, 1, 2, 3)))
+    if rng.random() < 0.2:
+        chosen = sorted({*chosen, *(name for name in rng.choice(TOGETHER) if name in fields)})
     body = base | {name: fields[name](rng) for name in chosen}
     if "top_logprobs" in body:
         body["logprobs"] = True  # over gRPC the one is said with the other
@@ -149,6 +248,9 @@ async def test_both_doors_say_the_same(count: int, seed: int) -> None:
         if len(chosen) == 1:
             assert http == grpc, shown
         seen[f"refused {http.param}"] += http.status != 200
+        seen.update(f"taken {name}" for name in chosen if http.status == 200)
     refused = {name.removeprefix("refused ") for name in seen if name.startswith("refused ")}
     assert {"temperature", "max_tokens", "n", "stop", "logit_bias", "messages", "prompt", "cache_salt"} <= refused
+    assert {*EXTRAS, "add_generation_prompt", "add_special_tokens", "vote_pattern"} <= refused
+    assert all(seen[f"taken {name}"] for name in {*EXTRAS, "parallel_tool_calls", "early_stopping"})
     assert count // 5 < seen["accepted"] < count

@@ -146,7 +146,7 @@ def unknown_in(message: Any) -> None:
         (HELLO, lambda r: unknown_in(r.chat.messages[0]), "chat"),
         (HELLO, lambda r: unknown_in(r.chat_template_kwargs["x"]), "chat_template_kwargs"),
         (PLAIN, lambda r: r.tools.add(name="f"), "tools"),
-        (PLAIN, lambda r: r.tool_choice.SetInParent(), "tool_choice"),
+        (PLAIN, lambda r: setattr(r.tool_choice, "mode", "required"), "tool_choice"),
         (PLAIN, lambda r: setattr(r, "cached_content", "cachedContents/x"), "cached_content"),
         (HELLO, lambda r: setattr(r, "cached_content", "cachedContents/x"), "cached_content"),
         (HELLO, lambda r: setattr(r.chat.messages[0].cache_control, "ttl", "2h"), "cache_control"),

@@ -290,6 +290,7 @@ def called(arguments: Any = "{}", **more: Any) -> dict[str, Any]:
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [CLOCK] * (MAX_TOOLS + 1)}, "tools"),
         ({"tools": [CLOCK], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [CLOCK], "tool_choice": ""}, "tool_choice"),
         ({"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tools": [CLOCK], "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tools": [CLOCK], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
