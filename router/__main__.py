@@ -35,11 +35,13 @@ from router.http.connections import ConnectionLimits
 from router.http.server import HttpDoor
 from router.metrics import RouterMetrics
 from router.named_caches import KeptPrompts, NamedCaches
+from router.named_siblings import NamedSiblings
 from router.placer import Placer
 from router.prefix_map import PrefixMap
 from router.readiness import Readiness, first_worker
 from router.session import SessionSettings
 from router.shared_limits import SharedLimits
+from router.shared_names import SharedNames
 from router.sibling_limits import SiblingLimits
 from router.siblings import Siblings
 from router.slow_reader import WRITE_TIMEOUT_S
@@ -98,7 +100,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         dispatcher = make_dispatcher(config, registry, metrics, secret, decisions, admission)
         gate = make_gate(config, dispatcher, admission, registry, time.monotonic, limits.limiter, metrics.registry)
         frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret, tracer=tracer)
-        _complete(stack, frontend, config, _kept_prompts(config, registry, place))
+        _complete(stack, frontend, config, await _kept_prompts(stack, config, registry, place))
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
         readiness = Readiness(registry, metrics, canary.answering)
         status = await open_status(stack, place, model, dispatcher, gate, metrics, decisions, readiness)
@@ -158,11 +160,17 @@ def _grammars(config: ClusterConfig, model: ModelInfo) -> GrammarProcess:
     )
 
 
-def _kept_prompts(config: ClusterConfig, registry: WorkerRegistry, place: RouterPlace) -> KeptPrompts:
-    settings, caches = config.router.prompt_cache, None
+async def _kept_prompts(
+    stack: AsyncExitStack, config: ClusterConfig, registry: WorkerRegistry, place: RouterPlace
+) -> KeptPrompts:
+    """With what the processes that share the doors have by name already."""
+    settings, pins = config.router.prompt_cache, registry.pins
+    caches = NamedCaches(clock=time.time, most=settings.max_named, max_ttl_s=settings.max_ttl_s)
     if place.siblings is None:
-        caches = NamedCaches(clock=time.time, most=settings.max_named, max_ttl_s=settings.max_ttl_s)
-    return KeptPrompts(pins=registry.pins, caches=caches)
+        return KeptPrompts(pins=pins, caches=caches)
+    names = SharedNames(caches, pins, clock=time.monotonic)
+    siblings = NamedSiblings(place.siblings, index=place.index, names=names)
+    return KeptPrompts(pins=pins, caches=caches, tell=(await stack.enter_async_context(siblings)).tell)
 
 
 async def _join_workers(

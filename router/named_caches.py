@@ -1,9 +1,11 @@
 """Named beginnings of conversations (`cachedContents`): whose they are, until when, and how many. Pure.
 
 The prompt's blocks are kept by a pin of the same name; here is what a later request needs to begin with them again.
+Processes that share a host's doors tell each other what changed (`router.shared_names`): of two changes the later one
+stands, and what was removed does not come back.
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from router.chat_template import Message
@@ -11,6 +13,8 @@ from router.pin_registry import PinRegistry
 from tandem.errors import InvalidRequest, Overloaded, RouteNotFound
 
 NAME_PREFIX = "cachedContents/"
+_REMEMBERED_S = 60.0
+"""For how long it is known what was removed: a process that has not heard of it by then is gone."""
 
 
 class CacheNotFound(RouteNotFound):
@@ -29,6 +33,8 @@ class NamedCache:
     updated_s: float
     expires_s: float
     display_name: str | None = None
+    version: int = 0
+    """How often it has been changed."""
 
     @property
     def num_tokens(self) -> int:
@@ -42,7 +48,9 @@ class KeptPrompts:
 
     pins: PinRegistry
     caches: "NamedCaches | None"
-    """None where several processes share the doors: whoever made one could not find it again."""
+    """None where nothing is kept by name."""
+    tell: Callable[[str, str], Awaitable[None]] | None = None
+    """Tells the processes that share the doors what became of a tenant's cache of that name."""
 
 
 class NamedCaches:
@@ -54,6 +62,8 @@ class NamedCaches:
         self._most = most
         self._max_ttl_s = max_ttl_s
         self._by_tenant: dict[str, dict[str, NamedCache]] = {}
+        self._removed: dict[tuple[str, str], float] = {}
+        """Until when that is remembered, by tenant and name."""
 
     def check_room(self, tenant: str) -> None:
         """Raises Overloaded."""
@@ -80,19 +90,50 @@ class NamedCaches:
 
     def all(self, tenant: str) -> list[NamedCache]:
         """The tenant's own, the newest last."""
-        return list(self._live(tenant).values())
+        return sorted(self._live(tenant).values(), key=lambda cache: cache.created_s)
+
+    def everything(self) -> list[tuple[str, str, NamedCache | None]]:
+        """Tenant and name of each that is here, or was removed lately."""
+        live = [
+            (tenant, name, cache) for tenant in tuple(self._by_tenant) for name, cache in self._live(tenant).items()
+        ]
+        return live + [(tenant, name, None) for tenant, name in self._removed]
+
+    def find(self, tenant: str, name: str) -> NamedCache | None:
+        """None: it is not here."""
+        return self._live(tenant).get(name)
+
+    def hear(self, tenant: str, name: str, cache: NamedCache | None) -> bool:
+        """What another process says of one, None: that it was removed. Whether that was new here."""
+        if cache is None:
+            was_here = self.find(tenant, name) is not None
+            self._forget(tenant, name)
+            return was_here
+        own = self.find(tenant, name)
+        is_later = own is None or (cache.version, cache.expires_s) > (own.version, own.expires_s)
+        if (tenant, name) in self._removed or not is_later or cache.expires_s <= self.clock():
+            return False
+        self._by_tenant.setdefault(tenant, {})[name] = cache
+        return True
 
     def prolong(self, tenant: str, name: str, expires_s: float) -> NamedCache:
         """With another end. Raises CacheNotFound or InvalidRequest."""
         cache = self.get(tenant, name)
-        cache = replace(cache, expires_s=self.check_end(expires_s), updated_s=self.clock())
+        version = cache.version + 1
+        cache = replace(cache, expires_s=self.check_end(expires_s), updated_s=self.clock(), version=version)
         self._by_tenant[tenant][name] = cache
         return cache
 
     def remove(self, tenant: str, name: str) -> None:
         """Raises CacheNotFound."""
         self.get(tenant, name)
-        del self._by_tenant[tenant][name]
+        self._forget(tenant, name)
+
+    def _forget(self, tenant: str, name: str) -> None:
+        now_s = self.clock()
+        self._by_tenant.get(tenant, {}).pop(name, None)
+        self._removed = {key: until_s for key, until_s in self._removed.items() if until_s > now_s}
+        self._removed[tenant, name] = now_s + _REMEMBERED_S
 
     def _live(self, tenant: str) -> dict[str, NamedCache]:
         now_s = self.clock()

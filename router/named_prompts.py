@@ -34,10 +34,18 @@ class _Told:
 
 
 class NamedPrompts:
-    """Of one router process: another one knows nothing of them."""
+    """Of one router process, and of those that share its doors, which are told of each change before it is answered."""
 
-    def __init__(self, frontend: Frontend, caches: NamedCaches, pins: PinRegistry) -> None:
+    def __init__(
+        self,
+        frontend: Frontend,
+        caches: NamedCaches,
+        pins: PinRegistry,
+        tell: Callable[[str, str], Awaitable[None]] | None = None,
+    ) -> None:
+        """`tell`: see KeptPrompts."""
         self.caches = caches
+        self._tell = tell
         self._frontend = frontend
         self._pins = pins
 
@@ -45,7 +53,7 @@ class NamedPrompts:
     def of(cls, frontend: Frontend) -> "NamedPrompts | None":
         """None where nothing is kept by name."""
         kept = frontend.kept
-        return None if kept is None or kept.caches is None else cls(frontend, kept.caches, kept.pins)
+        return None if kept is None or kept.caches is None else cls(frontend, kept.caches, kept.pins, kept.tell)
 
     async def create(
         self,
@@ -87,6 +95,7 @@ class NamedPrompts:
             if not is_added:
                 # Nobody could name it, so nobody could end it before its time.
                 self._pins.release(tenant, cache.name)
+        await self._told(tenant, cache.name)
         return cache
 
     async def _kept(self, tenant: str, cache: NamedCache, computing: Awaitable[None]) -> PinOutcome:
@@ -113,6 +122,8 @@ class NamedPrompts:
 
     async def prepare_chat(self, name: str, messages: Sequence[Message], fields: ClientFields) -> Prepared:
         """A conversation that begins with a named cache. Raises CacheNotFound, and as `Frontend.prepare_chat`."""
+        if not messages:
+            raise InvalidRequest("messages: at least one behind the cached content", param="messages")
         if fields.cache_salt is not None:
             raise InvalidRequest("cached_content cannot be found under a cache_salt", param="cache_salt")
         cache = self.caches.get(fields.tenant, name)
@@ -129,16 +140,22 @@ class NamedPrompts:
         wish = PinWish(name=cache.name, num_tokens=num_tokens, ends_s=self._ends_s(cache))
         return replace(prepared, request=replace(request, pins=(wish,)))
 
-    def prolong(self, tenant: str, name: str, expires_s: float) -> NamedCache:
+    async def prolong(self, tenant: str, name: str, expires_s: float) -> NamedCache:
         """Raises CacheNotFound or InvalidRequest."""
         cache = self.caches.prolong(tenant, name, expires_s)
         self._pins.prolong(tenant, name, self._ends_s(cache))
+        await self._told(tenant, name)
         return cache
 
-    def remove(self, tenant: str, name: str) -> None:
+    async def remove(self, tenant: str, name: str) -> None:
         """Raises CacheNotFound."""
         self.caches.remove(tenant, name)
         self._pins.release(tenant, name)
+        await self._told(tenant, name)
+
+    async def _told(self, tenant: str, name: str) -> None:
+        if self._tell is not None:
+            await self._tell(tenant, name)
 
     def _ends_s(self, cache: NamedCache) -> float:
         return self._frontend.clock() + cache.expires_s - self.caches.clock()

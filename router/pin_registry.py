@@ -133,6 +133,14 @@ class PinRegistry:
         record.ends_s = ends_s
         site.port.pin(PinOrder(key=key, last_block=record.last_block, ttl_s=left_s))
 
+    def adopt(self, key: PinKey, record: PinRecord) -> bool:
+        """What another process knows of a pin, if nothing is known of it here; whether that was so."""
+        if key in self._records:
+            return False
+        self._make_room(self._clock())
+        self._records[key] = record
+        return True
+
     def expect(self, tenant: str, name: str, told: Callable[[PinOutcome], None]) -> None:
         """Call back when a worker has said what became of it, once."""
         self._expected[PinKey(tenant, name)] = told

@@ -24,7 +24,7 @@ class PromptCacheConfig(Section):
     max_pins: PositiveInt = 4096
     """Pinned prefixes that one router process knows of."""
     max_named: PositiveInt = 64
-    """`cachedContents` that one tenant has in one router process."""
+    """`cachedContents` that one tenant has on one host, whichever of its router processes made them."""
     max_ttl_s: Seconds = 86_400.0
     """Longest life of one of them."""
 

@@ -69,11 +69,11 @@ class CachedContentRoutes:
         if query.keys() - {"updateMask"} or (mask is not None and mask not in body.model_fields_set):
             raise InvalidRequest("updateMask names what the body changes: ttl or expireTime", param="updateMask")
         expires_s = body.expires_s(self._named.caches.clock())
-        return self._shown(self._named.prolong(request.state.tenant, _name(request), expires_s))
+        return self._shown(await self._named.prolong(request.state.tenant, _name(request), expires_s))
 
     async def delete(self, request: Request) -> dict[str, Any]:
         """It need not be kept any longer."""
-        self._named.remove(request.state.tenant, _name(request))
+        await self._named.remove(request.state.tenant, _name(request))
         return {}
 
     def _shown(self, cache: NamedCache) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from tests.e2e.running_cluster import WAIT_S, body, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ASKED = 24
+LOOKS = 12
 NUM_PROCESSES = 3
 PER_MINUTE = 40
 SETTINGS = {
@@ -35,6 +36,39 @@ async def post(cluster, prompt, num_tokens, key="key-of-all"):
     headers = {"Authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, trust_env=False) as http:
         return await http.post("/v1/completions", json=body(prompt, num_tokens), headers=headers)
+
+
+async def of_named(cluster, method, name="", **more):
+    """The answer of some process of what is kept by name."""
+    headers = {"Authorization": "Bearer key-of-all"}
+    path = f"/v1beta/{name or 'cachedContents'}"
+    async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, verify=False) as http:
+        return await http.request(method, path, headers=headers, **more)
+
+
+async def looks_at(cluster, name=""):
+    """Status and body, as so many connections see it."""
+    looks = await asyncio.gather(*(of_named(cluster, "GET", name) for _ in range(LOOKS)))
+    return [(look.status_code, look.json()) for look in looks]
+
+
+async def chat_with(cluster, name):
+    """The usage of a question behind a named cache."""
+    asked = {"messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 2, "cached_content": name}
+    headers = {"Authorization": "Bearer key-of-all"}
+    async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, verify=False) as http:
+        response = await http.post("/v1/chat/completions", json=asked, headers=headers)
+    assert response.status_code == 200, response.text
+    return response.json()["usage"]
+
+
+async def make_named(cluster):
+    """As it is told to whoever made it."""
+    rules = " ".join(f"Rule {i}: be kind to the fox number {i}." for i in range(8))
+    body = {"model": "tandem-tiny", "systemInstruction": {"parts": [{"text": rules}]}, "ttl": "600s"}
+    made = await of_named(cluster, "POST", json=body)
+    assert made.status_code == 200, made.text
+    return made.json()
 
 
 async def ask(cluster, prompt, num_tokens=8):
@@ -93,7 +127,22 @@ async def test_the_status_is_that_of_all(cluster, oracle):
             await asyncio.sleep(0.2)
 
 
+async def test_a_named_cache_is_everybodys(cluster):
+    cache = await make_named(cluster)
+    name, num_tokens = cache["name"], cache["usageMetadata"]["totalTokenCount"]
+    assert await looks_at(cluster, name) == [(200, cache)] * LOOKS
+    used = await asyncio.gather(*(chat_with(cluster, name) for _ in range(LOOKS)))
+    assert min(usage["prompt_tokens_details"]["cached_tokens"] for usage in used) >= num_tokens
+    assert await cluster.figure("tandem_worker_pinned_prefixes") == 1, "whichever process renews it, it is one pin"
+    patched = (await of_named(cluster, "PATCH", name, json={"ttl": "1200s"})).json()
+    assert patched["expireTime"] > cache["expireTime"]
+    assert await looks_at(cluster) == [(200, {"cachedContents": [patched]})] * LOOKS
+    assert (await of_named(cluster, "DELETE", name)).json() == {}
+    assert {status for status, _ in await looks_at(cluster, name)} == {404}
+
+
 async def test_one_of_them_dies_and_comes_back(cluster, oracle):
+    cache = await make_named(cluster)
     prompt, pid = oracle.story(9501, 60), cluster.pid("router-1")
     expected = oracle.tokens(prompt, 8)
     cluster.local.kill("router-1", signal.SIGKILL)
@@ -102,6 +151,7 @@ async def test_one_of_them_dies_and_comes_back(cluster, oracle):
     assert await asyncio.gather(*(ask(cluster, prompt) for _ in range(ASKED))) == [expected] * ASKED
     await cluster.local.wait_ready("router-1", after_pid=pid)
     assert await asyncio.gather(*(ask(cluster, prompt) for _ in range(ASKED))) == [expected] * ASKED
+    assert await looks_at(cluster, cache["name"]) == [(200, cache)] * LOOKS, "it has learned what the others have"
 
 
 async def test_one_of_them_that_hangs_is_noticed_and_replaced(cluster, oracle):
