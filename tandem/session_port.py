@@ -9,7 +9,10 @@ from typing import Protocol
 from tandem.ids import Incarnation
 from tandem.v1 import session_pb2 as pb
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
+"""Routers and workers must have the same. Raised with every new kind of message: who does not know one says nothing to
+it, and who sent it would wait. 3: Supersede, Read, ReadPart, Pin, Unpin, PinTold.
+"""
 LOAD_PERIOD_S = 0.25
 """Between a worker's reports: well below what a router takes for silence (`router.worker_silence_s`)."""
 MAX_QUEUED_MESSAGES = 16_384
