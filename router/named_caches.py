@@ -10,15 +10,13 @@ from dataclasses import dataclass, replace
 
 from router.chat_template import Message
 from router.pin_registry import PinRegistry
-from tandem.errors import InvalidRequest, Overloaded, RouteNotFound
+from tandem.errors import CacheNotFound, InvalidRequest, Overloaded
 
 NAME_PREFIX = "cachedContents/"
+DEFAULT_TTL_S = 3600.0
+MAX_DISPLAY_NAME_CHARS = 128
 _REMEMBERED_S = 60.0
 """For how long it is known what was removed: a process that has not heard of it by then is gone."""
-
-
-class CacheNotFound(RouteNotFound):
-    """The tenant has none of that name, or its time is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

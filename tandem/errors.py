@@ -99,6 +99,10 @@ class RouteNotFound(ServingError):
     kind = "NotFoundError"
 
 
+class CacheNotFound(RouteNotFound):
+    """The tenant has no named cache of that name, or its time is over."""
+
+
 class Overloaded(ServingError):
     """A bounded queue is full; `retry_after_s` says when to come back."""
 

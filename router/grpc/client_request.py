@@ -1,7 +1,7 @@
 """What a gRPC client asked for, as the frontend takes it. Whatever is absent means what it means over HTTP."""
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from router.asked import ClientFields
 from router.beam_search import BeamAsk
@@ -107,7 +107,12 @@ def _num(request: pb.GenerateRequest, name: str, default: Any = None) -> Any:
     return getattr(request, name) if request.HasField(name) else default
 
 
-def model_of(request: pb.GenerateRequest | pb.EmbedRequest | pb.TokenizeRequest | pb.DetokenizeRequest) -> str | None:
+_WithModel: TypeAlias = (
+    pb.GenerateRequest | pb.EmbedRequest | pb.TokenizeRequest | pb.DetokenizeRequest | pb.CreateCachedContentRequest
+)
+
+
+def model_of(request: _WithModel) -> str | None:
     """The model that is asked for, if one is."""
     return request.model if request.HasField("model") else None
 

@@ -62,6 +62,12 @@ def marks_of(request: pb.GenerateRequest) -> list[Mark]:
     return marks
 
 
+def check_unmarked(chat: pb.Chat) -> None:
+    """Raises InvalidRequest for a mark where none can be kept."""
+    if any(turn.HasField(_CONTROL) for turn in chat.messages):
+        raise InvalidRequest(f"{_CONTROL}: stands in what is generated from alone", param=_CONTROL)
+
+
 def _ttl_s(control: pb.CacheControl) -> float:
     ttl = control.ttl if control.HasField("ttl") else DEFAULT_MARK_TTL
     if ttl not in MARK_TTL_S:

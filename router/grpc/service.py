@@ -11,6 +11,7 @@ from router.embedding import MAX_INPUTS, Embedder
 from router.frontend import Frontend
 from router.grpc.answer_messages import AnswerMessages, AnswerStream, WholeAnswer
 from router.grpc.answer_writer import AnswerWriter
+from router.grpc.cached_contents import CachedContentCalls
 from router.grpc.client_request import (
     client_fields,
     model_of,
@@ -19,7 +20,7 @@ from router.grpc.client_request import (
     wants_bos,
     wants_generation_prompt,
 )
-from router.grpc.conversation_asked import marks_of, messages_of, tools_of
+from router.grpc.conversation_asked import check_unmarked, marks_of, messages_of, tools_of
 from router.grpc.errors import caller_of
 from router.grpc.unknown_fields import check_known
 from router.marked_prefixes import prepare_marked
@@ -63,6 +64,7 @@ class InferenceService(InferenceServicer):
         self._write_timeout_s = write_timeout_s
         self._named = NamedPrompts.of(frontend)
         self._patterns = PatternSearch()
+        self._cached = CachedContentCalls(frontend, self._named, self._read)
         self._embedder = Embedder(frontend, generator, most_values=_MOST_NUMBERS)
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
@@ -127,6 +129,7 @@ class InferenceService(InferenceServicer):
         self._frontend.check_model(model_of(request))
         prompts, kind = self._frontend.prompts, request.WhichOneof("input")
         if kind == "chat":
+            check_unmarked(request.chat)
             tools = use_of(tools_of(request.tools), "auto", None, True)
             begins_turn, messages = wants_generation_prompt(request), messages_of(request.chat)
             ids = await prompts.encode_chat(messages, add_generation_prompt=begins_turn, tools=tools)
@@ -152,6 +155,30 @@ class InferenceService(InferenceServicer):
         model = self._frontend.model
         card = pb.Model(id=model.name, max_model_len=model.max_model_len, created_s=model.created_s)
         return pb.ListModelsResponse(models=[card])
+
+    async def CreateCachedContent(self, request: pb.CreateCachedContentRequest, context: Any) -> pb.CachedContent:
+        """The answer comes when the beginning is computed and kept."""
+        return await self._cached.create(self._admit(request, context), request)
+
+    async def GetCachedContent(self, request: pb.GetCachedContentRequest, context: Any) -> pb.CachedContent:
+        """One of the tenant's own."""
+        return self._cached.get(self._admit(request, context), request)
+
+    async def ListCachedContents(
+        self, request: pb.ListCachedContentsRequest, context: Any
+    ) -> pb.ListCachedContentsResponse:
+        """All of the tenant's own."""
+        return self._cached.list_all(self._admit(request, context))
+
+    async def UpdateCachedContent(self, request: pb.UpdateCachedContentRequest, context: Any) -> pb.CachedContent:
+        """Another end."""
+        return await self._cached.update(self._admit(request, context), request)
+
+    async def DeleteCachedContent(
+        self, request: pb.DeleteCachedContentRequest, context: Any
+    ) -> pb.DeleteCachedContentResponse:
+        """It need not be kept any longer."""
+        return await self._cached.delete(self._admit(request, context), request)
 
     def _admit(self, request: Any, context: Any) -> str:
         """The tenant whose request it is. Raises InvalidRequest for what it asks in fields that are not known here."""

@@ -8,10 +8,10 @@ from pydantic import Field
 
 from router.chat_template import Message
 from router.http.strict_body import StrictBody, at_most
+from router.named_caches import MAX_DISPLAY_NAME_CHARS
 from router.prompts import MAX_MESSAGES
 from tandem.errors import InvalidRequest
 
-DEFAULT_TTL_S = 3600.0
 _MAX_PARTS = 256
 _TTL = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)s")
 _TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,9})?(Z|[+-][0-9]{2}:[0-9]{2})")
@@ -65,7 +65,7 @@ class CreateBody(Life):
     model: str
     contents: Annotated[list[Content], at_most(MAX_MESSAGES)] | None = None
     systemInstruction: Content | None = None
-    displayName: Annotated[str, Field(max_length=128)] | None = None
+    displayName: Annotated[str, Field(max_length=MAX_DISPLAY_NAME_CHARS)] | None = None
 
     def messages(self) -> list[Message]:
         """The beginning of a conversation. Raises InvalidRequest for none."""

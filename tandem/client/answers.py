@@ -140,6 +140,31 @@ class Model:
     created_s: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedContent:
+    """A beginning of conversations that is kept by name; times are Unix times."""
+
+    name: str
+    """For `Options.cached_content`."""
+    num_tokens: int
+    created_s: float
+    updated_s: float
+    expires_s: float
+    display_name: str | None
+
+
+def cached_of(message: pb.CachedContent) -> CachedContent:
+    """One message."""
+    return CachedContent(
+        name=message.name,
+        num_tokens=message.num_tokens,
+        created_s=message.created_s,
+        updated_s=message.updated_s,
+        expires_s=message.expires_s,
+        display_name=message.display_name if message.HasField("display_name") else None,
+    )
+
+
 def piece_of(message: pb.GenerateResponse) -> Piece:
     """One message."""
     usage = message.usage

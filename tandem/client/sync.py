@@ -14,10 +14,10 @@ from typing import Any, Self
 
 import grpc
 
-from tandem.client.answers import Answer, Model, Piece, answer_of, timing_of, vectors_of
+from tandem.client.answers import Answer, CachedContent, Model, Piece, answer_of, cached_of, timing_of, vectors_of
 from tandem.client.base import ClientBase, failure_of, models_of
 from tandem.client.options import DEFAULT_OPTIONS, Options, Tool, Turn
-from tandem.client.requests import Prompt, embed_request, generate_request, tokenize_request
+from tandem.client.requests import Prompt, chat_of, embed_request, generate_request, tokenize_request
 from tandem.v1 import inference_pb2 as pb
 
 
@@ -80,6 +80,30 @@ class Client(ClientBase):
     def models(self) -> list[Model]:
         """What is served. Raises ServingError."""
         return models_of(self._ask("ListModels", pb.ListModelsRequest()))
+
+    def create_cached(
+        self, turns: Sequence[Turn], *, ttl_s: float | None = None, display_name: str | None = None
+    ) -> CachedContent:
+        """Have the beginning of conversations computed and kept under a name. Raises ServingError."""
+        request = pb.CreateCachedContentRequest(chat=chat_of(turns), ttl_s=ttl_s, display_name=display_name)
+        return cached_of(self._ask("CreateCachedContent", request))
+
+    def get_cached(self, name: str) -> CachedContent:
+        """Raises CacheNotFound when it is not there, or its time is over."""
+        return cached_of(self._ask("GetCachedContent", pb.GetCachedContentRequest(name=name)))
+
+    def list_cached(self) -> list[CachedContent]:
+        """The tenant's own, the newest last. Raises ServingError."""
+        told = self._ask("ListCachedContents", pb.ListCachedContentsRequest())
+        return [cached_of(one) for one in told.cached_contents]
+
+    def prolong_cached(self, name: str, ttl_s: float) -> CachedContent:
+        """It ends so long from now. Raises as `get_cached`."""
+        return cached_of(self._ask("UpdateCachedContent", pb.UpdateCachedContentRequest(name=name, ttl_s=ttl_s)))
+
+    def delete_cached(self, name: str) -> None:
+        """It need not be kept any longer. Raises as `get_cached`."""
+        self._ask("DeleteCachedContent", pb.DeleteCachedContentRequest(name=name))
 
     def _ask(self, method: str, request: Any) -> Any:
         try:

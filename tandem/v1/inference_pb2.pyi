@@ -348,3 +348,69 @@ class Model(_message.Message):
     max_model_len: int
     created_s: int
     def __init__(self, id: _Optional[str] = ..., max_model_len: _Optional[int] = ..., created_s: _Optional[int] = ...) -> None: ...
+
+class CachedContent(_message.Message):
+    __slots__ = ("name", "num_tokens", "created_s", "updated_s", "expires_s", "display_name")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CREATED_S_FIELD_NUMBER: _ClassVar[int]
+    UPDATED_S_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_S_FIELD_NUMBER: _ClassVar[int]
+    DISPLAY_NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    num_tokens: int
+    created_s: float
+    updated_s: float
+    expires_s: float
+    display_name: str
+    def __init__(self, name: _Optional[str] = ..., num_tokens: _Optional[int] = ..., created_s: _Optional[float] = ..., updated_s: _Optional[float] = ..., expires_s: _Optional[float] = ..., display_name: _Optional[str] = ...) -> None: ...
+
+class CreateCachedContentRequest(_message.Message):
+    __slots__ = ("model", "chat", "ttl_s", "expires_s", "display_name")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_S_FIELD_NUMBER: _ClassVar[int]
+    DISPLAY_NAME_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    chat: Chat
+    ttl_s: float
+    expires_s: float
+    display_name: str
+    def __init__(self, model: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., ttl_s: _Optional[float] = ..., expires_s: _Optional[float] = ..., display_name: _Optional[str] = ...) -> None: ...
+
+class GetCachedContentRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class ListCachedContentsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListCachedContentsResponse(_message.Message):
+    __slots__ = ("cached_contents",)
+    CACHED_CONTENTS_FIELD_NUMBER: _ClassVar[int]
+    cached_contents: _containers.RepeatedCompositeFieldContainer[CachedContent]
+    def __init__(self, cached_contents: _Optional[_Iterable[_Union[CachedContent, _Mapping]]] = ...) -> None: ...
+
+class UpdateCachedContentRequest(_message.Message):
+    __slots__ = ("name", "ttl_s", "expires_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    ttl_s: float
+    expires_s: float
+    def __init__(self, name: _Optional[str] = ..., ttl_s: _Optional[float] = ..., expires_s: _Optional[float] = ...) -> None: ...
+
+class DeleteCachedContentRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class DeleteCachedContentResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -59,6 +59,31 @@ class InferenceStub(object):
                 request_serializer=tandem_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.CreateCachedContent = channel.unary_unary(
+                '/tandem.v1.Inference/CreateCachedContent',
+                request_serializer=tandem_dot_v1_dot_inference__pb2.CreateCachedContentRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_inference__pb2.CachedContent.FromString,
+                _registered_method=True)
+        self.GetCachedContent = channel.unary_unary(
+                '/tandem.v1.Inference/GetCachedContent',
+                request_serializer=tandem_dot_v1_dot_inference__pb2.GetCachedContentRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_inference__pb2.CachedContent.FromString,
+                _registered_method=True)
+        self.ListCachedContents = channel.unary_unary(
+                '/tandem.v1.Inference/ListCachedContents',
+                request_serializer=tandem_dot_v1_dot_inference__pb2.ListCachedContentsRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_inference__pb2.ListCachedContentsResponse.FromString,
+                _registered_method=True)
+        self.UpdateCachedContent = channel.unary_unary(
+                '/tandem.v1.Inference/UpdateCachedContent',
+                request_serializer=tandem_dot_v1_dot_inference__pb2.UpdateCachedContentRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_inference__pb2.CachedContent.FromString,
+                _registered_method=True)
+        self.DeleteCachedContent = channel.unary_unary(
+                '/tandem.v1.Inference/DeleteCachedContent',
+                request_serializer=tandem_dot_v1_dot_inference__pb2.DeleteCachedContentRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_inference__pb2.DeleteCachedContentResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer(object):
@@ -96,6 +121,39 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateCachedContent(self, request, context):
+        """Beginnings of conversations that stay cached under a name until their time is over; /v1beta/cachedContents of HTTP.
+        The answer comes when it is computed and kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetCachedContent(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListCachedContents(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateCachedContent(self, request, context):
+        """Another end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteCachedContent(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -123,6 +181,31 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=tandem_dot_v1_dot_inference__pb2.ListModelsRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_inference__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'CreateCachedContent': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateCachedContent,
+                    request_deserializer=tandem_dot_v1_dot_inference__pb2.CreateCachedContentRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_inference__pb2.CachedContent.SerializeToString,
+            ),
+            'GetCachedContent': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCachedContent,
+                    request_deserializer=tandem_dot_v1_dot_inference__pb2.GetCachedContentRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_inference__pb2.CachedContent.SerializeToString,
+            ),
+            'ListCachedContents': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListCachedContents,
+                    request_deserializer=tandem_dot_v1_dot_inference__pb2.ListCachedContentsRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_inference__pb2.ListCachedContentsResponse.SerializeToString,
+            ),
+            'UpdateCachedContent': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateCachedContent,
+                    request_deserializer=tandem_dot_v1_dot_inference__pb2.UpdateCachedContentRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_inference__pb2.CachedContent.SerializeToString,
+            ),
+            'DeleteCachedContent': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteCachedContent,
+                    request_deserializer=tandem_dot_v1_dot_inference__pb2.DeleteCachedContentRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_inference__pb2.DeleteCachedContentResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -260,6 +343,141 @@ class Inference(object):
             '/tandem.v1.Inference/ListModels',
             tandem_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
             tandem_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateCachedContent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/CreateCachedContent',
+            tandem_dot_v1_dot_inference__pb2.CreateCachedContentRequest.SerializeToString,
+            tandem_dot_v1_dot_inference__pb2.CachedContent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCachedContent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/GetCachedContent',
+            tandem_dot_v1_dot_inference__pb2.GetCachedContentRequest.SerializeToString,
+            tandem_dot_v1_dot_inference__pb2.CachedContent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListCachedContents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/ListCachedContents',
+            tandem_dot_v1_dot_inference__pb2.ListCachedContentsRequest.SerializeToString,
+            tandem_dot_v1_dot_inference__pb2.ListCachedContentsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateCachedContent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/UpdateCachedContent',
+            tandem_dot_v1_dot_inference__pb2.UpdateCachedContentRequest.SerializeToString,
+            tandem_dot_v1_dot_inference__pb2.CachedContent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteCachedContent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/DeleteCachedContent',
+            tandem_dot_v1_dot_inference__pb2.DeleteCachedContentRequest.SerializeToString,
+            tandem_dot_v1_dot_inference__pb2.DeleteCachedContentResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,12 +8,13 @@ from random import Random
 import pytest
 
 from router.conversation import Message
-from router.named_caches import CacheNotFound, NamedCache, NamedCaches
+from router.named_caches import NamedCache, NamedCaches
 from router.named_siblings import NamedSiblings, _decoded, _encoded
 from router.pin_registry import PinRecord, PinRegistry, PinSite
 from router.shared_names import NameNews, SharedNames
 from router.tools import ToolCall
 from router.worker_view import WorkerKey
+from tandem.errors import CacheNotFound
 from tandem.ids import BlockHash, Incarnation, WorkerId
 from tandem.prefix_pin import PinKey, PinOrder, PinOutcome, PinTold
 

@@ -1,0 +1,100 @@
+"""Named beginnings of conversations over gRPC: what /v1beta/cachedContents does over HTTP."""
+
+from collections.abc import Awaitable, Callable
+
+from router.asked import Prepared
+from router.frontend import Frontend
+from router.grpc.client_request import model_of
+from router.grpc.conversation_asked import check_unmarked, messages_of
+from router.named_caches import DEFAULT_TTL_S, MAX_DISPLAY_NAME_CHARS, NamedCache
+from router.named_prompts import NamedPrompts
+from router.text_stream import TextReader, WholeText
+from tandem.errors import InvalidRequest
+from tandem.v1 import inference_pb2 as pb
+
+_DISPLAY_NAME = "display_name"
+
+
+class CachedContentCalls:
+    """The five calls, for one tenant each."""
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        named: NamedPrompts | None,
+        read: Callable[[Prepared, TextReader], Awaitable[None]],
+    ) -> None:
+        """`named`: None where nothing is kept by name. `read` has a request computed."""
+        self._frontend = frontend
+        self._kept = named
+        self._read = read
+
+    async def create(self, tenant: str, request: pb.CreateCachedContentRequest) -> pb.CachedContent:
+        """Raises as `NamedPrompts.create`."""
+        named = self._named()
+        self._frontend.check_model(model_of(request))
+        check_unmarked(request.chat)
+        if not request.chat.messages:
+            raise InvalidRequest("chat: at least one message", param="chat")
+        if len(request.display_name) > MAX_DISPLAY_NAME_CHARS:
+            raise InvalidRequest(f"{_DISPLAY_NAME}: at most {MAX_DISPLAY_NAME_CHARS} characters", param=_DISPLAY_NAME)
+
+        async def compute(prepared: Prepared) -> None:
+            await self._read(prepared, WholeText())
+
+        cache = await named.create(
+            tenant,
+            messages_of(request.chat),
+            expires_s=_expires_s(request, named.caches.clock(), DEFAULT_TTL_S),
+            display_name=request.display_name if request.HasField(_DISPLAY_NAME) else None,
+            compute=compute,
+        )
+        return _shown(cache)
+
+    def get(self, tenant: str, request: pb.GetCachedContentRequest) -> pb.CachedContent:
+        """Raises CacheNotFound."""
+        return _shown(self._named().caches.get(tenant, request.name))
+
+    def list_all(self, tenant: str) -> pb.ListCachedContentsResponse:
+        """They are few."""
+        caches = self._named().caches.all(tenant)
+        return pb.ListCachedContentsResponse(cached_contents=[_shown(cache) for cache in caches])
+
+    async def update(self, tenant: str, request: pb.UpdateCachedContentRequest) -> pb.CachedContent:
+        """Raises CacheNotFound or InvalidRequest."""
+        named = self._named()
+        return _shown(await named.prolong(tenant, request.name, _expires_s(request, named.caches.clock())))
+
+    async def delete(self, tenant: str, request: pb.DeleteCachedContentRequest) -> pb.DeleteCachedContentResponse:
+        """Raises CacheNotFound."""
+        await self._named().remove(tenant, request.name)
+        return pb.DeleteCachedContentResponse()
+
+    def _named(self) -> NamedPrompts:
+        if self._kept is None:
+            raise InvalidRequest("cached_content: nothing is kept by name here", param="cached_content")
+        return self._kept
+
+
+def _expires_s(
+    request: pb.CreateCachedContentRequest | pb.UpdateCachedContentRequest, now_s: float, default_s: float | None = None
+) -> float:
+    """Unix time. Raises InvalidRequest when it is not said, or said twice."""
+    if request.HasField("ttl_s") and request.HasField("expires_s"):
+        raise InvalidRequest("send either ttl_s or expires_s", param="expires_s")
+    if request.HasField("expires_s"):
+        return request.expires_s
+    if not request.HasField("ttl_s") and default_s is None:
+        raise InvalidRequest("send ttl_s or expires_s: nothing else can be changed", param="ttl_s")
+    return now_s + (request.ttl_s if request.HasField("ttl_s") else default_s or 0.0)
+
+
+def _shown(cache: NamedCache) -> pb.CachedContent:
+    return pb.CachedContent(
+        name=cache.name,
+        num_tokens=cache.num_tokens,
+        created_s=cache.created_s,
+        updated_s=cache.updated_s,
+        expires_s=cache.expires_s,
+        display_name=cache.display_name,
+    )
