@@ -94,7 +94,7 @@ def _beams(request: pb.GenerateRequest) -> BeamAsk | None:
         length_penalty=request.length_penalty if request.HasField("length_penalty") else None,
         early_stopping=_EARLY[request.early_stopping],
         streams=_can_be_continued(request),
-        votes=request.vote,
+        votes=request.vote or request.HasField("vote_pattern"),
     )
 
 

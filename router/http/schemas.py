@@ -162,7 +162,7 @@ class GenerationBody(StrictBody):
             length_penalty=self.length_penalty,
             early_stopping=self.early_stopping,
             streams=bool(self.stream),
-            votes=bool(self.vote),
+            votes=bool(self.vote) or self.vote_pattern is not None,
         )
 
     @property

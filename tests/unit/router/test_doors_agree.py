@@ -191,6 +191,7 @@ TOGETHER = (
     ("n", "best_of"),
     ("n", "vote"),
     ("n", "use_beam_search"),
+    ("use_beam_search", "vote_pattern"),
     ("use_beam_search", "length_penalty", "early_stopping"),
     ("prompt_logprobs", "max_tokens"),
     ("messages", "continue_final_message"),

@@ -156,6 +156,7 @@ def unknown_in(message: Any) -> None:
         (HELLO | {"best_of": 2, "stream": True}, lambda r: None, "best_of"),
         (HELLO | {"vote": True, "stream": True}, lambda r: None, "vote"),
         (HELLO | {"use_beam_search": True, "stream": True}, lambda r: None, "use_beam_search"),
+        (HELLO | {"use_beam_search": True, "vote_pattern": "a"}, lambda r: None, "use_beam_search"),
         (HELLO | {"prompt_logprobs": 1, "stream": True}, lambda r: None, "prompt_logprobs"),
         (HELLO, lambda r: setattr(r, "early_stopping", 9), "early_stopping"),
         (HELLO, lambda r: setattr(r, "length_penalty", float("nan")), "length_penalty"),
