@@ -8,6 +8,8 @@ import openai
 import pytest
 import pytest_asyncio
 
+from tandem.client.aio import AsyncClient
+from tandem.client.options import Options, Tool, ToolChoice, Turn
 from tests.e2e.running_cluster import WAIT_S, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -89,6 +91,33 @@ async def test_forced_calls_in_a_stream(client):
     assert [call.function.arguments for call in one.message.tool_calls] == [
         call.function.arguments for call in whole.message.tool_calls
     ]
+
+
+async def test_the_same_calls_over_grpc(cluster, client):
+    """With `tandem.client`; and what else is new there against what HTTP says, on real workers."""
+    whole = (await client.chat.completions.create(**asked("required", temperature=1.0, seed=4))).choices[0].message
+    tools = [
+        Tool(name="get_weather", description="Of a city.", parameters=json.dumps(WEATHER)),
+        Tool(name="clock"),
+    ]
+    turns = [Turn(**turn) for turn in ASKED]
+    options = Options(
+        tools=tools, tool_choice=ToolChoice(mode="required"), max_tokens=600, temperature=1.0, seed=4, prompt_logprobs=0
+    )
+    async with AsyncClient(cluster.local.grpc_address) as grpc_client:
+        answer = await grpc_client.chat(turns, options)
+        (choice,) = answer.choices
+        assert choice.finish_reason == "tool_calls"
+        assert [(call.name, call.arguments) for call in choice.tool_calls] == [
+            (call.function.name, call.function.arguments) for call in whole.tool_calls
+        ]
+        assert len(answer.prompt_logprobs) == answer.usage.prompt_tokens - 1
+        beams = {"n": 2, "max_tokens": 6}
+        over_http = await client.completions.create(
+            model=MODEL, prompt="Once", **beams, extra_body={"use_beam_search": True}
+        )
+        found = await grpc_client.generate("Once", Options(use_beam_search=True, **beams))
+    assert [one.text for one in found.choices] == [one.text for one in over_http.choices]
 
 
 @pytest.mark.slow
