@@ -54,6 +54,7 @@ from router.session_wire import (
     unpin_to_pb,
 )
 from router.silence import SilenceWatch
+from router.waiting_pins import WaitingPins
 from router.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
 from tandem.errors import Unavailable
 from tandem.ids import Incarnation, RequestId
@@ -65,6 +66,8 @@ from tandem.v1.session_pb2_grpc import WorkerStub
 logger = logging.getLogger(__name__)
 
 _LOOKS_PER_SILENCE = 8
+_PINS_TOGETHER = 64
+"""In one message: submits that come meanwhile go before the next ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,8 @@ class SessionSettings:
     """Workers report their load four times a second."""
     max_queued_submits: int = 4096
     """Submits waiting for a slow connection."""
+    max_queued_pins: int = 4096
+    """Pins whose newest order waits for it."""
 
 
 class SessionListener(Protocol):
@@ -130,9 +135,9 @@ class WorkerSession:
         self._attempts: dict[RequestId, _Attempt] = {}
         self._reads: dict[RequestId, _Read] = {}
         # Bounded: submits by `max_queued_submits`, reroutes and cancels by the attempts that they concern. Inherits
-        # and settles by the workers that drain: each is heard once, and names this worker once. Resyncs by time, pins
-        # by the prompts that they are of.
+        # and settles by the workers that drain: each is heard once, and names this worker once. Resyncs by time.
         self._outgoing: deque[pb.RouterMessage] = deque()
+        self._pins: WaitingPins[pb.RouterMessage] = WaitingPins(most=settings.max_queued_pins)
         self._has_outgoing = asyncio.Event()
         self._ended = False
         self._silence = SilenceWatch(silence_s=settings.silence_s, period_s=self._look_s, now_s=time.monotonic())
@@ -215,11 +220,11 @@ class WorkerSession:
 
     def pin(self, order: PinOrder) -> None:
         """See WorkerPort."""
-        self._send(pin_to_pb(order))
+        self._send_pin(order.key, pin_to_pb(order))
 
     def unpin(self, key: PinKey) -> None:
         """See WorkerPort."""
-        self._send(unpin_to_pb(key))
+        self._send_pin(key, unpin_to_pb(key))
 
     def resync(self) -> None:
         """See WorkerPort."""
@@ -245,11 +250,18 @@ class WorkerSession:
         self._outgoing.append(message)
         self._has_outgoing.set()
 
+    def _send_pin(self, key: PinKey, message: pb.RouterMessage) -> None:
+        if not self._ended:
+            self._pins.put(key, message)
+            self._has_outgoing.set()
+
     async def _write(self) -> None:
         while True:
             await self._has_outgoing.wait()
             self._has_outgoing.clear()
-            while self._outgoing:
+            while self._outgoing or self._pins:
+                if not self._outgoing:
+                    self._outgoing.extend(self._pins.take(_PINS_TOGETHER))
                 try:
                     await self._call.write(take_together(self._outgoing))
                 except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -337,6 +349,7 @@ class WorkerSession:
     def _end(self, listener: SessionListener, reason: str) -> None:
         self._ended = True
         self._outgoing.clear()
+        self._pins.clear()
         self._call.cancel()
         # First the registry, so that whoever is told of the loss does not choose the same worker again.
         listener.left(self.info.key, reason)
