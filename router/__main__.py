@@ -272,6 +272,7 @@ def make_dispatcher(
         observer=metrics,
         settings=DispatchSettings(
             max_attempts=settings.max_attempts,
+            rejoin_s=settings.rejoin_s,
             stream_buffer_tokens=settings.stream_buffer_tokens,
             hedging=hedging_settings(settings),
         ),

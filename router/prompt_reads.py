@@ -102,7 +102,8 @@ class PromptReads:
                     changed.clear()
                     await changed.wait()
         except TimeoutError:
-            raise Unavailable("no worker can read the prompt", retry_after_s=settings.retry_after_s) from None
+            told = f"no worker could read the prompt within {settings.rejoin_s:g} s (router.rejoin_s)"
+            raise Unavailable(told, retry_after_s=settings.retry_after_s) from None
         finally:
             registry.unwatch(changed.set)
 

@@ -32,7 +32,7 @@ from router.requests import ChoiceDelta, Reader, RoutedRequest
 from router.session_events import AttemptEvent, TokensArrived
 from router.surroundings import Surroundings, Waiting
 from router.waiting_room import Place
-from tandem.errors import DeadlineExceeded, Overloaded, StreamTaken
+from tandem.errors import DeadlineExceeded, Overloaded, StreamTaken, Unavailable
 from tandem.ids import BlockHash
 from tandem.outputs import FinishReason
 
@@ -165,8 +165,8 @@ class RequestRun:
                 for waiting in self._waiting():
                     waiting.submit()
             case RejoinOver():
-                for waiting in self._waiting(Waiting.FOR_WORKER):
-                    raise waiting.final_error()
+                if self._waiting(Waiting.FOR_WORKER):
+                    raise self._deserted()
             case RoomMayBe():
                 self._leave_queue(mail.choice_index)
                 self._choices[mail.choice_index].come_back()
@@ -205,6 +205,11 @@ class RequestRun:
         if (timer := self._patience.pop(index, None)) is not None:
             timer.cancel()
             self._around.room.leave(self._queued[index])
+
+    def _deserted(self) -> Unavailable:
+        settings = self._around.settings
+        told = f"the decode worker was lost, and none came to go on within {settings.rejoin_s:g} s (router.rejoin_s)"
+        return Unavailable(told, retry_after_s=settings.retry_after_s)
 
     def _watch_for_workers(self) -> None:
         """Be told who joins or leaves while a choice waits, and for a bounded time only while no worker is left."""

@@ -33,8 +33,8 @@ class DispatchSettings:
     """Attempts in a row without a new token."""
     stream_buffer_tokens: int = 4096
     """Per choice: tokens waiting for a slow reader before the request is cancelled."""
-    rejoin_s: float = 10.0
-    """How long a stream whose worker died waits for one to come (back) when none is left."""
+    rejoin_s: float = 60.0
+    """How long a stream whose worker died waits for one to come (back) when none is left; see `router.rejoin_s`."""
     retry_after_s: float = 1.0
     """What clients are told when no worker said anything better."""
     hedging: HedgingSettings | None = None

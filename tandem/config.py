@@ -190,6 +190,9 @@ class RouterConfig(DoorLocks, PromptCaching):
     worker_silence_s: float = Field(default=1.5, ge=0.5, le=86400.0)
     """A worker that says nothing for so long is taken for dead, and its streams continue elsewhere. A live one speaks
     every 0.25 s."""
+    rejoin_s: Seconds = 60.0
+    """For how long a stream whose decode worker died waits for one to come (back) when none is left; then it ends with
+    503. Restarting a worker, model and all, should take less. What would only begin then is refused at once."""
     takeover_s: float = Field(default=10.0, ge=0.0, le=600.0)
     """For how long workers go on with the streams of a router that is gone, for their clients to come to another with a
     `Last-Event-ID`; 0: not at all, then such a stream is generated again."""
