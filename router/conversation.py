@@ -8,6 +8,7 @@ in the system message, calls and results in tags, as Hermes writes them.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 from router.tools import Tool, ToolCall, arguments_of, check_call_id, check_calls
@@ -145,19 +146,12 @@ def hidden(value: Any, hide: Callable[[str], str]) -> Any:
 def in_plain_words(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
     """The same conversation for a template that knows no tools."""
     told: list[Message] = []
-    for message in messages:
-        if message.tool_call_id is not None:
-            result = f"<tool_response>\n{message.content}\n</tool_response>"
-            if told and told[-1].role == "user" and told[-1].content.endswith("</tool_response>"):
-                told[-1] = replace(told[-1], content=f"{told[-1].content}\n{result}")
-            else:
-                told.append(Message(role="user", content=result))
-        elif message.tool_calls:
-            calls = [f"<tool_call>\n{_call_text(call)}\n</tool_call>" for call in message.tool_calls]
-            content = "\n".join([message.content, *calls] if message.content else calls)
-            told.append(Message(role=message.role, content=content, name=message.name))
+    for are_results, turns in groupby(messages, lambda message: message.tool_call_id is not None):
+        if are_results:
+            results = (f"<tool_response>\n{message.content}\n</tool_response>" for message in turns)
+            told.append(Message(role="user", content="\n".join(results)))
         else:
-            told.append(message)
+            told += map(_call_turn, turns)
     if not tools:
         return told
     lines = (json.dumps(tool_object(tool)["function"], ensure_ascii=False) for tool in tools)
@@ -165,6 +159,14 @@ def in_plain_words(messages: Sequence[Message], tools: Sequence[Tool]) -> list[M
     if told[0].role in ("system", "developer"):
         return [replace(told[0], content=f"{told[0].content}\n\n{instructions}"), *told[1:]]
     return [Message(role="system", content=instructions), *told]
+
+
+def _call_turn(message: Message) -> Message:
+    if not message.tool_calls:
+        return message
+    calls = [f"<tool_call>\n{_call_text(call)}\n</tool_call>" for call in message.tool_calls]
+    content = "\n".join([message.content, *calls] if message.content else calls)
+    return Message(role=message.role, content=content, name=message.name)
 
 
 def _call_text(call: ToolCall) -> str:

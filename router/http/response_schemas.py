@@ -212,16 +212,15 @@ def _text(content: str | list[ContentPart] | None) -> str:
 def _turns(parts: Sequence[Message | ToolCall]) -> Iterator[Message]:
     """A call belongs to the assistant's turn before it, or makes one with those that follow it."""
     turn: Message | None = None
-    for part in parts:
+    calls: list[ToolCall] = []
+    for part in (*parts, None):
         if isinstance(part, ToolCall):
-            if turn is None or turn.role != "assistant":
-                if turn is not None:
-                    yield turn
-                turn = Message(role="assistant", content="")
-            turn = replace(turn, tool_calls=(*turn.tool_calls, part))
-        else:
-            if turn is not None:
+            if turn is not None and turn.role != "assistant":
                 yield turn
-            turn = part
-    if turn is not None:
-        yield turn
+                turn = None
+            turn = turn or Message(role="assistant", content="")
+            calls.append(part)
+            continue
+        if turn is not None:
+            yield replace(turn, tool_calls=(*turn.tool_calls, *calls)) if calls else turn
+        turn, calls = part, []

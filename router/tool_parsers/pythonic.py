@@ -1,15 +1,12 @@
 """Calls as a Python list of calls, `[weather(city="Paris"), clock()]`, in place of an answer (Llama 3.2 and 4)."""
 
-import ast
-import json
-import warnings
 from collections.abc import Sequence
 
 from router.tool_parsers.json_call import WHITE
 from router.tool_parsers.machine import TextMachine
+from router.tool_parsers.python_call import MAX_CALL_CHARS, read_call
 from router.tools import Tool
 
-MAX_CALL_CHARS = 64 * 1024
 _OPENING, _CLOSING = "([{", ")]}"
 
 
@@ -80,18 +77,3 @@ class PythonicCalls(TextMachine):
             return at + 1
         self._read_call()
         return at
-
-
-def read_call(text: str) -> tuple[str, str] | None:
-    """(name, arguments as JSON) of a call with constants by name; None for anything else."""
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of the model's escapes
-            call = ast.parse(text.strip(), mode="eval").body
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-            return None
-        values = {one.arg: ast.literal_eval(one.value) for one in call.keywords if one.arg is not None}
-        if len(values) != len(call.keywords):
-            return None
-        return call.func.id, json.dumps(values, ensure_ascii=False, allow_nan=False)
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        return None
