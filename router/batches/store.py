@@ -12,10 +12,9 @@ import os
 import re
 import secrets
 import shutil
-import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
@@ -23,6 +22,7 @@ from typing import IO, Any
 import orjson
 
 from router.batches.lines import number_of
+from router.batches.shared_locks import Places, alone, take_all
 from router.batches.values import Batch, ObjectNotFound, StoredFile
 from tandem.errors import ConfigError, Overloaded
 
@@ -34,6 +34,9 @@ _UPLOAD_S = 3600.0
 """Longer than any upload may take."""
 MOST_FILES = 10_000
 """Of one tenant, however small they are."""
+MOST_UPLOADS = 16
+MOST_UPLOADS_OF_TENANT = 4
+"""On their way at once to all processes, and those of one tenant: each may take twice a file's largest size of disk."""
 MOST_ENDED = 1_000
 """Batches of one tenant that are remembered once they have ended."""
 _log = logging.getLogger(__name__)
@@ -47,8 +50,6 @@ class BatchStore:
         self._max_tenant_bytes = max_tenant_bytes
         self._keep_s = keep_s
         self._lock: IO[bytes] | None = None
-        # Uploads that end at once, in threads, must not all see the same room.
-        self._adding = threading.Lock()
         # What has ended stays so: looking for work does not read it again. Touched by one thread at a time.
         self._ended: set[Path] = set()
 
@@ -84,10 +85,19 @@ class BatchStore:
         """A path for what is being uploaded."""
         return self._folder / "incoming" / secrets.token_hex(16)
 
+    def begin_upload(self, tenant: str) -> ExitStack:
+        """A place for what is about to be uploaded, to be closed. Raises Overloaded when all are taken."""
+        of_tenant = Places(self._of(tenant, "uploads"), MOST_UPLOADS_OF_TENANT)
+        place = take_all(of_tenant, Places(self._folder / "uploads", MOST_UPLOADS))
+        if place is None:
+            raise Overloaded("too many files are on their way", retry_after_s=1.0)
+        return place
+
     def add_file(self, tenant: str, content: Path, *, filename: str, purpose: str, now_s: float) -> StoredFile:
         """Take a finished upload over. Raises Overloaded when the tenant has too much."""
         size = content.stat().st_size
-        with self._adding:
+        # Uploads that end at once, in whatever process, must not all see the same room.
+        with alone(self._of(tenant, "files")):
             files = self.files(tenant)
             held = sum(file.num_bytes for file in files)
             if held + size > self._max_tenant_bytes:
@@ -140,6 +150,15 @@ class BatchStore:
         path.unlink(missing_ok=True)
 
     # Batches
+
+    def add_batch(self, batch: Batch, *, most: int) -> None:
+        """A new one. Raises Overloaded when `most` of the tenant's have not ended."""
+        # As with files.
+        with alone(self._of(batch.tenant, "batches")):
+            live = sum(not one.status.is_final for one in self.batches(batch.tenant))
+            if live >= most:
+                raise Overloaded(f"{live} batches have not ended, at most {most}", retry_after_s=60.0)
+            self.save(batch)
 
     def save(self, batch: Batch) -> None:
         """As it is now."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import secrets
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Protocol, TypeVar
 
@@ -18,13 +17,10 @@ from router.http.routes import Routes
 from router.http.schemas import validate
 from router.http.strict_body import StrictBody, at_most
 from tandem.batch_config import BatchesConfig
-from tandem.errors import InvalidRequest, Overloaded
+from tandem.errors import InvalidRequest
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
 _PURPOSES = ("batch",)
-_MOST_UPLOADS = 16
-_MOST_OF_TENANT = 4
-"""Uploads on their way at once, and those of one tenant: each may take twice a file's largest size of disk."""
 MOST_LISTED = 1000
 _BOUNDS = BodyBounds(max_bytes=64 << 10, max_values=1 << 12)
 _T = TypeVar("_T", Batch, StoredFile)
@@ -57,7 +53,6 @@ class BatchRoutes:
         self._runner = runner
         self._config = config
         self._now = now
-        self._uploading: Counter[str] = Counter()
 
     def add_to(self, routes: Routes) -> None:
         """For whoever has a key."""
@@ -72,16 +67,9 @@ class BatchRoutes:
 
     async def upload(self, request: Request) -> dict[str, Any]:
         """A file, for later."""
-        tenant, uploading = request.state.tenant, self._uploading
-        if uploading.total() >= _MOST_UPLOADS or uploading[tenant] >= _MOST_OF_TENANT:
-            raise Overloaded("too many files are on their way", retry_after_s=1.0)
-        uploading[tenant] += 1
-        try:
+        tenant = request.state.tenant
+        with await asyncio.to_thread(self._store.begin_upload, tenant):
             return await self._receive(request, tenant)
-        finally:
-            uploading[tenant] -= 1
-            if not uploading[tenant]:
-                del uploading[tenant]
 
     async def _receive(self, request: Request, tenant: str) -> dict[str, Any]:
         raw, content = self._store.incoming(), self._store.incoming()
@@ -136,9 +124,6 @@ class BatchRoutes:
         file = await asyncio.to_thread(self._store.file, tenant, body.input_file_id)
         if file.purpose != "batch":
             raise InvalidRequest("input_file_id: a file of purpose batch", param="input_file_id")
-        live = sum(not batch.status.is_final for batch in await asyncio.to_thread(self._store.batches, tenant))
-        if live >= self._config.max_batches:
-            raise Overloaded(f"{live} batches have not ended, at most {self._config.max_batches}", retry_after_s=60.0)
         now_s = self._now()
         batch = Batch(
             id=f"batch_{secrets.token_hex(16)}",
@@ -149,7 +134,7 @@ class BatchRoutes:
             expires_s=int(now_s + WINDOW_S),
             metadata=body.metadata or {},
         )
-        await asyncio.to_thread(self._store.save, batch)
+        await asyncio.to_thread(self._store.add_batch, batch, most=self._config.max_batches)
         self._runner.wake()
         return batch.shown(is_cancelled=False)
 

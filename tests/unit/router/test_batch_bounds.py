@@ -1,7 +1,11 @@
 """Batches: bounds of what many of them, broken files and a full disk may do to others."""
 
 import asyncio
+import fcntl
 import resource
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +14,9 @@ import pytest
 
 from router.batches import store as store_module
 from router.batches.runner import MOST_AT_WORK, MOST_OF_TENANT, startable
+from router.batches.shared_locks import Places, take_all
 from router.batches.store import BatchStore
-from router.batches.values import Batch, BatchStatus
+from router.batches.values import Batch, BatchStatus, StoredFile
 from router.http import multipart
 from tandem.config import RouterConfig
 from tandem.errors import Overloaded
@@ -124,7 +129,7 @@ def test_a_full_disk_leaves_no_half_line(store: BatchStore, tmp_path: Path) -> N
     assert path.read_bytes() == first + second
 
 
-async def test_uploads_on_their_way_are_bounded_by_tenant(parts: doors.Doors, tmp_path: Path) -> None:
+async def test_uploads_on_their_way_are_bounded_by_tenant_for_all_processes(parts: doors.Doors, tmp_path: Path) -> None:
     released = asyncio.Event()
 
     async def slowly() -> AsyncIterator[bytes]:
@@ -132,16 +137,80 @@ async def test_uploads_on_their_way_are_bounded_by_tenant(parts: doors.Doors, tm
         await released.wait()
 
     headers = {"Content-Type": "multipart/form-data; boundary=x"}
-    async with running(parts, tmp_path) as world:
-        slow = [asyncio.create_task(world.http.post("/v1/files", content=slowly(), headers=headers)) for _ in range(4)]
+    async with running(parts, tmp_path) as world, running(parts, tmp_path) as other:
+        doors_ = [world.http, other.http] * 2
+        slow = [asyncio.create_task(http.post("/v1/files", content=slowly(), headers=headers)) for http in doors_]
         await world.until(lambda: len(list((tmp_path / "incoming").iterdir())) == len(slow))
-        refused = await world.http.post("/v1/files", content=b"--x", headers=headers)
-        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        for http in (world.http, other.http):
+            refused = await http.post("/v1/files", content=b"--x", headers=headers)
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         theirs = headers | {"Authorization": "Bearer two"}
-        assert (await world.http.post("/v1/files", content=b"--x", headers=theirs)).status_code == 400
+        assert (await other.http.post("/v1/files", content=b"--x", headers=theirs)).status_code == 400
         released.set()
         assert [answer.status_code for answer in await asyncio.gather(*slow)] == [400] * 4
         assert await world.upload(b"{}")
+        assert await other.upload(b"{}")
+
+
+async def test_batches_that_have_not_ended_are_bounded_for_all_processes(parts: doors.Doors, tmp_path: Path) -> None:
+    async with running(parts, tmp_path, max_batches=3) as world, running(parts, tmp_path, max_batches=3) as other:
+        world.room.is_there = other.room.is_there = False
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}
+        asked = {"input_file_id": await world.upload(line), "endpoint": "/v1/completions", "completion_window": "24h"}
+        answers = await asyncio.gather(*(http.post("/v1/batches", json=asked) for http in (world.http, other.http) * 4))
+        assert Counter(answer.status_code for answer in answers) == {200: 3, 429: 5}
+
+
+class Looked(BatchStore):
+    """Between a look at what there is and what is written upon it, another process tries to come in."""
+
+    num_looks = 0
+
+    def _nobody_comes_in(self) -> None:
+        self.num_looks += 1
+        for lock in self._folder.glob("tenants/*/*/alone"):
+            with lock.open("ab") as other, pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def files(self, tenant: str) -> list[StoredFile]:
+        self._nobody_comes_in()
+        return super().files(tenant)
+
+    def batches(self, tenant: str) -> list[Batch]:
+        self._nobody_comes_in()
+        return super().batches(tenant)
+
+
+@pytest.mark.parametrize("what", ["file", "batch"])
+def test_room_is_looked_for_and_taken_by_one_process_at_a_time(tmp_path: Path, what: str) -> None:
+    store = Looked(tmp_path, max_tenant_bytes=10, keep_s=1000.0)
+    store.open()
+
+    def add(number: int) -> None:
+        if what == "batch":
+            store.add_batch(batch(number), most=1)
+            return
+        content = store.incoming()
+        content.write_bytes(b"0123456789")
+        store.add_file("acme", content, filename="f", purpose="batch", now_s=100.0)
+
+    add(0)
+    with pytest.raises(Overloaded):
+        add(1)
+    assert store.num_looks == 2
+
+
+def test_a_process_that_is_killed_gives_its_places_back(tmp_path: Path) -> None:
+    code = "import sys, pathlib; from router.batches.shared_locks import Places; "
+    code += "held = Places(pathlib.Path(sys.argv[1]), 1).take(); print(held is not None, flush=True); input()"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "True\n"
+        assert take_all(Places(tmp_path / "b", 1), Places(tmp_path, 1)) is None
+        process.kill()
+    with take_all(Places(tmp_path / "b", 1), Places(tmp_path, 1)) or pytest.fail("not given back"):
+        assert Places(tmp_path, 1).take() is None
 
 
 async def test_a_boundary_across_two_pieces_of_a_search(
