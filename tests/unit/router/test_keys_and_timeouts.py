@@ -1,5 +1,6 @@
 """Keys with tenants, and the client's own time limit, at the HTTP door."""
 
+import hmac
 import time
 
 import pytest
@@ -25,6 +26,27 @@ def test_keys_of_one_tenant_share_its_name_and_bare_keys_are_tenants_of_their_ow
     with pytest.raises(Unauthenticated):
         book.tenant("Bearer acme")
     assert keys().tenant(None) == ""
+
+
+def test_of_many_keys_one_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    book = ApiKeys(ApiKey(key=f"key-{number}", tenant=f"t{number % 1000}") for number in range(2000))
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(given: bytes, known: bytes) -> bool:
+        compared.append((given, known))
+        return given == known
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    assert [book.tenant(f"Bearer key-{number}") for number in (0, 999, 1999)] == ["t0", "t999", "t999"]
+    with pytest.raises(Unauthenticated):
+        book.tenant("Bearer key-2000")
+    assert [given == known for given, known in compared] == [True] * 3 + [False]
+
+
+def test_of_entries_of_one_key_the_first_counts() -> None:
+    book = ApiKeys([ApiKey(key="one", tenant="first"), ApiKey(key="one", tenant="second")])
+    assert book.tenant("Bearer one") == "first"
+    assert book.tenants == {"first"}
 
 
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Bearer  \t", "Basic good"])
