@@ -208,6 +208,10 @@ class LocalCluster:
         """Begin to drain: the router first, then the workers."""
         self._apply(self._supervisor.stop(self._now()))
 
+    def request_reread(self) -> None:
+        """Have the processes look at what may change while they run (`tandem.hangup`)."""
+        self._apply(self._supervisor.reread())
+
     def request_kill(self) -> None:
         """SIGKILL to every process of ours."""
         self._apply(self._supervisor.kill(self._now()))

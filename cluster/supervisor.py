@@ -238,6 +238,11 @@ class Supervisor:
         due = (at for p in self._processes.values() for at in (p.deadline, p.look_at) if at is not None)
         return min(due, default=None)
 
+    def reread(self) -> list[Action]:
+        """Have every process that serves look at its files; one that is starting reads them anyway."""
+        ready = [name for name, process in self._processes.items() if process.state is ProcessState.READY]
+        return [Send(name=name, signum=signal.SIGHUP) for name in ready if self.phase is Phase.RUNNING]
+
     def stop(self, now: float) -> list[Action]:
         """End everything in order, each process finishing its work within its bound."""
         if self.phase in (Phase.STOPPING, Phase.STOPPED):

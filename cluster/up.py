@@ -1,11 +1,12 @@
 """`tandem up`: start a cluster here, show how it comes up, keep it alive, and end it as the user asks.
 
-The first Ctrl-C (or SIGTERM, SIGHUP) drains, the second kills.
+The first Ctrl-C (or SIGTERM, or the terminal's end) drains, the second kills.
 """
 
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -22,6 +23,7 @@ from cluster.sanitize import without_controls
 from cluster.supervisor import Note, ProcessState, Role
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
+from tandem.hangup import on_hangup
 from tandem.load_progress import LoadReport
 
 EXIT_FAILED = 1
@@ -81,7 +83,7 @@ class ConsoleWatcher:
             text = f"ready, pid {view.pid}, {view.address}"
             self._progress.update(self._tasks[view.name], description=text, total=1.0, completed=1.0)
             if not self._console.is_terminal:
-                self._console.print(Text(f"{view.name} {text}"), soft_wrap=True)
+                self._show(Text(f"{view.name} {text}"))
 
     def on_loading(self, name: str, report: LoadReport) -> None:
         """Move its bar on; where there is none, a line every few seconds."""
@@ -94,11 +96,11 @@ class ConsoleWatcher:
         now_s = asyncio.get_running_loop().time()
         if not self._console.is_terminal and now_s - self._lines_s.setdefault(name, now_s) >= LINE_S:
             self._lines_s[name] = now_s
-            self._console.print(Text(f"{name} {report}"), soft_wrap=True)
+            self._show(Text(f"{name} {report}"))
 
     def on_note(self, note: Note) -> None:
         """Always shown: a process died or came back."""
-        self._console.print(Text(f"{note.name} {note.text}", style="red" if note.is_error else "green"), soft_wrap=True)
+        self._show(Text(f"{note.name} {note.text}", style="red" if note.is_error else "green"))
 
     def on_log(self, name: str, line: str) -> None:
         """Shown dim, with the process's name where the line lacks it."""
@@ -106,7 +108,12 @@ class ConsoleWatcher:
             return
         if self._show_logs:
             text = line if name in line else f"{name} {line}"
-            self._console.print(Text(without_controls(text), style="dim"), soft_wrap=True)
+            self._show(Text(without_controls(text), style="dim"))
+
+    def _show(self, text: Text) -> None:
+        # In the turn of whoever tells of a process, which must go on although nobody reads it any more.
+        with suppress(OSError):
+            self._console.print(text, soft_wrap=True)
 
 
 @dataclass(slots=True)
@@ -121,14 +128,19 @@ class _Interrupts:
     def __call__(self) -> None:
         """First drain, then kill."""
         self.count += 1
+        # A terminal that has gone must not keep anybody: first what was asked for, then the word on it.
         if self.count > 1:
-            self.console.print("killing", style="red")
             self.cluster.request_kill()
+            self._say("killing", "red")
             return
-        self.console.print(f"\ndraining; {banner.STOP_HINT.partition('; ')[2]}", style="yellow")
         self.cluster.request_stop()
         if self.work is not None:
             self.work.cancel()
+        self._say(f"\ndraining; {banner.STOP_HINT.partition('; ')[2]}", "yellow")
+
+    def _say(self, text: str, style: str) -> None:
+        with suppress(OSError):
+            self.console.print(text, style=style)
 
 
 async def serve(config: ClusterConfig, *, out: Console, err: Console) -> int:
@@ -172,10 +184,10 @@ async def run_with(
     interrupts = _Interrupts(cluster, console)
     loop = asyncio.get_running_loop()
     signals = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # `nohup` means what it says
-        signals.append(signal.SIGHUP)
     for signum in signals:
         loop.add_signal_handler(signum, interrupts)
+    if on_hangup(loop, closed=interrupts, reread=cluster.request_reread):
+        signals.append(signal.SIGHUP)
     try:
         with watcher:
             async with cluster:

@@ -85,6 +85,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         )
         incarnation, limits = draw_incarnation(), make_limits(config.router, secret, time.monotonic)
         keeper = await stack.enter_async_context(Doorkeeper(config.router, limits))
+        lifetime.on_reread(keeper.look_now)
         board = await _join_workers(stack, config, registry, secret, incarnation, limits)
         if not await first_worker(registry, lifetime):
             return
@@ -110,19 +111,22 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         bounds = connection_bounds(config.router.connections, raise_file_limit())
         shares = place.siblings is not None
         server = build_server(frontend, gate, config.router, metrics, bounds.grpc, shares_port=shares, keeper=keeper)
-        where, drain_s = config.router.host, config.decode.drain_s
         http, rpc = await _open_doors(stack, config, place, app, server, bounds.http, keeper.tls)
         await rpc.set_serving(True)
         await stack.enter_async_context(canary)
-        shown = reachable(where)
         _collect_seldom()
-        heart.begin({"http": f"{http.scheme}://{join(shown, http.port)}", "grpc": join(shown, rpc.port)})
-        _log.info("router serves HTTP on %s:%d and gRPC on %s:%d", where, http.port, where, rpc.port)
+        _announce(heart, config.router.host, http, rpc)
         await lifetime.wait()
         readiness.drain()
         status.close()
         await canary.stop()
-        await drain(gate, http, rpc, drain_s=drain_s, is_alone=place.siblings is None)
+        await drain(gate, http, rpc, drain_s=config.decode.drain_s, is_alone=place.siblings is None)
+
+
+def _announce(heart: Heartbeat, where: str, http: HttpDoor, rpc: GrpcDoor) -> None:
+    shown = reachable(where)
+    heart.begin({"http": f"{http.scheme}://{join(shown, http.port)}", "grpc": join(shown, rpc.port)})
+    _log.info("router serves HTTP on %s:%d and gRPC on %s:%d", where, http.port, where, rpc.port)
 
 
 def _look_at_ports(config: ClusterConfig, place: RouterPlace) -> None:

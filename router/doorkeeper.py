@@ -31,6 +31,7 @@ class Doorkeeper:
         self.keys = ApiKeys(config.api_keys)
         self.audit: AuditLog = NO_AUDIT
         self.tls: DoorTlsState | None = None
+        self._live: LiveFiles | None = None
         self._collectors: list[Any] = []
         self._stack = AsyncExitStack()
 
@@ -45,7 +46,8 @@ class Doorkeeper:
                 self.audit = audit
                 self._collectors.append(audit)
             if files := self._files():
-                self._collectors.append(await stack.enter_async_context(LiveFiles(files)))
+                self._live = await stack.enter_async_context(LiveFiles(files))
+                self._collectors.append(self._live)
             self._stack = stack.pop_all()
         return self
 
@@ -53,6 +55,11 @@ class Doorkeeper:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self._stack.aclose()
+
+    def look_now(self) -> None:
+        """Its files may have changed: they are looked at at once, rather than within a second."""
+        if self._live is not None:
+            self._live.look_now()
 
     def show(self, registry: CollectorRegistry) -> None:
         """Its figures from now on."""

@@ -45,6 +45,11 @@ class LiveFiles:
         self._seen: dict[str, _Seen] = {}
         self._counts = {(file.what, result): 0 for file in files for result in ("taken", "refused")}
         self._task: asyncio.Task[None] | None = None
+        self._told = asyncio.Event()
+
+    def look_now(self) -> None:
+        """Somebody says that one has changed."""
+        self._told.set()
 
     async def __aenter__(self) -> Self:
         """Raises ConfigError when they make no sense from the beginning."""
@@ -94,7 +99,10 @@ class LiveFiles:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(self._look_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._look_s):
+                    await self._told.wait()
+            self._told.clear()
             await self.look()
 
 

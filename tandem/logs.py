@@ -5,7 +5,7 @@ import sys
 
 
 def configure(level: str, process_name: str) -> None:
-    """Log to stderr with the process's name; called once, from a `__main__`."""
+    """Log to stderr with the process's name; called from a `__main__`, and again when the level changes."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         logging.Formatter(f"%(asctime)s %(levelname)-7s {process_name} %(name)s: %(message)s", datefmt="%H:%M:%S")

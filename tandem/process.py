@@ -1,7 +1,8 @@
 """The frame of every Tandem process: how it says that it serves, when it is to stop, and how it fails.
 
 SIGTERM begins the drain; a terminal's SIGINT is the supervisor's business (a process started by hand treats it
-like SIGTERM). Every way out is an exit code: 0 after a drain, 1 after a fault, 2 for a wrong configuration.
+like SIGTERM). SIGHUP has what can change in a live process read again, or, where a terminal closed, is like SIGTERM
+(`tandem.hangup`). Every way out is an exit code: 0 after a drain, 1 after a fault, 2 for a wrong configuration.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.errors import ConfigError, InvariantError
+from tandem.hangup import on_hangup
 from tandem.load_progress import LoadProgress, LoadReport
 from tandem.logs import configure
 from tandem.roles import WorkerRole
@@ -41,6 +43,7 @@ class Lifetime:
     def __init__(self, *, force_end: Callable[[int], object] | None = None) -> None:
         """`force_end` gets the exit code when the process has not ended in time after a fault."""
         self._stop = asyncio.Event()
+        self._rereads: list[Callable[[], object]] = []
         self._force_end = force_end
         self.fault: BaseException | None = None
 
@@ -56,6 +59,15 @@ class Lifetime:
             timer.start()
         self.fault = self.fault or fault
         self._stop.set()
+
+    def on_reread(self, callback: Callable[[], object]) -> None:
+        """Call back whenever files are to be read again that may change while the process runs."""
+        self._rereads.append(callback)
+
+    def reread(self) -> None:
+        """Somebody says that such a file has changed."""
+        for callback in self._rereads:
+            callback()
 
     async def wait(self) -> None:
         """Until `stop` or `fail`; raises the fault."""
@@ -139,7 +151,14 @@ def _run(path: Path, name: str, main: Callable[["ClusterConfig", Lifetime], Awai
     try:
         config = load(path)
         configure(config.log_level, name)
-        _runner()(_with_signals(lambda lifetime: main(config, lifetime)))
+
+        def begin(lifetime: Lifetime) -> Awaitable[None]:
+            loop = asyncio.get_running_loop()
+            # In a thread: a file system that hangs must not hang the loop.
+            lifetime.on_reread(lambda: loop.run_in_executor(None, _reread_log_level, path, name))
+            return main(config, lifetime)
+
+        _runner()(_with_signals(begin))
     except Exception as caught:  # noqa: BLE001 - the process's outermost frame: tell it, and let the exit code tell
         error = _blamed(caught)
         if isinstance(error, (ConfigError, OSError)):
@@ -148,6 +167,18 @@ def _run(path: Path, name: str, main: Callable[["ClusterConfig", Lifetime], Awai
         _log.critical("this process cannot go on", exc_info=True)
         return 1
     return 0
+
+
+def _reread_log_level(path: Path, name: str) -> None:
+    from tandem.config import load
+
+    try:
+        level = load(path).log_level
+    except (ConfigError, OSError) as error:
+        _log.error("%s; what was read before stays in force", error)
+        return
+    configure(level, name)
+    _log.info("read again: log_level; all but keys, certificates and this waits for a restart")
 
 
 def _blamed(caught: Exception) -> Exception:
@@ -174,6 +205,7 @@ async def _with_signals(main: Callable[[Lifetime], Awaitable[None]]) -> None:
     loop.set_exception_handler(lambda _loop, context: _on_stray(lifetime, context))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lifetime.stop)
+    on_hangup(loop, closed=lifetime.stop, reread=lifetime.reread)
     await main(lifetime)
 
 

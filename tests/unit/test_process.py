@@ -1,11 +1,14 @@
 """How a process ends that cannot start, as whoever started it sees it."""
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from tandem.errors import ConfigError
+from tandem.hangup import on_hangup
 from tandem.process import Lifetime, router_main
 
 
@@ -51,3 +54,49 @@ async def test_what_hangs_does_not_keep_a_process_after_a_fault(monkeypatch: pyt
     async with asyncio.timeout(60.0):
         assert await ended.get() == 1
     assert ended.empty()
+
+
+@pytest.mark.parametrize(("has_terminal", "ends_by"), [(False, "read again"), (True, "told to stop")])
+def test_a_hangup_is_a_reload_or_the_end_of_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_terminal: bool, ends_by: str
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("{}", encoding="utf-8")
+    levels, ends = list[str](), list[str]()
+
+    async def serve(_config: object, _place: object, lifetime: Lifetime) -> None:
+        loop, read_again, levelled = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+
+        def configured(level: str, _name: str) -> None:
+            levels.append(level)
+            loop.call_soon_threadsafe(levelled.set)
+
+        monkeypatch.setattr("tandem.process.configure", configured)
+        lifetime.on_reread(read_again.set)
+        stopped = asyncio.create_task(lifetime.wait())
+        reread = asyncio.create_task(read_again.wait())
+        path.write_text("{log_level: debug}", encoding="utf-8")
+        os.kill(os.getpid(), signal.SIGHUP)
+        done, _ = await asyncio.wait([stopped, reread], timeout=60.0, return_when=asyncio.FIRST_COMPLETED)
+        ends.append("told to stop" if stopped in done else "read again")
+        if reread in done:
+            await levelled.wait()
+            for task in (stopped, reread):
+                task.cancel()
+
+    monkeypatch.setattr("tandem.hangup.has_terminal", lambda: has_terminal)
+    monkeypatch.setattr("tandem.process.configure", lambda *_: None)
+    monkeypatch.setattr("sys.argv", ["router", "--config", str(path)])
+    assert router_main(serve) == 0
+    assert ends == [ends_by]
+    assert levels == ([] if has_terminal else ["debug"])
+
+
+def test_who_was_told_to_ignore_a_hangup_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_IGN)
+
+    class Untouched:
+        def add_signal_handler(self, *_: object) -> None:
+            raise AssertionError
+
+    assert not on_hangup(Untouched(), closed=lambda: None, reread=lambda: None)

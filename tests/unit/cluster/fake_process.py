@@ -27,7 +27,14 @@ def terminate(*_: object) -> None:
         sys.exit(0)
 
 
+def read_again(*_: object) -> None:
+    """Tell that it was asked to."""
+    record("hup")
+    os.write(1, f"{name} reads again\n".encode())
+
+
 signal.signal(signal.SIGTERM, terminate)
+signal.signal(signal.SIGHUP, read_again)
 starts = journal.read_text().count(f"{name} started") if journal.exists() else 0
 record(f"started {os.getpid()}")
 sys.stdout.write(f"{name} says hello\n")

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pty
 import signal
 import sys
 from pathlib import Path
@@ -184,9 +185,11 @@ def environment(pid):
     return Path(f"/proc/{pid}/environ").read_bytes()
 
 
-async def start_up(journal, *modes):
+async def start_up(journal, *modes, before=(), **streams):
     """A `tandem up` of fake processes in a process of its own."""
+    pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
     return await asyncio.create_subprocess_exec(
+        *before,
         sys.executable,
         "-m",
         "tests.unit.cluster.fake_cluster",
@@ -194,8 +197,7 @@ async def start_up(journal, *modes):
         *modes,
         cwd=ROOT,
         env={**os.environ, "TMPDIR": str(journal.parent)},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+        **(pipes | streams),
     )
 
 
@@ -220,6 +222,40 @@ async def test_up_kills_on_the_second_signal(journal):
     process.send_signal(signal.SIGINT)
     _, err = await process.communicate()
     assert process.returncode == 130, err
+    assert all(gone(pid) for pid in pids(journal))
+
+
+async def test_up_drains_when_its_terminal_closes(journal):
+    leader, follower = pty.openpty()
+    process = await start_up(journal, before=("setsid", "--ctty"), stdin=follower, stdout=follower, stderr=follower)
+    os.close(follower)
+    async with asyncio.timeout(60.0):
+        shown, loop = b"", asyncio.get_running_loop()
+        while b"serving" not in shown:
+            shown += await loop.run_in_executor(None, os.read, leader, 1 << 12)
+        os.close(leader)
+        assert await process.wait() == 0
+    assert events(journal)[-3] == "router term"
+    assert all(gone(pid) for pid in pids(journal))
+
+
+async def test_up_without_a_terminal_has_files_read_again_and_goes_on(journal):
+    process = await start_up(journal, before=("setsid",))
+    assert await process.stdout.readline() == b"serving\n"
+    process.send_signal(signal.SIGHUP)
+    async with asyncio.timeout(60.0):
+        told = set()
+        while len(told) < 3:
+            line = await process.stderr.readline()
+            assert line, told
+            if b"reads again" in line:
+                told.add(line)
+    process.send_signal(signal.SIGTERM)
+    await process.communicate()
+    assert process.returncode == 0
+    seen = events(journal)
+    assert sorted(seen[3:6]) == ["decode-0 hup", "prefill-0 hup", "router hup"]
+    assert seen[6] == "router term"
     assert all(gone(pid) for pid in pids(journal))
 
 

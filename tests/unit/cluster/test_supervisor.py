@@ -149,6 +149,17 @@ def test_a_stop_drains_the_router_first_then_the_workers():
     assert supervisor.failure is None
 
 
+def test_only_who_serves_is_told_to_read_files_again():
+    supervisor = running()
+    assert sent(supervisor.reread()) == [(name, signal.SIGHUP) for name in NAMES]
+    supervisor.on_exited(NAMES[0], -9, 101)
+    supervisor.tick(supervisor.next_wake())
+    assert supervisor.state(NAMES[0]) is ProcessState.STARTING
+    assert sent(supervisor.reread()) == [(name, signal.SIGHUP) for name in NAMES[1:]]
+    supervisor.stop(102)
+    assert supervisor.reread() == []
+
+
 def test_a_drain_beyond_its_bound_is_killed():
     supervisor = running()
     supervisor.stop(0)

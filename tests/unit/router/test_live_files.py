@@ -1,5 +1,6 @@
 """Files that are read again: whatever reading them raises, the next change is seen."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,18 @@ async def test_what_makes_no_sense_changes_nothing_and_the_next_change_is_taken(
     assert applied == ["first", "the third"]
     assert counts == {("keys", "taken"): 1, ("keys", "refused"): 1}
     assert "a-secret" not in caplog.text
+
+
+async def test_who_is_told_of_a_change_looks_at_once(tmp_path: Path) -> None:
+    path, applied = tmp_path / "file", asyncio.Queue[str]()
+    path.write_text("first")
+    file = LiveFile(what="keys", paths=[path], load=path.read_text, apply=applied.put_nowait)
+    async with LiveFiles([file], look_s=3600.0) as live:
+        assert await applied.get() == "first"
+        for text in ("the second", "third"):
+            path.write_text(text)
+            live.look_now()
+            assert await applied.get() == text
 
 
 def counted(live: LiveFiles) -> list[Any]:
