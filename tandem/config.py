@@ -28,6 +28,7 @@ from tandem.model_path import checked_name
 from tandem.plain_yaml import read_mapping
 from tandem.price_config import PriceConfig
 from tandem.prompt_cache_config import PinnedShares, PromptCaching
+from tandem.setting_names import meant_by
 
 
 def _switch(value: Any) -> Any:
@@ -349,8 +350,10 @@ def _told(error: ErrorDetails) -> str:
     """One mistake, beginning with the setting's name; those between sections name theirs in their own words."""
     name = ".".join(map(str, error["loc"]))
     told = error["msg"].removeprefix("Value error, ")
-    reason = "there is no such setting" if error["type"] == "extra_forbidden" else told
-    return f"{name}: {reason}" if name else reason
+    if error["type"] == "extra_forbidden":
+        meant = meant_by(ClusterConfig, error["loc"])
+        return f"{name}: there is no such setting" + (f"; did you mean {meant}?" if meant else "")
+    return f"{name}: {told}" if name else told
 
 
 def dump(config: ClusterConfig) -> str:

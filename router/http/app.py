@@ -12,7 +12,7 @@ from router.decisions import DecisionLog
 from router.doorkeeper import Doorkeeper
 from router.frontend import Frontend
 from router.http.answering import Answering
-from router.http.batch_routes import BatchRoutes
+from router.http.batch_routes import BATCHES, FILES, BatchRoutes
 from router.http.cached_contents import PATH, CachedContentRoutes
 from router.http.debug import DecisionRoutes, PinRoutes
 from router.http.embeddings import EmbeddingRoutes
@@ -98,6 +98,9 @@ def create_app(
 def _add_extras(routes: Routes, extras: Extras) -> None:
     if extras.batches is not None:
         extras.batches.add_to(routes)
+    else:
+        for path in (FILES, BATCHES):
+            routes.off(path, "router.batches.path")
     if extras.decisions is not None and extras.decisions.most:
         routes.add("GET", "/debug/decisions", public(DecisionRoutes(extras.decisions).show))
     if extras.status is not None:

@@ -34,6 +34,7 @@ class Routes:
         self._guard = guard
         self._routes: dict[str, dict[str, _Route]] = {}
         self._below: dict[str, dict[str, _Route]] = {}
+        self._off: dict[str, str] = {}
 
     def add(self, method: str, path: str, guarded: Guarded, *, show_error: ErrorShape = error_object) -> None:
         """`path` alone; ending in `/*`, all that is below it. A dict that a handler returns is shown as JSON.
@@ -47,6 +48,10 @@ class Routes:
             self._below.setdefault(path.removesuffix("*"), {})[method] = route
         else:
             self._routes.setdefault(path, {})[method] = route
+
+    def off(self, path: str, setting: str) -> None:
+        """There is no such path, nor any below it, because a setting has not turned it on: whoever asks is told."""
+        self._off[path] = setting
 
     def described(self) -> Iterator[tuple[str, str, Guarded, bool]]:
         """Method, path and handler of each, and whether its errors look like OpenAI's."""
@@ -81,11 +86,15 @@ class Routes:
         caller = self._guard.admit(request, known.guarded if known is not None else None)
         request.state.tenant, request.state.sees_all = caller.tenant, caller.operator
         if known is None:
-            raise RouteNotFound(f"no route {scope['method']} {path[:200]}")
+            raise RouteNotFound(f"no route {scope['method']} {path[:200]}{self._why_off(path)}")
         if route is None:
             return method_not_allowed(", ".join(methods))
         answer = await route.guarded.handler(request)
         return Response(orjson.dumps(answer), media_type="application/json") if isinstance(answer, dict) else answer
+
+    def _why_off(self, path: str) -> str:
+        setting = next((setting for off, setting in self._off.items() if f"{path}/".startswith(f"{off}/")), None)
+        return "" if setting is None else f": it is turned off here; the router's setting {setting} turns it on"
 
 
 def _sent_path(scope: Scope) -> str:

@@ -41,7 +41,14 @@ from tandem.worker_session import LOAD_PERIOD_S
         ("{transfer: {wire_dtype: int8}, decode: {kv_dtype: fp8_e4m3}}", "transfer.wire_dtype"),
         ("transfer: {lease_s: 0.1}", "transfer.lease_s: Input should be greater than or equal to 0.5"),
         ("transfer: {lease_s: 3601}", "transfer.lease_s: Input should be less than or equal to 3600"),
-        ("transfer: {transprot: tcp}", "transfer.transprot: there is no such setting"),
+        (
+            "transfer: {transprot: tcp}",
+            "transfer.transprot: there is no such setting; did you mean transfer.transport?",
+        ),
+        ("routr: {port: 1}", "routr: there is no such setting; did you mean router?"),
+        ("grpc_port: 1", "grpc_port: there is no such setting; did you mean router.grpc_port?"),
+        ("router: {tls: {crt: a, key: b}}", "router.tls.crt: there is no such setting; did you mean router.tls.cert?"),
+        ("router: {batches: {folder: /tmp}}", "router.batches.folder: there is no such setting"),
         ("engine: {disk_cache_bytes: 1}", "engine.disk_cache_path and engine.disk_cache_bytes are set together"),
         ("engine: {disk_cache_path: x, disk_cache_bytes: 1}", "engine.disk_cache_path needs engine.host_cache_bytes"),
         (

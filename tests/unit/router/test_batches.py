@@ -314,8 +314,13 @@ async def test_without_a_folder_there_are_no_such_routes(parts: doors.Doors) -> 
     assert make_batches(parts.frontend, parts.generator, Room(), parts.config, parts.metrics) is None
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
-        answer = await client.get("/v1/files", headers={"Authorization": "Bearer one"})
-        assert answer.status_code == 404
+        for path in ("/v1/files", "/v1/batches", "/v1/batches/batch_1/cancel"):
+            answer = await client.post(path, headers={"Authorization": "Bearer one"})
+            assert answer.status_code == 404
+            assert "router.batches.path turns it on" in answer.json()["error"]["message"]
+            assert (await client.post(path)).status_code == 401
+        answer = await client.post("/v1/filesystems", headers={"Authorization": "Bearer one"})
+        assert answer.json()["error"]["message"] == "no route POST /v1/filesystems"
 
 
 async def test_the_document_of_the_door_tells_of_them(parts: doors.Doors, tmp_path: Path) -> None:
