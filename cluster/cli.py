@@ -293,7 +293,7 @@ def simulate(  # noqa: PLR0913  # one parameter per option
 def plan(  # noqa: PLR0913  # one parameter per option
     *,
     worker: Annotated[
-        list[str], typer.Option(metavar="gpus=8,kv_tokens=N,latency=PROFILE", help="What a worker may be; repeat.")
+        list[str], typer.Option(metavar="gpus=8,kv_tokens=N,latency=PROFILE", help="PROFILE: `example` or a file.")
     ],
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences in one step; repeat.")] = None,
     max_gpus: Annotated[int, typer.Option(min=1, help="Do not look beyond.")] = 64,
@@ -305,7 +305,7 @@ def plan(  # noqa: PLR0913  # one parameter per option
     seed: Annotated[int, typer.Option(help="The same seed gives the same answer.")] = 0,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Search the cheapest cluster that keeps a promise for a load, by simulation, and say why."""
+    """Search the cheapest cluster that keeps a promise for a load, by simulation; [b]--worker[/b] may be repeated."""
     from cluster.simulator.command import PlanOptions, SimulateOptions, plan_cluster
 
     load = SimulateOptions(

@@ -39,6 +39,8 @@ async def demo(config: ClusterConfig, *, out: Console, err: Console) -> int:
     async def body(cluster: LocalCluster) -> int:
         return await talk(cluster, out, err)
 
+    pools = f"{config.prefill.replicas} to read the prompt, {config.decode.replicas} to write the answer"
+    err.print(Text(f"First a cluster of processes here ({pools}, a router), then a question, twice."), soft_wrap=True)
     return await run_with(resolve_model(config), body, console=err, show_logs=False)
 
 

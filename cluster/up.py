@@ -30,6 +30,7 @@ EXIT_FAILED = 1
 EXIT_KILLED = 130
 LINE_S = 5.0
 """Between two lines on how weights load, where no bar is shown."""
+_STARTING = "starting; the first time compiles kernels, a minute or so"
 Body = Callable[[LocalCluster], Awaitable[int]]
 """What to do while the cluster serves; its result is the exit code."""
 
@@ -76,9 +77,9 @@ class ConsoleWatcher:
         if not self._starting:
             return
         if view.state is ProcessState.STARTING and view.name not in self._tasks:
-            what = "opening the doors" if view.role is Role.ROUTER else "loading weights"
             # Without a total the bar only says that something goes on.
-            self._tasks[view.name] = self._progress.add_task(what, total=None, name=view.name)
+            self._tasks[view.name] = self._progress.add_task("", total=None, name=view.name)
+            self._enter(view.name, "opening the doors" if view.role is Role.ROUTER else _STARTING)
         elif view.state is ProcessState.READY:
             text = f"ready, pid {view.pid}, {view.address}"
             self._progress.update(self._tasks[view.name], description=text, total=1.0, completed=1.0)
@@ -90,13 +91,20 @@ class ConsoleWatcher:
         if not self._starting or name not in self._tasks:
             return
         if report.share == 1.0:
-            self._progress.update(self._tasks[name], description="making room for KV", total=None, completed=0.0)
-        else:
-            self._progress.update(self._tasks[name], description=str(report), total=1.0, completed=report.share)
+            self._progress.update(self._tasks[name], total=None, completed=0.0)
+            self._enter(name, "weights are loaded, making room for KV")
+            return
+        self._progress.update(self._tasks[name], description=str(report), total=1.0, completed=report.share)
         now_s = asyncio.get_running_loop().time()
         if not self._console.is_terminal and now_s - self._lines_s.setdefault(name, now_s) >= LINE_S:
             self._lines_s[name] = now_s
             self._show(Text(f"{name} {report}"))
+
+    def _enter(self, name: str, phase: str) -> None:
+        """Tell what it does from now on; without a bar in a line of its own."""
+        self._progress.update(self._tasks[name], description=phase)
+        if not self._console.is_terminal:
+            self._show(Text(f"{name} {phase}"))
 
     def on_note(self, note: Note) -> None:
         """Always shown: a process died or came back."""

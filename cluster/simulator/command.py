@@ -9,7 +9,8 @@ from cluster.simulator.faults import FaultSpec, draw_faults
 from cluster.simulator.generated_load import LoadSpec, generate
 from cluster.simulator.latency_files import load_latency
 from cluster.simulator.placement_bench import PlacementCase, compare_placement, placement_table
-from cluster.simulator.plan import WorkerKind, plan, plan_table
+from cluster.simulator.plan import WorkerKind, plan
+from cluster.simulator.plan_words import plan_table
 from cluster.simulator.plots import draw
 from cluster.simulator.policies import OURS, POLICIES
 from cluster.simulator.report import Report, Slo, report_on, table
@@ -66,7 +67,7 @@ def plan_cluster(options: PlanOptions) -> str:
     kinds = [WorkerKind.parse(text) for text in options.workers]
     plans = plan(trial, kinds, options.batch_limits, max_gpus=options.max_gpus)
     if not load.as_json:
-        return plan_table(plans)
+        return plan_table(plans, trial.trace, trial.slo)
     rows = [
         {"design": p.design.name, "prefill": p.sizes[0], "decode": p.sizes[1], "gpus": p.gpus, "why": list(p.why)}
         | {"report": None if p.report is None else p.report.as_dict()}

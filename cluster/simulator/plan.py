@@ -6,7 +6,7 @@ ITL: a decode worker more) and shrinks as long as it is kept. What one worker le
 Between neighbours the search takes more workers for better: a design is a local optimum, found by simulation.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -146,7 +146,7 @@ class _Search:
         return next((smaller for smaller in self._smaller(sizes) if self._simulate(smaller).held), None)
 
     def _why(self, smaller: Sizes) -> str:
-        return f"{_ratio(smaller)} breaks {what_breaks(self._simulate(smaller))}"
+        return f"{ratio(smaller)} breaks {what_breaks(self._simulate(smaller))}"
 
     def _gpus(self, sizes: Sizes) -> int:
         prefill = 0 if self._design.prefill is None else sizes[0] * self._design.prefill.gpus
@@ -176,42 +176,6 @@ class _Search:
         )
 
 
-def plan_table(plans: Sequence[Plan]) -> str:
-    """One line a design, the cheapest first, and the answer."""
-    width = max(len(p.design.name) for p in plans)
-    lines = [f"{'design'.ljust(width)}  {'P:D':>7}  {'GPUs':>5}  {'p99 TTFT':>10}  {'p99 ITL':>9}  why"]
-    for p in plans:
-        times = (
-            f"{'-':>10}  {'-':>9}"
-            if p.report is None
-            else f"{p.report.ttft_ms.p99:7.0f} ms  {p.report.itl_ms.p99:6.1f} ms"
-        )
-        size = "-" if p.report is None else _ratio(p.sizes)
-        gpus = "-" if p.report is None else str(p.gpus)
-        lines.append(f"{p.design.name.ljust(width)}  {size:>7}  {gpus:>5}  {times}  {'; '.join(p.why)}")
-    lines.append(_answer(plans))
-    return "\n".join(lines)
-
-
-def _answer(plans: Sequence[Plan]) -> str:
-    best = plans[0]
-    if best.report is None:
-        return "no design keeps the promise within the GPUs allowed"
-
-    def cheapest(wanted: Callable[[Plan], bool]) -> Plan | None:
-        return next((p for p in plans if p.report is not None and wanted(p)), None)
-
-    is_colocated = best.design.prefill is None
-    other = cheapest(lambda p: (p.design.prefill is None) != is_colocated)
-    word = "disaggregated" if is_colocated else "colocated"
-    against = (
-        f"no {word} cluster keeps the promise within the GPUs allowed"
-        if other is None
-        else f"the cheapest {word} one ({other.design.name}, {_ratio(other.sizes)}) needs {other.gpus}"
-    )
-    reasons = "; ".join(best.why) or "it is a single worker of each pool"
-    return f"cheapest: {best.design.name}, {_ratio(best.sizes)}, {best.gpus} GPUs: {reasons}; {against}"
-
-
-def _ratio(sizes: Sizes) -> str:
+def ratio(sizes: Sizes) -> str:
+    """Prefill workers to decode workers, or the number of those that do both."""
     return f"{sizes[0]}:{sizes[1]}" if sizes[0] else str(sizes[1])

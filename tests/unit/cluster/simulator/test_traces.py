@@ -192,7 +192,12 @@ def test_the_plan_is_as_small_as_can_be_and_says_why(tmp_path: Path) -> None:
     text = plan_cluster(
         PlanOptions(load=SimulateOptions(**{**_fields(load), "as_json": False}), workers=options.workers)
     )
-    assert text.splitlines()[-1].startswith("cheapest: ")
+    lines = text.splitlines()
+    assert lines[0].startswith("load: 60 requests, ")
+    assert lines[1].startswith("promise: 99% of first tokens within 1 s, 99% of the others within 0.05 s")
+    assert lines[-1].startswith("cheapest: ")
+    assert f"{best['gpus']} GPU" in lines[-1]
+    assert sum(p["design"] in line for line in lines[4 : 4 + len(plans)] for p in plans) == len(plans)
     with pytest.raises(ConfigError, match="--worker is"):
         plan_cluster(PlanOptions(load=load, workers=("gpus=1",)))
 
