@@ -233,7 +233,7 @@ async def test_up_drains_when_its_terminal_closes(journal):
     os.close(follower)
     async with asyncio.timeout(60.0):
         shown, loop = b"", asyncio.get_running_loop()
-        while b"serving" not in shown:
+        while b"serving\r\n" not in shown:
             shown += await loop.run_in_executor(None, os.read, leader, 1 << 12)
         os.close(leader)
         assert await process.wait() == 0
