@@ -10,7 +10,7 @@ from dataclasses import replace
 from router.reader_choice import choose_reader
 from router.reading import PromptReading, ReadAsk, ReadingInParts
 from router.requests import ChoiceDelta, ChoiceFinish, Reader, RoutedRequest
-from router.session_events import AttemptRefused, ReadEvent, ReadOrder, ReadPart, WorkerLost
+from router.session_events import AttemptRefused, ReadEvent, ReadOrder, ReadPart, WorkerLost, WorkerPort
 from router.surroundings import Surroundings
 from router.worker_view import WorkerKey
 from router.workers import FAILURE_PENALTY_S
@@ -22,6 +22,8 @@ from tandem.outputs import FinishReason, PhaseTimes
 _MOST_LOST = 2
 """Workers that may die under one prompt: it may be what ends them."""
 _LATEST_RETRY_S = 1.0
+_Excluded = dict[WorkerKey, WorkerPort | None]
+"""Workers asked in vain, by the session in which that was."""
 
 
 class PromptReads:
@@ -49,7 +51,7 @@ class PromptReads:
     async def _until_read(
         self, request: RoutedRequest, ask: ReadAsk, on_sent: Callable[[], None], prefer: WorkerKey | None
     ) -> PromptReading:
-        excluded: set[WorkerKey] = set()
+        excluded: _Excluded = {}
         error: ServingError | None = None
         lost = attempt = 0
         num_tokens = len(request.prompt_token_ids)
@@ -61,10 +63,11 @@ class PromptReads:
             attempt += 1
             num_owed = min(num_tokens, HASH_BLOCK_TOKENS) if key == prefer else num_tokens
             order = _order(request, ask, attempt, self._around.clock())
+            port = self._around.placer.registry.port(key)
             found = await self._ask(order, _Coming(ask, num_tokens, key), num_owed, on_sent)
             if isinstance(found, PromptReading):
                 return found
-            excluded.add(key)
+            excluded[key] = port
             if isinstance(found, WorkerLost):
                 lost += 1
                 continue
@@ -73,23 +76,21 @@ class PromptReads:
                 raise error
         raise Unavailable("two workers were lost while they read this prompt", retry_after_s=_LATEST_RETRY_S)
 
-    def _choose(
-        self, request: RoutedRequest, excluded: set[WorkerKey], prefer: WorkerKey | None = None
-    ) -> WorkerKey | None:
+    def _choose(self, request: RoutedRequest, excluded: _Excluded, prefer: WorkerKey | None = None) -> WorkerKey | None:
         around = self._around
         workers = around.placer.registry.snapshots()
         shunned = around.health.breakers.closed_to(around.clock())
         num_tokens = len(request.prompt_token_ids)
-        found = choose_reader(workers, num_tokens, excluded=excluded, shunned=shunned, prefer=prefer)
+        # One that was lost and has come back in another session, the same process, may be asked again.
+        still = {key for key, port in excluded.items() if around.placer.registry.port(key) is port}
+        found = choose_reader(workers, num_tokens, excluded=still, shunned=shunned, prefer=prefer)
         if found is None and workers and num_tokens > max(worker.info.pool_tokens for worker in workers):
             raise RequestTooLarge(
                 f"prompt: {num_tokens} tokens are more than any worker's KV pool holds", param="prompt"
             )
         return None if found is None else found.info.key
 
-    async def _wait_for_worker(
-        self, request: RoutedRequest, excluded: set[WorkerKey], error: ServingError | None
-    ) -> None:
+    async def _wait_for_worker(self, request: RoutedRequest, excluded: _Excluded, error: ServingError | None) -> None:
         """Until one comes that has not been asked. Raises what the last one said, or Unavailable after a while."""
         if error is not None:
             raise error

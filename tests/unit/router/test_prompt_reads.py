@@ -152,6 +152,21 @@ async def test_a_prompt_waits_a_while_for_a_worker_to_come_back() -> None:
         assert_whole((await task)[0])
 
 
+async def test_the_only_reader_is_asked_again_when_its_session_broke_and_is_back() -> None:
+    """The same process: it was frozen, or its network was away."""
+    alone = FakeWorker("d0")
+    alone.read_script = lambda _: None
+    async with cluster(alone) as router:
+        task = asyncio.create_task(run(router, asked()))
+        await asyncio.wait_for(alone.reads.get(), WAIT_S)
+        await alone.crash()
+        await router.registry.until_live(0)
+        alone.read_script = ReadAttempt.give
+        await alone.start()
+        assert_whole((await task)[0])
+        router.assert_idle()
+
+
 async def test_who_leaves_or_runs_out_of_time_is_cancelled_at_the_worker() -> None:
     slow = prefill("p0", lambda _: None)
     async with cluster(FakeWorker("d0"), slow) as router:
