@@ -61,6 +61,8 @@ class ClientFields:
     """What every answer must be."""
     tools: ToolUse | None = None
     """What the model may call, in a conversation."""
+    suffix: str | None = None
+    """What comes after the answer to a plain prompt."""
     truncate_prompt_tokens: int | None = None
     """Only so many of the prompt's last tokens are kept; -1: as many as the model's context leaves for one more."""
     beams: BeamAsk | None = None

@@ -45,6 +45,8 @@ CHECK_TIMEOUT_S = 10.0
 CHECK_MEMORY_BYTES = 1 << 30
 CHECK_OUTPUT_CHARS = 1 << 20
 _BUDGET = "tandem_loop_budget"
+_EFFORT, _THINKING = "reasoning_effort", "enable_thinking"
+"""Variables of templates whose models think."""
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template", _BUDGET})
 """Variables that no client gives in other ways than in their own fields."""
 # What a template can provoke with messages that it did not expect; anything else is a bug of ours.
@@ -177,6 +179,7 @@ class ChatTemplate:
         context = {
             **self._special_tokens,
             **self._given(options.variables, hide),
+            **self._effort(options),
             "messages": turns,
             "tools": [hidden(tool_object(tool), hide) for tool in tools] or None,
             "add_generation_prompt": add_generation_prompt,
@@ -206,6 +209,21 @@ class ChatTemplate:
             reason = f"{unknown[:40]!r} is no variable of this model's chat template"
             raise InvalidRequest(f"chat_template_kwargs: {reason}", param="chat_template_kwargs")
         return {name: hide(value) if isinstance(value, str) else value for name, value in variables.items()}
+
+    def _effort(self, options: TemplateOptions) -> dict[str, Any]:
+        """The variable that says how long the model thinks. Raises InvalidRequest where the template has none."""
+        if options.effort is None:
+            return {}
+        if _EFFORT in self._variables:
+            given: dict[str, Any] = {_EFFORT: options.effort}
+        elif options.effort == "none" and _THINKING in self._variables:
+            given = {_THINKING: False}
+        else:
+            but = "; it can be told not to think: none" if _THINKING in self._variables else ""
+            raise InvalidRequest(f"{_EFFORT}: this model's chat template takes no such word{but}", param=_EFFORT)
+        if given.keys() & options.variables.keys():
+            raise InvalidRequest(f"{_EFFORT}: chat_template_kwargs say the same", param=_EFFORT)
+        return given
 
 
 def _cut_at(text: str, end: str) -> str:

@@ -9,11 +9,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from router.tools import Tool, ToolCall, arguments_of, check_call_id, check_calls
 from tandem.errors import InvalidRequest
 
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 MAX_MESSAGES = 2048
 MAX_VARIABLES = 16
@@ -66,6 +67,8 @@ class TemplateOptions:
 
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Of the template's own, such as `enable_thinking`: texts, numbers, booleans."""
+    effort: Effort | None = None
+    """How long the model is to think before it answers; for templates that take such a variable."""
     continue_final: bool = False
     """The last turn is the assistant's, and the answer goes on with it."""
 

@@ -101,17 +101,20 @@ class Frontend:
             for prompt in prompts:
                 started_s = self.clock()
                 text = prompt if isinstance(prompt, str) else None
-                ids = (
-                    prompt
-                    if isinstance(prompt, tuple)
-                    else await self.prompts.encode(prompt, fields.add_special_tokens)
-                )
+                ids = await self._prompt_ids(prompt, fields)
                 one = self._finish(ids, fields, DEFAULT_COMPLETION_TOKENS, num_prompts=len(prompts))
                 one = with_beams(one, fields, most_beams=self._config.max_choices)
                 one = self._traced(fields.operation, one, fields, started_s)
                 prepared.append(replace(one, prompt_text=text))
         check_reading_sizes(prepared, self._config.max_answer_values)
         return prepared
+
+    async def _prompt_ids(self, prompt: str | tuple[int, ...], fields: ClientFields) -> Sequence[int]:
+        if fields.suffix is not None:
+            return await self.prompts.encode_around(prompt, fields.suffix, fields.add_special_tokens)
+        if isinstance(prompt, tuple):
+            return prompt
+        return await self.prompts.encode(prompt, fields.add_special_tokens)
 
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFound unless `name` is the served model, or absent."""

@@ -7,6 +7,7 @@ from typing import Any
 from router.asked import ModelInfo
 from router.conversation import MAX_MESSAGES as MAX_MESSAGES
 from router.conversation import Message, TemplateOptions, check_messages
+from router.fill_in import fill_marks
 from router.tokenizer import Tokenizer
 from router.tools import ToolUse
 from tandem.errors import ContextLengthExceeded, InvalidRequest
@@ -61,6 +62,17 @@ class PromptReader:
         if len(text) <= _INLINE_CHARS:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    async def encode_around(
+        self, before: str | Sequence[int], after: str, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Token ids of a prompt whose answer stands before `after`. Raises InvalidRequest or ContextLengthExceeded."""
+        if (marks := fill_marks(self._tokenizer.added_ids)) is None:
+            raise InvalidRequest("suffix: this model's tokenizer has no tokens for filling in", param="suffix")
+        self._check_size(len(after), "suffix")
+        own = await self.encode("") if add_special_tokens and isinstance(before, str) else []
+        ids = await self.encode(before, False) if isinstance(before, str) else before
+        return [*own, *marks.prompt(ids, await self.encode(after, False))]
 
     async def encode_chat(
         self,

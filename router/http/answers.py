@@ -24,6 +24,8 @@ class AnswerHead:
     model: str
     return_token_ids: bool = False
     echo: bool = False
+    tokens_as_ids: bool = False
+    """Log probabilities say which token by its id."""
 
 
 class Answer(Protocol):
@@ -65,7 +67,7 @@ class ChatAnswer:
     def __init__(self, head: AnswerHead, prepared: Sequence[Prepared], tokenizer: Tokenizer) -> None:
         self._head = head
         self._request = prepared[0].request
-        self._logprobs = _Logprobs(tokenizer)
+        self._logprobs = _Logprobs(tokenizer, as_ids=head.tokens_as_ids)
         self.is_text_only = _is_text_only(head, prepared)
 
     def opening(self) -> list[dict[str, Any]]:
@@ -149,7 +151,7 @@ class CompletionAnswer:
         self._head = head
         self._prepared = prepared
         self._tokenizer = tokenizer
-        self._logprobs = _Logprobs(tokenizer)
+        self._logprobs = _Logprobs(tokenizer, as_ids=head.tokens_as_ids)
         self._offsets: dict[int, int] = {}
         """Where the next token's text begins, by choice; for logprobs."""
         self.is_text_only = _is_text_only(head, prepared)
@@ -214,7 +216,8 @@ class CompletionAnswer:
         """Log probabilities of the first token of a choice's prompt: none. Those of its others follow."""
         text = self._logprobs.text(self._of(index).request.prompt_token_ids[0])
         self._offsets[index] = len(text)
-        return {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+        name = self._logprobs.name(self._of(index).request.prompt_token_ids[0])
+        return {"tokens": [name], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
 
     def logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
         """See Answer."""
@@ -228,8 +231,10 @@ class CompletionAnswer:
 class _Logprobs:
     """Log probabilities in the two shapes."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
+        """`as_ids`: tokens are named `token_id:123`, as vLLM does; texts of several may be equal."""
         self._tokenizer = tokenizer
+        self._as_ids = as_ids
 
     def chat(self, tokens: Sequence[SampledToken]) -> dict[str, Any] | None:
         """None when the request asked for none."""
@@ -252,16 +257,21 @@ class _Logprobs:
         for text in texts:
             offsets.append(offsets[-1] + len(text))
         logprobs = {
-            "tokens": texts,
+            "tokens": [self.name(token.token_id) for token in known] if self._as_ids else texts,
             "token_logprobs": [finite(token.logprob or 0.0) for token in known],
-            "top_logprobs": [{self.text(t.token_id): finite(t.logprob) for t in token.top_logprobs} for token in known],
+            "top_logprobs": [{self.name(t.token_id): finite(t.logprob) for t in token.top_logprobs} for token in known],
             "text_offset": offsets[:-1],
         }
         return logprobs, offsets[-1]
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.bytes_of(token_id)
-        return {"token": data.decode(errors="replace"), "logprob": finite(logprob), "bytes": list(data)}
+        name = f"token_id:{token_id}" if self._as_ids else data.decode(errors="replace")
+        return {"token": name, "logprob": finite(logprob), "bytes": list(data)}
+
+    def name(self, token_id: int) -> str:
+        """What stands for one token."""
+        return f"token_id:{token_id}" if self._as_ids else self.text(token_id)
 
     def text(self, token_id: int) -> str:
         """Of one token."""

@@ -14,6 +14,7 @@ from router.asked import ClientFields, Prepared
 from router.frontend import Frontend
 from router.http.answer_stream import AnswerStream, StreamExtras
 from router.http.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer
+from router.http.chat_turns import conversation
 from router.http.json_body import BodyBounds, read_object
 from router.http.link import WhileConnected
 from router.http.prompt_scores import PromptScores, ScoresShown
@@ -83,7 +84,7 @@ class GenerationRoutes:
         body = validate(ChatBody, await self._read(request))
         seen = self._seen(request, body)
         fields = _with_headers(body.chat_fields(request.state.tenant), request, seen)
-        messages = [turn.message() for turn in body.messages]
+        messages = conversation(body.messages)
 
         async def prepare() -> list[Prepared]:
             return [await prepare_named(self._frontend, self._named, body.cached_content, messages, fields)]
@@ -93,7 +94,7 @@ class GenerationRoutes:
             calling, tokenizer = prepared[0].calling, self._frontend.tokenizer
             if calling is None:
                 return ChatAnswer(head, prepared, tokenizer)
-            return CallingChatAnswer(head, prepared, tokenizer, calling)
+            return CallingChatAnswer(head, prepared, tokenizer, calling, is_older_form=bool(body.functions))
 
         return await self._respond(request, body, prepare, show, seen)
 
@@ -210,6 +211,7 @@ def _head(body: GenerationBody, prefix: str, first: Prepared, seen: StreamPositi
         model=model,
         return_token_ids=bool(body.return_token_ids),
         echo=isinstance(body, CompletionBody) and bool(body.echo),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from router.asked import ClientFields
-from router.conversation import MAX_MESSAGES, Message
+from router.conversation import MAX_MESSAGES, Effort, Message, TemplateOptions
 from router.http.strict_body import NOT_YET, StrictBody, at_most
 from router.http.tool_schemas import FunctionSpec
 from router.structure import Shape, Structure
@@ -91,6 +91,13 @@ class TextConfig(StrictBody):
     format: TextFormat | None = None
 
 
+class ReasoningConfig(StrictBody):
+    """`reasoning`."""
+
+    NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = {"summary": (None,), "generate_summary": (None,)}
+    effort: Effort | None = None
+
+
 class FunctionTool(FunctionSpec):
     """A function; no other tool is there to be used."""
 
@@ -137,7 +144,6 @@ class ResponsesBody(StrictBody):
         "prompt": (None,),
         "include": (None, []),
         "truncation": (None, "disabled"),
-        "reasoning": (None, {}, {"effort": None}, {"effort": None, "summary": None}),
         "max_tool_calls": (None,),
         "top_logprobs": (None, 0),
         "context_management": (None, []),
@@ -154,6 +160,7 @@ class ResponsesBody(StrictBody):
     min_p: float | None = None
     seed: int | None = None
     text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
     tools: Annotated[list[FunctionTool] | None, at_most(MAX_TOOLS)] = None
     tool_choice: str | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -187,6 +194,7 @@ class ResponsesBody(StrictBody):
             tenant=tenant,
             structure=self.text.format.structure() if self.text is not None and self.text.format is not None else None,
             tools=self._use(),
+            template=TemplateOptions(effort=self.reasoning.effort if self.reasoning is not None else None),
         )
 
     def _use(self) -> ToolUse | None:

@@ -30,7 +30,7 @@ from router.usage import Usage
 from tandem.errors import InvalidRequest, ServingError
 from tandem.outputs import FinishReason
 
-_FIELD_OF = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
+_FIELD_OF = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens", "reasoning_effort": "reasoning"}
 """Where a fault that the frontend names stands here."""
 
 
@@ -147,7 +147,7 @@ class _Answer:
             "output": [],
             "parallel_tool_calls": asked.get("parallel_tool_calls") is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": (asked.get("reasoning") or {}).get("effort"), "summary": None},
             "service_tier": "default",
             "store": False,
             "temperature": sampling.temperature,

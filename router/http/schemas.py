@@ -2,29 +2,29 @@
 
 import re
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
 from router.asked import ClientFields
 from router.beam_search import BeamAsk
 from router.beams_asked import beam_ask
-from router.conversation import MAX_VARIABLES, Message, TemplateOptions
+from router.conversation import MAX_VARIABLES, Effort, TemplateOptions
+from router.http.chat_turns import ChatTurn
 from router.http.prompt_scores import ScoresShown
 from router.http.strict_body import StrictBody, at_most
 from router.http.structures import ResponseFormat, StructuredOutputs, guided, the_one
-from router.http.tool_schemas import CallPart, ToolChoice, ToolSpec, tool_use
+from router.http.tool_schemas import FunctionName, FunctionSpec, ToolChoice, ToolSpec, functions_use, tool_use
 from router.prompts import MAX_MESSAGES
 from router.reading_asked import read_ask
 from router.selected import logprobs_needed, selection_ask
 from router.selection import SelectionAsk
 from router.stop_strings import MAX_STOP_STRINGS
 from router.structure import Structure
-from router.tools import MAX_CALLS, MAX_TOOLS
+from router.tools import MAX_TOOLS, ToolUse
 from tandem.errors import InvalidRequest
 from tandem.sampling import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, SamplingParams
 
-_MAX_PARTS = 256  # of one message's content
 _MAX_NOTES = 16  # OpenAI's bound of `metadata`
 _TOKEN_KEY = re.compile(r"0|[1-9][0-9]{0,9}")  # one spelling of each, so that no id comes twice
 _SAMPLING = (
@@ -43,6 +43,7 @@ _SAMPLING = (
 class StreamOptions(StrictBody):
     """What else a stream carries."""
 
+    NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = {"include_obfuscation": (None, False)}
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -85,6 +86,8 @@ class GenerationBody(StrictBody):
     request_id: str | None = None
     """Becomes part of the answer's `id`; inside, the router's own id is used."""
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Log probabilities name tokens by their ids."""
     # These ask for nothing: notes of the client's.
     user: str | None = None
     metadata: Annotated[dict[str, str] | None, at_most(_MAX_NOTES)] = None
@@ -198,37 +201,6 @@ class GenerationBody(StrictBody):
         )
 
 
-class TextPart(StrictBody):
-    """One part of a message's content; images and sound are not supported yet."""
-
-    type: str
-    text: str = ""
-
-
-class ChatTurn(StrictBody):
-    """One message."""
-
-    role: str
-    tool_calls: Annotated[list[CallPart] | None, at_most(MAX_CALLS)] = None
-    tool_call_id: str | None = None
-    content: Annotated[str | list[TextPart] | None, at_most(_MAX_PARTS)] = None
-    name: str | None = None
-
-    def message(self) -> Message:
-        """The turn as the template sees it; several text parts stand on lines of their own."""
-        content = self.content
-        if isinstance(content, list):
-            if other := next((part.type for part in content if part.type != "text"), None):
-                raise InvalidRequest(f"content of type {other[:40]!r} is not supported yet", param="messages")
-            content = "\n".join(part.text for part in content)
-        if content is None and self.role != "assistant":
-            raise InvalidRequest("messages: content is missing", param="messages")
-        calls = tuple(part.call() for part in self.tool_calls or ())
-        return Message(
-            role=self.role, content=content or "", name=self.name, tool_calls=calls, tool_call_id=self.tool_call_id
-        )
-
-
 _Turns: TypeAlias = Annotated[list[ChatTurn], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
@@ -242,6 +214,10 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     tools: Annotated[list[ToolSpec] | None, at_most(MAX_TOOLS)] = None
     tool_choice: str | ToolChoice | None = None
+    # The older form of both.
+    functions: Annotated[list[FunctionSpec] | None, at_most(MAX_TOOLS)] = None
+    function_call: str | FunctionName | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MAX_VARIABLES)] = None
     continue_final_message: bool | None = None
     cached_content: str | None = None
@@ -266,11 +242,15 @@ class ChatBody(GenerationBody):
             max_tokens=next(iter(limits), None),
             add_generation_prompt=self.add_generation_prompt is not False and not self.continue_final_message,
         )
-        return replace(
-            fields,
-            tools=tool_use(self.tools, self.tool_choice, self.parallel_tool_calls),
-            template=self._template_options(),
-        )
+        return replace(fields, tools=self._use(), template=self._template_options())
+
+    def _use(self) -> ToolUse | None:
+        if not self.functions:
+            functions_use(None, self.function_call)
+            return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if self.tools or self.tool_choice is not None:
+            raise InvalidRequest("functions: the older form of tools, not together with it", param="functions")
+        return functions_use(self.functions, self.function_call)
 
     def _template_options(self) -> TemplateOptions:
         if self.continue_final_message and self.add_generation_prompt:
@@ -279,7 +259,9 @@ class ChatBody(GenerationBody):
                 param="continue_final_message",
             )
         return TemplateOptions(
-            variables=self.chat_template_kwargs or {}, continue_final=bool(self.continue_final_message)
+            variables=self.chat_template_kwargs or {},
+            effort=self.reasoning_effort,
+            continue_final=bool(self.continue_final_message),
         )
 
 
@@ -288,6 +270,8 @@ class CompletionBody(GenerationBody):
 
     prompt: Any
     """Text, texts, token ids or lists of them; the frontend reads it."""
+    suffix: str | None = None
+    """What comes after the answer; only of models that know how to fill in."""
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
@@ -301,13 +285,17 @@ class CompletionBody(GenerationBody):
         """What the frontend validates."""
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
             raise InvalidRequest(f"logprobs must be an integer in [0, {MAX_TOP_LOGPROBS}]", param="logprobs")
-        return self.fields(
+        if self.suffix and (self.echo or self.truncate_prompt_tokens is not None):
+            other = "echo" if self.echo else "truncate_prompt_tokens"
+            raise InvalidRequest(f"suffix: not together with {other}", param="suffix")
+        fields = self.fields(
             tenant=tenant,
             num_logprobs=self.logprobs,
             max_tokens=self.max_tokens,
             echo=bool(self.echo),
             add_special_tokens=self.add_special_tokens is not False,
         )
+        return replace(fields, suffix=self.suffix) if self.suffix else fields
 
     def scores_shown(self) -> ScoresShown:
         """See GenerationBody."""
@@ -331,6 +319,10 @@ class TokenizeBody(StrictBody):
             raise InvalidRequest("send either prompt or messages", param="prompt")
         if self.tools and self.messages is None:
             raise InvalidRequest("tools: they stand in a conversation", param="tools")
+        if self.add_special_tokens and self.messages is not None:
+            raise InvalidRequest("add_special_tokens: of a prompt; templates put their own", param="add_special_tokens")
+        if self.add_generation_prompt is not None and self.messages is None:
+            raise InvalidRequest("add_generation_prompt: of a conversation", param="add_generation_prompt")
         return self
 
 

@@ -33,6 +33,7 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
     "store": (None, False),
     "service_tier": (None, "auto", "default"),
+    "prompt_cache_retention": (None, "in_memory", "in-memory"),
     # In a message.
     "refusal": (None,),
     "annotations": (None, []),

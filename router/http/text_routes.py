@@ -5,6 +5,7 @@ from typing import Any
 from starlette.requests import Request
 
 from router.frontend import Frontend
+from router.http.chat_turns import conversation
 from router.http.json_body import BodyBounds, read_object
 from router.http.schemas import DetokenizeBody, TokenizeBody, validate
 from router.http.tool_schemas import tool_use
@@ -31,7 +32,7 @@ class TextRoutes:
         body = validate(TokenizeBody, await self._read(request))
         self._frontend.check_model(body.model)
         if body.messages is not None:
-            messages = [turn.message() for turn in body.messages]
+            messages = conversation(body.messages)
             generation_prompt = body.add_generation_prompt is not False
             tools = tool_use(body.tools, None, None)
             ids = await self._frontend.prompts.encode_chat(

@@ -4,19 +4,32 @@ from collections.abc import Sequence
 from typing import Any
 
 from router.asked import Prepared
-from router.call_reader import CallReader, Piece, TextPiece
+from router.call_reader import CALLED, CallReader, Piece, TextPiece
 from router.calling import Calling
 from router.http.answers import AnswerHead, ChatAnswer
 from router.text_stream import TextDelta
 from router.tokenizer import Tokenizer
 
+_FUNCTION = "function_call"
+"""In the older form both the field and the reason why an answer ended."""
+
 
 class CallingChatAnswer(ChatAnswer):
     """All that one delta brings stands in one chunk: between two chunks a client may have to be able to go on."""
 
-    def __init__(self, head: AnswerHead, prepared: Sequence[Prepared], tokenizer: Tokenizer, calling: Calling) -> None:
+    def __init__(
+        self,
+        head: AnswerHead,
+        prepared: Sequence[Prepared],
+        tokenizer: Tokenizer,
+        calling: Calling,
+        *,
+        is_older_form: bool = False,
+    ) -> None:
+        """`is_older_form`: its client sent `functions`, and knows one `function_call` in place of `tool_calls`."""
         super().__init__(head, prepared, tokenizer)
         self.is_text_only = False
+        self._is_older_form = is_older_form
         request = prepared[0].request
         self._readers = [CallReader(calling, request.request_id, i) for i in range(request.num_choices)]
 
@@ -29,17 +42,23 @@ class CallingChatAnswer(ChatAnswer):
 
     def shown(self, delta: TextDelta) -> dict[str, Any]:
         """See ChatAnswer."""
-        return _message(self._readers[delta.choice_index].read(delta))
+        message = _message(self._readers[delta.choice_index].read(delta))
+        return _in_older_form(message) if self._is_older_form else message
 
     def reason(self, delta: TextDelta) -> str | None:
         """See ChatAnswer."""
-        return self._readers[delta.choice_index].finish(delta.finish.reason) if delta.finish else None
+        if delta.finish is None:
+            return None
+        reason = self._readers[delta.choice_index].finish(delta.finish.reason)
+        return _FUNCTION if self._is_older_form and reason == CALLED else reason
 
     def whole_message(self, delta: TextDelta) -> dict[str, Any]:
         """See ChatAnswer."""
         message = self.shown(delta)
-        calls = message.get("tool_calls")
-        content = {"content": message.get("content", "" if calls is None else None)}
+        calls, function = message.get("tool_calls"), message.get(_FUNCTION)
+        content = {"content": message.get("content", "" if calls is None and function is None else None)}
+        if function is not None:
+            return content | {_FUNCTION: function}
         if calls is None:
             return content
         return content | {"tool_calls": [{k: v for k, v in call.items() if k != "index"} for call in calls]}
@@ -59,3 +78,9 @@ def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
         call["function"]["arguments"] += piece.arguments
     message: dict[str, Any] = {"content": "".join(texts)} if texts else {}
     return message | ({"tool_calls": list(calls.values())} if calls else {})
+
+
+def _in_older_form(message: dict[str, Any]) -> dict[str, Any]:
+    """With its one call as a `function_call`, which has no id."""
+    calls = message.pop("tool_calls", ())
+    return message | ({_FUNCTION: calls[0]["function"]} if calls else {})

@@ -7,6 +7,7 @@ from router.tools import MAX_TOOLS, Tool, ToolCall, ToolUse, use_of
 from tandem.errors import InvalidRequest
 
 _CHOICE = "tool_choice"
+_OLDER_CHOICE = "function_call"
 
 
 class FunctionSpec(StrictBody):
@@ -93,6 +94,22 @@ def tool_use(tools: list[ToolSpec] | None, choice: str | ToolChoice | None, para
         mode, allowed = "auto" if choice is None else choice, None
     made = tuple(tool.tool() for tool in tools or ())
     return use_of(made, mode, allowed, parallel is not False and not _is_named(choice))
+
+
+def functions_use(functions: list[FunctionSpec] | None, call: str | FunctionName | None) -> ToolUse | None:
+    """What `functions` and `function_call`, the older form, say together: at most one call. Raises InvalidRequest."""
+    if isinstance(call, str) and call not in ("none", "auto"):
+        raise InvalidRequest(f"{_OLDER_CHOICE}: none, auto, or an object that names a function", param=_OLDER_CHOICE)
+    name = call.name if isinstance(call, FunctionName) else None
+    if not functions:
+        if name is not None:
+            raise InvalidRequest(f"{_OLDER_CHOICE}: there are no functions to call", param=_OLDER_CHOICE)
+        return None
+    allowed = None if name is None else frozenset({name})
+    tools = tuple(function.tool() for function in functions)
+    use = ToolUse(tools=tools, must_call=name is not None, allowed=allowed, parallel=False)
+    use.check("functions", _OLDER_CHOICE)
+    return use if call != "none" else None
 
 
 def _is_named(choice: str | ToolChoice | None) -> bool:

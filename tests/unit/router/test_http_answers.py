@@ -218,3 +218,25 @@ async def test_whole_answers_are_read_at_their_end_unless_their_text_may_end_the
     parts.say("hello wörld")
     assert (await client.post(CHAT, json=HELLO | asked)).status_code == 200
     assert parts.generator.requests[0].reads_along is along
+
+
+async def test_log_probabilities_name_tokens_by_their_ids(parts: doors.Doors, client: httpx.AsyncClient) -> None:
+    ids = parts.say("hello 😀", logprobs=True)
+    named = [f"token_id:{token}" for token in ids]
+    by_id = {"return_tokens_as_token_ids": True}
+    for stream in (False, True):
+        answer = await client.post(CHAT, json=HELLO | by_id | {"logprobs": True, "top_logprobs": 2, "stream": stream})
+        choices = [chunk["choices"][0] for chunk in events(answer.text)] if stream else answer.json()["choices"]
+        shown = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+        assert [entry["token"] for entry in shown] == named
+        assert [[top["token"] for top in entry["top_logprobs"]] for entry in shown] == [
+            [n, "token_id:5"] for n in named
+        ]
+        assert bytes(b for entry in shown[:-1] for b in entry["bytes"]).decode() == "hello 😀"
+    body = {"prompt": "the fox", "logprobs": 2, "echo": True, "max_tokens": 20}
+    shown = (await client.post(PLAIN, json=body | by_id)).json()["choices"][0]["logprobs"]
+    in_words = (await client.post(PLAIN, json=body)).json()["choices"][0]["logprobs"]
+    prompt = parts.generator.requests[-1].prompt_token_ids
+    assert shown["tokens"] == [*(f"token_id:{token}" for token in prompt), *named]
+    assert set(shown["top_logprobs"][-1]) == {named[-1], "token_id:5"}
+    assert shown["text_offset"] == in_words["text_offset"]

@@ -123,6 +123,22 @@ async def test_refused_fields(
     assert not parts.generator.requests
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        (HELLO | {"add_special_tokens": True}, "add_special_tokens"),
+        ({"prompt": "a"} | HELLO, "prompt"),
+        ({"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ],
+)
+async def test_what_would_do_nothing_to_tokenize_is_refused(
+    client: httpx.AsyncClient, body: dict[str, Any], param: str
+) -> None:
+    answer = await client.post("/tokenize", json=body)
+    assert (answer.status_code, error_of(answer)["param"]) == (400, param)
+
+
 async def test_fields_that_ask_for_nothing(client: httpx.AsyncClient, parts: doors.Doors) -> None:
     parts.say("hello")
     notes = {

@@ -15,6 +15,8 @@ TEMPLATE = (
     "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{{ bos_token }}{% endif %}"
 )
+EFFORT = TEMPLATE.replace("mood", "reasoning_effort")
+THINKS = "{% if enable_thinking is defined and enable_thinking is false %}[no]{% endif %}" + TEMPLATE
 TRIMS = TEMPLATE.replace("m.content", "m.content | trim")
 DROPS = TEMPLATE.replace("m.content", "m.role")
 
@@ -32,6 +34,21 @@ async def prompt(source: str, body: dict[str, Any]) -> str:
         answer = await client.post(CHAT, json=HELLO | body)
     assert answer.status_code == 200, answer.text
     return parts.tokenizer.decode(parts.generator.requests[0].prompt_token_ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("effort", ["none", "low", "xhigh"])
+async def test_how_long_to_think(effort: str) -> None:
+    assert (await prompt(EFFORT, {"reasoning_effort": effort})).startswith(f"[{effort}]")
+    parts = parts_of(EFFORT)
+    async with client_of(parts) as client:
+        answer = await client.post("/v1/responses", json={"input": "a", "reasoning": {"effort": effort}})
+    assert answer.json()["reasoning"]["effort"] == effort
+    assert parts.tokenizer.decode(parts.generator.requests[0].prompt_token_ids).startswith(f"[{effort}]")
+
+
+async def test_a_template_that_only_knows_whether_to_think_takes_none() -> None:
+    assert (await prompt(THINKS, {"reasoning_effort": "none"})).startswith("[no]")
+    assert not (await prompt(THINKS, {"reasoning_effort": None})).startswith("[no]")
 
 
 async def test_variables_reach_the_template_as_text() -> None:
@@ -68,6 +85,10 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
         (TEMPLATE, {"chat_template_kwargs": {"mood": ["x"]}}, "chat_template_kwargs"),
         (TEMPLATE, {"chat_template_kwargs": {"mood": "x" * (MAX_VARIABLE_CHARS + 1)}}, "chat_template_kwargs"),
         (TEMPLATE, {"chat_template_kwargs": {f"x{i}": 1 for i in range(MAX_VARIABLES + 1)}}, "chat_template_kwargs"),
+        (TEMPLATE, {"reasoning_effort": "none"}, "reasoning_effort"),
+        (THINKS, {"reasoning_effort": "low"}, "reasoning_effort"),
+        (EFFORT, {"reasoning_effort": "much"}, "reasoning_effort"),
+        (EFFORT, {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "low"}}, "reasoning_effort"),
         (TEMPLATE, {"continue_final_message": True}, "continue_final_message"),
         (TEMPLATE, {"messages": [ASSISTANT | {"tool_calls": [CALL]}], "continue_final_message": True},
          "continue_final_message"),

@@ -298,7 +298,6 @@ def called(arguments: Any = "{}", **more: Any) -> dict[str, Any]:
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tools": [CLOCK], "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"tools": [CLOCK], "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
-        ({"functions": [{"name": "f"}]}, "functions"),
         (called("not JSON"), "messages"),
         (called("[1]"), "messages"),
         (called('{"x": NaN}'), "messages"),
