@@ -6,6 +6,7 @@ The bounds stated here are the only ones: HTTP schemas, gRPC servicers and the e
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tandem.errors import InvalidRequest
 
@@ -19,6 +20,36 @@ MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 64
+
+
+class Bound(NamedTuple):
+    """Of one number."""
+
+    low: float
+    high: float
+    open_low: bool = False
+    """`low` itself is too low."""
+
+    def check(self, name: str, value: float) -> None:
+        """Raise InvalidRequest naming the field and its bound. Whole bounds are of whole numbers."""
+        if isinstance(self.low, int):
+            _integer(name, value, self.low, int(self.high))
+        else:
+            _number(name, value, self.low, self.high, open_low=self.open_low)
+
+
+BOUNDS: Mapping[str, Bound] = {
+    "max_tokens": Bound(1, 2**31 - 1),
+    "temperature": Bound(0.0, 2.0),
+    "top_k": Bound(0, 2**31 - 1),
+    "top_p": Bound(0.0, 1.0, open_low=True),
+    "min_p": Bound(0.0, 1.0),
+    "presence_penalty": Bound(-2.0, 2.0),
+    "frequency_penalty": Bound(-2.0, 2.0),
+    "repetition_penalty": Bound(0.0, 10.0, open_low=True),
+    "seed": Bound(MIN_SEED, MAX_SEED),
+}
+"""By field; each is stated here alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,16 +89,9 @@ class SamplingParams:
 
     def validate(self, *, vocab_size: int) -> None:
         """Raise InvalidRequest naming the field and its bound."""
-        _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        for name, bound in BOUNDS.items():
+            bound.check(name, getattr(self, name))
         _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _number("temperature", self.temperature, 0.0, 2.0)
-        _integer("top_k", self.top_k, 0, 2**31 - 1)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
-        _integer("seed", self.seed, MIN_SEED, MAX_SEED)
         if self.num_logprobs is not None:
             _integer("top_logprobs", self.num_logprobs, 0, MAX_TOP_LOGPROBS)
         if self.grammar is not None:
@@ -104,7 +128,7 @@ class SamplingParams:
             raise InvalidRequest("min_tokens cannot be kept together with structured output", param="min_tokens")
 
 
-def _integer(name: str, value: int, low: int, high: int) -> None:
+def _integer(name: str, value: float, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise InvalidRequest(f"{name} must be an integer in [{low}, {high}]", param=name)
 

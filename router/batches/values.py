@@ -2,13 +2,14 @@
 
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeAlias, get_args
 
 from tandem.errors import Code, ServingError
 
 WINDOW_S = 86400.0
 """OpenAI's only completion window."""
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+Endpoint: TypeAlias = Literal["/v1/chat/completions", "/v1/completions"]
+ENDPOINTS: tuple[str, ...] = get_args(Endpoint)
 
 
 class ObjectNotFound(ServingError):

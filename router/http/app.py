@@ -89,7 +89,7 @@ def create_app(
     routes.add("POST", "/detokenize", public(texts.detokenize))
     routes.add("GET", "/v1/usage", public(UsageRoutes(metrics.usage).show))
     _add_extras(routes, extras)
-    document = OpenApiRoute(routes, guard, keeper.keys, _version())
+    document = OpenApiRoute(routes, guard, keeper.keys, frontend.model, _version())
     routes.add("GET", "/openapi.json", operator(document.show, OperatorPage.OPENAPI))
     _add_operator_routes(routes, readiness, metrics)
     return Envelope(routes, metrics, keeper.audit)

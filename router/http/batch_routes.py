@@ -3,13 +3,13 @@
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from router.batches.store import BatchStore
-from router.batches.values import ENDPOINTS, WINDOW_S, Batch, StoredFile
+from router.batches.values import WINDOW_S, Batch, Endpoint, ObjectNotFound, StoredFile
 from router.http.guard import public
 from router.http.json_body import BodyBounds, read_object
 from router.http.multipart import read_upload
@@ -20,6 +20,7 @@ from tandem.batch_config import BatchesConfig
 from tandem.errors import InvalidRequest
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
+_CONTENT, _CANCEL = "/content", "/cancel"
 _PURPOSES = ("batch",)
 MOST_LISTED = 1000
 _BOUNDS = BodyBounds(max_bytes=64 << 10, max_values=1 << 12)
@@ -38,8 +39,8 @@ class BatchBody(StrictBody):
     """POST /v1/batches."""
 
     input_file_id: str
-    endpoint: str
-    completion_window: str
+    endpoint: Endpoint
+    completion_window: Literal["24h"]
     metadata: Annotated[dict[str, str] | None, at_most(16)] = None
     output_expires_after: None = None
     """Results are kept as long as all files are."""
@@ -60,10 +61,11 @@ class BatchRoutes:
         routes.add("GET", FILES, public(self.files))
         routes.add("GET", f"{FILES}/*", public(self.file))
         routes.add("DELETE", f"{FILES}/*", public(self.delete))
+        routes.add("GET", f"{FILES}/*{_CONTENT}", public(self.content))
         routes.add("POST", BATCHES, public(self.create))
         routes.add("GET", BATCHES, public(self.batches))
         routes.add("GET", f"{BATCHES}/*", public(self.batch))
-        routes.add("POST", f"{BATCHES}/*", public(self.cancel))
+        routes.add("POST", f"{BATCHES}/*{_CANCEL}", public(self.cancel))
 
     async def upload(self, request: Request) -> dict[str, Any]:
         """A file, for later."""
@@ -96,13 +98,16 @@ class BatchRoutes:
         wanted = [file for file in found if purpose in (None, file.purpose)]
         return _page(request, wanted, ("purpose", "order"), StoredFile.shown)
 
-    async def file(self, request: Request) -> Response | dict[str, Any]:
-        """What is known of one; below /content, what is in it."""
+    async def file(self, request: Request) -> dict[str, Any]:
+        """What is known of one."""
         name = request.scope["path"].removeprefix(f"{FILES}/")
-        if name.endswith("/content"):
-            path = await asyncio.to_thread(self._store.content, request.state.tenant, name.removesuffix("/content"))
-            return FileResponse(path, media_type="application/jsonl")
         return (await asyncio.to_thread(self._store.file, request.state.tenant, name)).shown()
+
+    async def content(self, request: Request) -> Response:
+        """What is in one."""
+        name = request.scope["path"].removeprefix(f"{FILES}/").removesuffix(_CONTENT)
+        path = await asyncio.to_thread(self._store.content, request.state.tenant, name)
+        return FileResponse(path, media_type="application/jsonl")
 
     async def delete(self, request: Request) -> dict[str, Any]:
         """One that no batch needs any more."""
@@ -117,10 +122,6 @@ class BatchRoutes:
         """A batch of a file that is here."""
         body = validate(BatchBody, await read_object(request, _BOUNDS))
         tenant = request.state.tenant
-        if body.endpoint not in ENDPOINTS:
-            raise InvalidRequest(f"endpoint must be one of {', '.join(ENDPOINTS)}", param="endpoint")
-        if body.completion_window != "24h":
-            raise InvalidRequest("completion_window must be 24h", param="completion_window")
         file = await asyncio.to_thread(self._store.file, tenant, body.input_file_id)
         if file.purpose != "batch":
             raise InvalidRequest("input_file_id: a file of purpose batch", param="input_file_id")
@@ -149,10 +150,8 @@ class BatchRoutes:
 
     async def cancel(self, request: Request) -> dict[str, Any]:
         """Nothing more of it is begun; what was answered stays."""
-        name = request.scope["path"].removeprefix(f"{BATCHES}/").removesuffix("/cancel")
+        name = request.scope["path"].removeprefix(f"{BATCHES}/").removesuffix(_CANCEL)
         batch = await asyncio.to_thread(self._store.batch, request.state.tenant, name)
-        if not request.scope["path"].endswith("/cancel"):
-            raise InvalidRequest("a batch can be cancelled, by POST to its /cancel")
         if batch.status.is_final:
             raise InvalidRequest(f"the batch has ended: {batch.status.value}", param="batch_id")
         await asyncio.to_thread(self._store.cancel, batch)
@@ -166,7 +165,7 @@ class BatchRoutes:
 def _page(
     request: Request, found: Sequence[_T], others: Sequence[str], shown: Callable[[_T], dict[str, Any]]
 ) -> dict[str, Any]:
-    """OpenAI's lists: `after` an id, at most `limit`. Raises InvalidRequest."""
+    """OpenAI's lists: `after` an id, at most `limit`. Raises InvalidRequest or ObjectNotFound."""
     query = request.query_params
     if unknown := query.keys() - {"after", "limit", *others}:
         raise InvalidRequest(f"{min(unknown)[:40]!r} is no parameter of this list", param=min(unknown)[:40])
@@ -180,7 +179,7 @@ def _page(
     if after is not None:
         names = [one.id for one in rest]
         if after not in names:
-            raise InvalidRequest("after: no such id in this list", param="after")
+            raise ObjectNotFound("after: no such id in this list", param="after")
         rest = rest[names.index(after) + 1 :]
     page = rest[: int(limit)]
     return {

@@ -39,9 +39,9 @@ class Content(StrictBody):
 class Life(StrictBody):
     """When it ends: PATCH, and part of POST."""
 
-    ttl: str | None = None
+    ttl: Annotated[str | None, Field(json_schema_extra={"pattern": f"^{_TTL.pattern}$"})] = None
     """Seconds with an `s` behind them."""
-    expireTime: str | None = None  # the wire's name
+    expireTime: Annotated[str | None, Field(json_schema_extra={"format": "date-time"})] = None  # the wire's name
     """RFC 3339."""
 
     def expires_s(self, now_s: float, default_s: float | None = None) -> float:

@@ -2,104 +2,166 @@
 
 from typing import Any
 
-ERROR = "#/components/schemas/Error"
-_TEXT: dict[str, Any] = {"type": "string"}
-_COUNT: dict[str, Any] = {"type": "integer", "minimum": 0}
-_EVENTS: dict[str, dict[str, Any]] = {"text/event-stream": {}}
-"""Each event is an object, the end mark of a stream is not: OpenAPI 3.1 has no words for that."""
+from router.http.json_schema import ANY_OBJECT, COUNT, TEXT, Schema, exactly, list_of, object_of, one_of, or_null, ref
+from router.http.openapi_events import CHUNKS, FINISH_REASONS, LOGPROBS, STREAMS
+from router.http.openapi_stored import STORED
+
+_JSON, _FILE = "application/json", "application/jsonl"
+_ERROR_STATUS = {"type": "integer", "minimum": 400, "maximum": 599}
 
 
-def _object(required: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"type": "object", "required": list(required), "properties": {**required, **more}}
+def _answer(kind: str, choice: dict[str, Schema], **more: Schema) -> Schema:
+    common = {"index": COUNT, "finish_reason": one_of(*FINISH_REASONS)}
+    head = {"id": TEXT, "object": one_of(kind), "created": COUNT, "model": TEXT}
+    choices = list_of(object_of(common | choice, logprobs=LOGPROBS))
+    return object_of(head | {"choices": choices, "usage": ref("Usage")}, timing=ANY_OBJECT, **more)
 
 
-def _list(items: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": items}
+def _item(kind: str, required: dict[str, Schema]) -> Schema:
+    states = one_of("in_progress", "completed", "incomplete")
+    return exactly({"id": TEXT, "type": one_of(kind), "status": states} | required)
 
 
-def _or_null(kind: str) -> dict[str, Any]:
-    return {"type": [kind, "null"]}
-
-
-def _ref(name: str) -> dict[str, Any]:
-    return {"$ref": f"#/components/schemas/{name}"}
-
-
-def _answer(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
-    common = {"index": _COUNT, "finish_reason": {"enum": ["stop", "length", "tool_calls"]}}
-    head = {"id": _TEXT, "object": {"const": kind}, "created": _COUNT, "model": _TEXT}
-    choices = _list(_object(common | choice, logprobs=_or_null("object")))
-    return _object(head | {"choices": choices, "usage": _ref("Usage")}, timing={"type": "object"})
-
-
-SCHEMAS: dict[str, Any] = {
-    "Error": _object(
-        {"error": _object({"message": _TEXT, "type": _TEXT, "param": _or_null("string"), "code": _or_null("string")})}
+_BY_TOOL = exactly({"type": one_of("tool_use"), "id": TEXT, "name": TEXT, "input": ANY_OBJECT})
+_CALL = exactly({"id": TEXT, "type": one_of("function"), "function": exactly({"name": TEXT, "arguments": TEXT})})
+SCHEMAS: dict[str, Schema] = {
+    "Error": exactly(
+        {"error": exactly({"message": TEXT, "type": TEXT, "param": or_null(TEXT), "code": or_null(TEXT)})}
     ),
-    "Usage": _object(
+    "AnthropicError": exactly({"type": one_of("error"), "error": exactly({"type": TEXT, "message": TEXT})}),
+    "GoogleError": exactly({"error": exactly({"code": _ERROR_STATUS, "message": TEXT, "status": TEXT})}),
+    "Usage": object_of(
         {
-            "prompt_tokens": _COUNT,
-            "completion_tokens": _COUNT,
-            "total_tokens": _COUNT,
-            "prompt_tokens_details": _object({"cached_tokens": _COUNT}),
-            "completion_tokens_details": _object({"reasoning_tokens": _COUNT}),
+            "prompt_tokens": COUNT,
+            "completion_tokens": COUNT,
+            "total_tokens": COUNT,
+            "prompt_tokens_details": object_of({"cached_tokens": COUNT}),
+            "completion_tokens_details": object_of({"reasoning_tokens": COUNT}),
         }
     ),
-    "Model": _object(
-        {"id": _TEXT, "object": {"const": "model"}, "created": _COUNT, "owned_by": _TEXT, "max_model_len": _COUNT}
+    "Model": object_of(
+        {"id": TEXT, "object": one_of("model"), "created": COUNT, "owned_by": TEXT, "max_model_len": COUNT}
     ),
     "ChatCompletion": _answer(
         "chat.completion",
-        {"message": _object({"role": {"const": "assistant"}, "content": _or_null("string")}, tool_calls=_list({}))},
-    ),
-    "Completion": _answer("text_completion", {"text": _TEXT}),
-    "Response": _object(
         {
-            "id": _TEXT,
-            "object": {"const": "response"},
-            "created_at": _COUNT,
-            "status": {"enum": ["completed", "incomplete"]},
-            "model": _TEXT,
-            "output": _list(_object({"id": _TEXT, "type": {"enum": ["message", "function_call"]}, "status": _TEXT})),
-            "usage": _object({"input_tokens": _COUNT, "output_tokens": _COUNT, "total_tokens": _COUNT}),
+            "message": exactly(
+                {"role": one_of("assistant"), "content": or_null(TEXT), "refusal": {"type": "null"}},
+                tool_calls=list_of(_CALL),
+                function_call=exactly({"name": TEXT, "arguments": TEXT}),
+            )
         },
-        timing={"type": "object"},
     ),
-    "Tokens": _object(
+    "Completion": _answer("text_completion", {"text": TEXT}),
+    "OutputText": exactly(
+        {"type": one_of("output_text"), "text": TEXT, "annotations": list_of({}), "logprobs": list_of(ANY_OBJECT)}
+    ),
+    "OutputItem": {
+        "anyOf": [
+            _item("message", {"role": one_of("assistant"), "content": list_of(ref("OutputText"))}),
+            _item("function_call", {"call_id": TEXT, "name": TEXT, "arguments": TEXT}),
+        ]
+    },
+    "ResponseUsage": object_of(
         {
-            "count": _COUNT,
-            "max_model_len": _COUNT,
-            "tokens": _list(_COUNT),
-            "token_strs": {"anyOf": [_list(_TEXT), {"type": "null"}]},
+            "input_tokens": COUNT,
+            "input_tokens_details": object_of({"cached_tokens": COUNT}),
+            "output_tokens": COUNT,
+            "output_tokens_details": object_of({"reasoning_tokens": COUNT}),
+            "total_tokens": COUNT,
         }
     ),
+    "Response": object_of(
+        {
+            "id": TEXT,
+            "object": one_of("response"),
+            "created_at": COUNT,
+            "status": one_of("in_progress", "completed", "incomplete", "failed"),
+            "model": TEXT,
+            "output": list_of(ref("OutputItem")),
+            "usage": {"anyOf": [ref("ResponseUsage"), {"type": "null"}]},
+        },
+        timing=ANY_OBJECT,
+    ),
+    "ContentBlock": {"anyOf": [exactly({"type": one_of("text"), "text": TEXT}), _BY_TOOL]},
+    "MessageUsage": object_of(
+        {
+            "input_tokens": COUNT,
+            "cache_creation_input_tokens": COUNT,
+            "cache_read_input_tokens": COUNT,
+            "output_tokens": COUNT,
+        }
+    ),
+    "Message": object_of(
+        {
+            "id": TEXT,
+            "type": one_of("message"),
+            "role": one_of("assistant"),
+            "model": TEXT,
+            "content": list_of(ref("ContentBlock")),
+            "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use", None]},
+            "stop_sequence": or_null(TEXT),
+            "usage": ref("MessageUsage"),
+        }
+    ),
+    "Tokens": object_of(
+        {
+            "count": COUNT,
+            "max_model_len": COUNT,
+            "tokens": list_of(COUNT),
+            "token_strs": {"anyOf": [list_of(TEXT), {"type": "null"}]},
+        }
+    ),
+    **CHUNKS,
+    **STORED,
 }
 """By name."""
+_VECTORS = object_of({"object": one_of("list"), "data": list_of(ANY_OBJECT), "model": TEXT, "usage": ANY_OBJECT})
+_LISTED: dict[str, Schema] = {"object": one_of("list"), "data": list_of(ANY_OBJECT)}
 
-ANSWERS: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"application/json": _ref("ChatCompletion"), **_EVENTS},
-    "/v1/completions": {"application/json": _ref("Completion"), **_EVENTS},
-    "/v1/responses": {"application/json": _ref("Response"), **_EVENTS},
-    "/v1/messages": {"application/json": _object({"id": _TEXT, "type": {"const": "message"}}), **_EVENTS},
-    "/v1/messages/count_tokens": {"application/json": _object({"input_tokens": _COUNT})},
-    "/v1/embeddings": {"application/json": _object({"object": {"const": "list"}, "data": _list({"type": "object"})})},
-    "/v1/usage": {"application/json": {"type": "object"}},
-    "/v1/models": {"application/json": _object({"object": {"const": "list"}, "data": _list(_ref("Model"))})},
-    "/v1/models/*": {"application/json": _ref("Model")},
-    "/tokenize": {"application/json": _ref("Tokens")},
-    "/detokenize": {"application/json": _object({"prompt": _TEXT})},
-    "/v1/files": {"application/json": _object({"object": {"enum": ["list", "file"]}})},
-    "/v1/batches": {"application/json": _object({"object": {"enum": ["list", "batch"]}})},
-    "/v1/batches/*": {"application/json": _object({"id": _TEXT, "object": {"const": "batch"}, "status": _TEXT})},
-    "/debug/decisions": {
-        "application/json": _object({"object": {"const": "list"}, "kept": _COUNT, "data": _list({"type": "object"})})
-    },
-    "/status/snapshot": {"application/json": {"type": "object"}},
-    "/status/events": _EVENTS,
-    "/health": {"application/json": _object({"status": _TEXT})},
-    "/readyz": {"application/json": _object({"status": _TEXT})},
-    "/version": {"application/json": _object({"version": _TEXT})},
-    "/metrics": {"text/plain": _TEXT},
-    "/openapi.json": {"application/json": {"type": "object"}},
+_OBJECTS: dict[str, Schema] = {
+    "POST /v1/chat/completions": ref("ChatCompletion"),
+    "POST /v1/completions": ref("Completion"),
+    "POST /v1/responses": ref("Response"),
+    "POST /v1/messages": ref("Message"),
+    "POST /v1/messages/count_tokens": object_of({"input_tokens": COUNT}),
+    "POST /v1/embeddings": _VECTORS,
+    "GET /v1/usage": object_of({"object": one_of("usage"), "data": list_of(ANY_OBJECT), "total": ANY_OBJECT}),
+    "GET /v1/models": object_of({"object": one_of("list"), "data": list_of(ref("Model"))}),
+    "GET /v1/models/{model}": ref("Model"),
+    "POST /tokenize": ref("Tokens"),
+    "POST /detokenize": object_of({"prompt": TEXT}),
+    "POST /v1/files": ref("File"),
+    "GET /v1/files": ref("FilePage"),
+    "GET /v1/files/{file_id}": ref("File"),
+    "DELETE /v1/files/{file_id}": ref("DeletedFile"),
+    "POST /v1/batches": ref("Batch"),
+    "GET /v1/batches": ref("BatchPage"),
+    "GET /v1/batches/{batch_id}": ref("Batch"),
+    "POST /v1/batches/{batch_id}/cancel": ref("Batch"),
+    "POST /v1beta/cachedContents": ref("CachedContent"),
+    "GET /v1beta/cachedContents": ref("CachedContentPage"),
+    "GET /v1beta/cachedContents/{id}": ref("CachedContent"),
+    "PATCH /v1beta/cachedContents/{id}": ref("CachedContent"),
+    "DELETE /v1beta/cachedContents/{id}": ref("Nothing"),
+    "GET /debug/decisions": object_of(_LISTED | {"kept": COUNT}),
+    "GET /debug/pins": object_of(_LISTED),
+    "GET /status/snapshot": ref("Status"),
+    "GET /health": object_of({"status": TEXT}),
+    "GET /readyz": object_of({"status": TEXT}),
+    "GET /version": object_of({"version": TEXT}),
+    "GET /openapi.json": ANY_OBJECT,
 }
-"""By route: what stands in an answer with status 200, by its media type. Of a route that is not here anything may."""
+_OTHERS: dict[str, dict[str, Any]] = {
+    "GET /metrics": {"text/plain": {"schema": TEXT}},
+    # Lines, each of them JSON.
+    "GET /v1/files/{file_id}/content": {_FILE: {"schema": {"type": "string", "contentMediaType": _FILE}}},
+}
+
+
+def answer_of(operation: str) -> dict[str, Any]:
+    """What stands in an answer with status 200 to `METHOD path`, by media type. Nothing: anything may."""
+    found = dict(_OTHERS.get(operation, {}))
+    if operation in _OBJECTS:
+        found[_JSON] = {"schema": _OBJECTS[operation]}
+    return found | STREAMS.get(operation, {})

@@ -33,19 +33,22 @@ class Routes:
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
         self._routes: dict[str, dict[str, _Route]] = {}
-        self._below: dict[str, dict[str, _Route]] = {}
+        self._below: dict[tuple[str, str], dict[str, _Route]] = {}
+        """By what a path begins and ends with; those with an end of their own first."""
         self._off: dict[str, str] = {}
 
     def add(self, method: str, path: str, guarded: Guarded, *, show_error: ErrorShape = error_object) -> None:
-        """`path` alone; ending in `/*`, all that is below it. A dict that a handler returns is shown as JSON.
+        """`path`: with a `*`, all that have something in its place. A dict that a handler returns is shown as JSON.
 
         `guarded`: made by `public` or `operator`. Raises TypeError for a handler of which neither was said.
         """
         if not isinstance(guarded, Guarded):
             raise TypeError(f"{path}: say for whom it is, with public() or operator()")
         route = _Route(path=path, method=method, guarded=guarded, show_error=show_error)
-        if path.endswith("/*"):
-            self._below.setdefault(path.removesuffix("*"), {})[method] = route
+        if "*" in path:
+            begin, _, end = path.partition("*")
+            self._below.setdefault((begin, end), {})[method] = route
+            self._below = dict(sorted(self._below.items(), key=lambda item: not item[0][1]))
         else:
             self._routes.setdefault(path, {})[method] = route
 
@@ -53,11 +56,11 @@ class Routes:
         """There is no such path, nor any below it, because a setting has not turned it on: whoever asks is told."""
         self._off[path] = setting
 
-    def described(self) -> Iterator[tuple[str, str, Guarded, bool]]:
-        """Method, path and handler of each, and whether its errors look like OpenAI's."""
+    def described(self) -> Iterator[tuple[str, str, Guarded, ErrorShape]]:
+        """Method, path and handler of each, and how its errors look."""
         for methods in (*self._routes.values(), *self._below.values()):
             for route in methods.values():
-                yield route.method, route.path, route.guarded, route.show_error is error_object
+                yield route.method, route.path, route.guarded, route.show_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -76,7 +79,7 @@ class Routes:
         path = _sent_path(scope)
         methods = self._routes.get(path)
         if methods is None:
-            methods = next((found for prefix, found in self._below.items() if path.startswith(prefix)), {})
+            methods = next((found for around, found in self._below.items() if _is_within(path, *around)), {})
         route = methods.get(scope["method"])
         # Who asks is looked at before it is said whether there is such a method: as for any of the path's.
         known = route or next(iter(methods.values()), None)
@@ -95,6 +98,10 @@ class Routes:
     def _why_off(self, path: str) -> str:
         setting = next((setting for off, setting in self._off.items() if f"{path}/".startswith(f"{off}/")), None)
         return "" if setting is None else f": it is turned off here; the router's setting {setting} turns it on"
+
+
+def _is_within(path: str, begin: str, end: str) -> bool:
+    return path.startswith(begin) and path.endswith(end) and len(path) >= len(begin) + len(end)
 
 
 def _sent_path(scope: Scope) -> str:

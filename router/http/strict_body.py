@@ -4,13 +4,16 @@ A field is honoured, or harmless by nature, or refused: never ignored. Fields of
 not serve stand in `NOT_YET` with the values that ask for nothing; everything else unknown is refused by its name.
 """
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema, core_schema
 
 from tandem.errors import InvalidRequest
 
 _MAX_KEYS = 128
+_MOST = {"array": "maxItems", "object": "maxProperties"}
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
@@ -40,15 +43,28 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
 }
 
 
-def at_most(limit: int) -> BeforeValidator:
-    """For a field that is an object or a list."""
+@dataclass(frozen=True, slots=True)
+class at_most:  # in annotations, like the words of annotated-types
+    """For a field that is an object or a list: no more entries are read, and its schema says so."""
 
-    def check(value: Any) -> Any:
-        if isinstance(value, (dict, list)) and len(value) > limit:
-            raise ValueError(f"at most {limit} entries")
+    limit: int
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Checked before any entry is."""
+        return core_schema.no_info_before_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Of each branch that is one of both."""
+        schema = handler(core)
+        for branch in schema.get("anyOf", [schema]):
+            if word := _MOST.get(branch.get("type", "")):
+                branch[word] = self.limit
+        return schema
+
+    def _check(self, value: Any) -> Any:
+        if isinstance(value, (dict, list)) and len(value) > self.limit:
+            raise ValueError(f"at most {self.limit} entries")
         return value
-
-    return BeforeValidator(check)
 
 
 class StrictBody(BaseModel):

@@ -24,7 +24,11 @@ async def run(suite: Suite, python: Path | None) -> int:
     interpreter = python or await asyncio.to_thread(ensure, suite.environment, print)
     key = new_key()
     with tempfile.TemporaryDirectory(prefix="tandem-client-") as folder:
-        settings = {"router__api_keys": [entry_of(key)], "router__operator_access": {"metrics": "open"}}
+        settings = {
+            "router__api_keys": [entry_of(key)],
+            "router__operator_access": {"metrics": "open"},
+            "router__batches": {"path": str(Path(folder) / "batches")},
+        }
         async with running(**settings) as cluster:
             place = Place(url=cluster.local.http_url, key=key, python=interpreter, folder=Path(folder))
             environment = {

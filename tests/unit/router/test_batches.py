@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 
 from router.batch_assembly import make_batches
@@ -17,6 +18,7 @@ from tandem.config import RouterConfig
 from tandem.errors import ConfigError, Overloaded
 from tests.unit.router import doors
 from tests.unit.router.batch_world import Room, running
+from tests.unit.router.described import Described
 
 KEYS = [{"key": "one", "tenant": "acme"}, {"key": "two", "tenant": "other-company"}]
 TEXT = "hello"
@@ -329,8 +331,9 @@ async def test_the_document_of_the_door_tells_of_them(parts: doors.Doors, tmp_pa
     paths = document["paths"]
     assert paths["/v1/batches"]["post"]["requestBody"]["content"].keys() == {"application/json"}
     assert paths["/v1/files"]["post"]["requestBody"]["content"].keys() == {"multipart/form-data"}
-    assert paths["/v1/files/{name}"].keys() == {"get", "delete"}
-    assert paths["/v1/batches/{name}"].keys() == {"get", "post"}
+    assert paths["/v1/files/{file_id}"].keys() == {"get", "delete"}
+    assert paths["/v1/batches/{batch_id}"].keys() == {"get"}
+    assert paths["/v1/batches/{batch_id}/cancel"].keys() == {"post"}
     assert "requestBody" not in paths["/v1/batches"]["get"]
     assert "BatchBody" in document["components"]["schemas"]
 
@@ -340,3 +343,33 @@ def test_a_folder_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path) -> None
     store = BatchStore(tmp_path / "file" / "batches", max_tenant_bytes=1, keep_s=1.0)
     with pytest.raises(ConfigError, match=r"^router\.batches\.path: .*/batches: Not a directory$"):
         store.open()
+
+
+async def test_files_and_batches_are_as_described(parts: doors.Doors, tmp_path: Path) -> None:
+    async with running(parts, tmp_path) as world:
+        described, http = await Described.by(world.http), world.http
+        file = ("in.jsonl", orjson.dumps(line("a")) + b"\n" + orjson.dumps(line("a")))
+        uploaded = await http.post("/v1/files", files={"file": file}, data={"purpose": "batch"})
+        described.check("POST", "/v1/files", uploaded)
+        file_id = uploaded.json()["id"]
+        failed = await world.ended((await world.create(file_id))["id"])
+        assert failed["errors"]["data"], "the same name twice"
+        good = await world.create(await world.upload(line("a")), metadata={"a": "b"})
+        await world.ended(good["id"])
+        for method, shown, path, body in (
+            ("GET", "/v1/files", "/v1/files?limit=1", None),
+            ("GET", "/v1/files", "/v1/files?after=nobody", None),
+            ("GET", "/v1/files/{file_id}", f"/v1/files/{file_id}", None),
+            ("GET", "/v1/batches", "/v1/batches", None),
+            ("GET", "/v1/batches/{batch_id}", f"/v1/batches/{failed['id']}", None),
+            ("GET", "/v1/batches/{batch_id}", f"/v1/batches/{good['id']}", None),
+            ("GET", "/v1/batches/{batch_id}", "/v1/batches/nobody", None),
+            ("POST", "/v1/batches", "/v1/batches", {"input_file_id": file_id, "endpoint": "/v1/completions"}),
+            ("POST", "/v1/batches/{batch_id}/cancel", f"/v1/batches/{good['id']}/cancel", None),
+            ("DELETE", "/v1/files/{file_id}", f"/v1/files/{file_id}", None),
+            ("DELETE", "/v1/files/{file_id}", f"/v1/files/{file_id}", None),
+        ):
+            described.check(method, shown, await http.request(method, path, json=body))
+        content = await http.get(f"/v1/files/{(await world.batch(good['id']))['output_file_id']}/content")
+        told = described.document["paths"]["/v1/files/{file_id}/content"]["get"]["responses"]["200"]["content"]
+        assert content.headers["content-type"] in told

@@ -22,6 +22,7 @@ from tandem.config import RouterConfig
 from tandem.ids import BlockHash, Incarnation, WorkerId
 from tandem.prefix_pin import PinKey, PinOrder, PinOutcome, PinTold
 from tests.unit.router import doors
+from tests.unit.router.described import Described
 from tests.unit.router.http_doors import CHAT, client_of, error_of
 from tests.unit.router.readers import QuickReader
 
@@ -280,3 +281,21 @@ async def test_where_nothing_is_kept_by_name_it_is_said(tokenizer: Tokenizer) ->
         assert (await client.post(PATH, json=content())).status_code == 404
         refused = await client.post(CHAT, json=ASK | {"cached_content": "cachedContents/x"})
     assert error_of(refused)["param"] == "cached_content"
+
+
+async def test_answers_are_as_described(client: httpx.AsyncClient) -> None:
+    described = await Described.by(client)
+    await made(client, displayName="fox")
+    cache = (await made(client))["name"].removeprefix("cachedContents/")
+    for method, name, query, body in (
+        ("POST", "", "", content(ttl="60s")),
+        ("POST", "", "", content(ttl="sixty")),
+        ("GET", "", "?pageSize=1", None),
+        ("GET", "", "?pageSize=x", None),
+        ("GET", f"/{cache}", "", None),
+        ("PATCH", f"/{cache}", "?updateMask=ttl", {"ttl": "60s"}),
+        ("DELETE", f"/{cache}", "", None),
+        ("DELETE", f"/{cache}", "", None),
+    ):
+        answer = await client.request(method, f"{PATH}{name}{query}", json=body)
+        described.check(method, PATH + ("/{id}" if name else ""), answer)

@@ -6,11 +6,14 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from jsonschema import Draft202012Validator
 
 from router.http.app import create_app
+from router.http.openapi_requests import shown_path
 from tandem.config import RouterConfig
+from tandem.errors import Overloaded
+from tandem.outputs import FinishReason
 from tests.unit.router import doors
+from tests.unit.router.described import Described
 from tests.unit.router.http_doors import CHAT, HELLO, PLAIN, client_of
 
 RESPONSES = "/v1/responses"
@@ -27,17 +30,16 @@ async def client(parts: doors.Doors) -> AsyncIterator[httpx.AsyncClient]:
         yield made
 
 
-async def document_of(client: httpx.AsyncClient) -> dict[str, Any]:
-    return (await client.get("/openapi.json", headers={"Authorization": "Bearer a-key"})).json()
-
-
-def validator(document: dict[str, Any], schema: dict[str, Any]) -> Draft202012Validator:
-    return Draft202012Validator({**schema, "components": document["components"]})
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+CALL = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+STREAMED = {"stream": True}
+WORDS = {"model": doors.MODEL, "max_tokens": 20, "messages": [{"role": "user", "content": "the quick brown fox jumps"}]}
+BY_NAME = {"name": "clock", "input_schema": {"type": "object"}}
 
 
 async def test_every_answer_is_as_described(client: httpx.AsyncClient, parts: doors.Doors) -> None:
-    document = await document_of(client)
-    parts.say("hello")
+    described = await Described.by(client)
+    parts.say("hello", logprobs=True)
     for method, path, shown, body in (
         ("POST", CHAT, CHAT, HELLO | {"n": 2, "logprobs": True}),
         ("POST", CHAT, CHAT, {"messages": 5}),
@@ -45,20 +47,60 @@ async def test_every_answer_is_as_described(client: httpx.AsyncClient, parts: do
         ("POST", PLAIN, PLAIN, {"model": "gpt-4", "prompt": "a"}),
         ("POST", RESPONSES, RESPONSES, {"input": "a"}),
         ("POST", RESPONSES, RESPONSES, {"input": "a", "store": True}),
+        ("POST", "/v1/messages", "/v1/messages", WORDS),
         ("POST", "/v1/messages", "/v1/messages", {"model": "gpt-4"}),
         ("POST", "/tokenize", "/tokenize", {"prompt": "a", "return_token_strs": True}),
         ("POST", "/detokenize", "/detokenize", {"tokens": [5]}),
         ("GET", "/v1/models", "/v1/models", None),
-        ("GET", f"/v1/models/{doors.MODEL}", "/v1/models/{name}", None),
-        ("GET", "/v1/models/gpt-4", "/v1/models/{name}", None),
+        ("GET", f"/v1/models/{doors.MODEL}", "/v1/models/{model}", None),
+        ("GET", "/v1/models/gpt-4", "/v1/models/{model}", None),
+        ("GET", "/v1/usage", "/v1/usage", None),
         ("GET", "/health", "/health", None),
         ("GET", "/readyz", "/readyz", None),
         ("GET", "/version", "/version", None),
     ):
-        answer = await client.request(method, path, json=body)
-        described = document["paths"][shown][method.lower()]["responses"][str(answer.status_code)]
-        schema = described["content"]["application/json"]["schema"]
-        assert not list(validator(document, schema).iter_errors(answer.json())), (path, answer.json())
+        described.check(method, shown, await client.request(method, path, json=body))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, HELLO | {"n": 2, "logprobs": True, "stream_options": {"include_usage": True}}),
+        (CHAT, HELLO | {"tools": [CLOCK], "return_token_ids": True}),
+        (CHAT, HELLO | {"functions": [CLOCK["function"]]}),
+        (PLAIN, {"prompt": ["a", "b"], "echo": True, "stream_options": {"continuous_usage_stats": True}}),
+        (RESPONSES, {"input": "a"}),
+        (RESPONSES, {"input": "a", "tools": [{"type": "function", **CLOCK["function"]}]}),
+        ("/v1/messages", WORDS),
+        ("/v1/messages", WORDS | {"tools": [BY_NAME]}),
+    ],
+)
+async def test_every_event_is_as_described(
+    client: httpx.AsyncClient, parts: doors.Doors, path: str, body: dict[str, Any]
+) -> None:
+    described = await Described.by(client)
+    headers = {"X-Tandem-Timing": "1"} | ({} if path == RESPONSES else {"X-Tandem-Stream-Ids": "1"})
+    for text, script in (
+        (f"hello {CALL}", {"logprobs": True}),
+        ("hello", {"reason": FinishReason.LENGTH}),
+        ("hello world", {"error": Overloaded("full"), "error_after": 2}),
+    ):
+        parts.say(text, **script)
+        answer = await client.post(path, json=body | STREAMED, headers=headers)
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        described.check("POST", path, answer)
+
+
+def test_what_is_no_event_of_a_stream_is_not_as_described() -> None:
+    """The comparison itself sees what is wrong."""
+    number = {"type": "string", "contentSchema": {"type": "integer"}}
+    schema = {"type": "object", "required": ["data"], "properties": {"data": number}}
+    told = {"200": {"content": {"text/event-stream": {"itemSchema": schema}}}}
+    described = Described({"components": {}, "paths": {"/x": {"get": {"responses": told}}}})
+    media = {"content-type": "text/event-stream"}
+    described.check("GET", "/x", httpx.Response(200, headers=media, text="data: 5\n\n"))
+    with pytest.raises(AssertionError):
+        described.check("GET", "/x", httpx.Response(200, headers=media, text='data: "5"\n\n'))
 
 
 @pytest.mark.parametrize(
@@ -69,6 +111,12 @@ async def test_every_answer_is_as_described(client: httpx.AsyncClient, parts: do
         (CHAT, HELLO | {"temprature": 0.5}, False),
         (CHAT, {"messages": []}, False),
         (CHAT, HELLO | {"n": "2"}, False),
+        (CHAT, HELLO | {"temperature": 2.5}, False),
+        (CHAT, HELLO | {"top_p": 0}, False),
+        (CHAT, HELLO | {"seed": 2**63}, False),
+        (CHAT, HELLO | {"stop": ["a"] * 17}, False),
+        (PLAIN, {"prompt": [10_000]}, False),
+        (PLAIN, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, False),
         (PLAIN, {"prompt": [[1, 2], [3]]}, True),
         (PLAIN, {"prompt": []}, False),
         (PLAIN, {"prompt": [1, "a"]}, False),
@@ -83,10 +131,9 @@ async def test_every_answer_is_as_described(client: httpx.AsyncClient, parts: do
 async def test_a_body_fits_the_document_if_and_only_if_it_is_taken(
     client: httpx.AsyncClient, parts: doors.Doors, path: str, body: dict[str, Any], fits: bool
 ) -> None:
-    document = await document_of(client)
+    described = await Described.by(client)
     parts.say("hello")
-    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert validator(document, schema).is_valid(body) == fits
+    assert described.fits(described.body("POST", path), body) == fits
     assert ((await client.post(path, json=body)).status_code == 200) == fits
 
 
@@ -94,7 +141,7 @@ async def test_a_body_fits_the_document_if_and_only_if_it_is_taken(
 async def test_it_says_where_a_key_is_asked_for(keys: tuple[str, ...]) -> None:
     parts = doors.make_doors(doors.make_tokenizer(), RouterConfig(api_keys=keys))
     async with client_of(parts) as client:
-        document = await document_of(client)
+        document = (await Described.by(client)).document
         for path, operations in document["paths"].items():
             for method, operation in operations.items():
                 answer = await client.request(method, path)
@@ -105,9 +152,9 @@ async def test_all_routes_are_in_it() -> None:
     parts = doors.make_doors(doors.make_tokenizer())
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://r") as client:
-        document = await document_of(client)
+        document = (await Described.by(client)).document
     shown = {(method, path) for path, operations in document["paths"].items() for method in operations}
     routes = app._app.described()  # type: ignore[attr-defined]
-    assert shown == {(method.lower(), path.replace("/*", "/{name}")) for method, path, *_ in routes}
+    assert shown == {(method.lower(), shown_path(path)) for method, path, *_ in routes}
     ids = [operation["operationId"] for one in document["paths"].values() for operation in one.values()]
     assert len(ids) == len(set(ids))
