@@ -6,6 +6,7 @@ from router.beam_search import BeamAsk
 from router.calling import Calling
 from router.conversation import TemplateOptions
 from router.reading import ReadAsk
+from router.reasoning import Reasoning
 from router.requests import RoutedRequest
 from router.stop_strings import StopStrings
 from router.stream_ids import ChoicePosition, StreamPosition, request_digest
@@ -99,6 +100,14 @@ class Prepared:
 
     calling: Calling | None = None
     """How calls in the answer's text are read; None: it is text alone."""
+    reasoning: Reasoning | None = None
+    """How what the model thinks is told from its answer; None: it is not."""
+
+    @property
+    def shown_ids(self) -> frozenset[int]:
+        """Special tokens that whoever reads the text must see."""
+        readers = (reader for reader in (self.calling, self.reasoning) if reader is not None)
+        return frozenset().union(*(reader.shown_ids for reader in readers))
 
     @property
     def digest(self) -> bytes:

@@ -1,8 +1,11 @@
-"""One choice of an answer, from its text to what doors show of it: text, and calls with their ids."""
+"""One choice of an answer, from its text to what doors show of it: thinking, text, and calls with their ids."""
 
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
+from router.asked import Prepared
 from router.calling import Calling
+from router.reasoning import Part, Reasoning
 from router.text_stream import TextDelta
 from router.tool_parsers.events import CallArguments, Content, ToolEvent
 from router.tools import call_id
@@ -18,6 +21,12 @@ class TextPiece(NamedTuple):
     text: str
 
 
+class ReasoningPiece(NamedTuple):
+    """What the model thinks before it answers."""
+
+    text: str
+
+
 class CallPiece(NamedTuple):
     """A call that began: its id and name; or more of its arguments, without either."""
 
@@ -28,11 +37,39 @@ class CallPiece(NamedTuple):
     arguments: str
 
 
-Piece: TypeAlias = TextPiece | CallPiece
+Piece: TypeAlias = ReasoningPiece | TextPiece | CallPiece
+
+
+class AnswerReader(Protocol):
+    """One choice of an answer: from its text to pieces. A stream that is continued is read from its beginning."""
+
+    @property
+    def has_open_call(self) -> bool:
+        """Whether the last call is not whole."""
+
+    def read(self, delta: TextDelta) -> list[Piece]:
+        """What the client does not have yet."""
+
+    def finish(self, reason: FinishReason) -> str:
+        """Why it ended, as doors say it: calls that are whole are a reason of their own."""
+
+
+class PlainReader:
+    """Of an answer that is text alone."""
+
+    has_open_call = False
+
+    def read(self, delta: TextDelta) -> list[Piece]:
+        """See AnswerReader."""
+        return [TextPiece(delta.text)] if delta.text else []
+
+    def finish(self, reason: FinishReason) -> str:
+        """See AnswerReader."""
+        return reason.value
 
 
 class CallReader:
-    """One choice of an answer: from its text to pieces. A stream that is continued is read from its beginning."""
+    """Of an answer that may call."""
 
     def __init__(self, calling: Calling, request_id: str, choice_index: int) -> None:
         self._calling = calling
@@ -41,7 +78,7 @@ class CallReader:
         self._id = (request_id, choice_index)
 
     def read(self, delta: TextDelta) -> list[Piece]:
-        """What the client does not have yet."""
+        """See AnswerReader."""
         if delta.passed_text:
             self._parser.feed(delta.passed_text)
         events = self._parser.feed(delta.text)
@@ -51,11 +88,11 @@ class CallReader:
 
     @property
     def has_open_call(self) -> bool:
-        """Whether the last call is not whole."""
+        """See AnswerReader."""
         return self._parser.is_open
 
     def finish(self, reason: FinishReason) -> str:
-        """Why it ended, as doors say it: calls that are whole are a reason of their own."""
+        """See AnswerReader."""
         is_calls = reason is FinishReason.STOP and self._parser.num_calls and not self._parser.is_open
         return CALLED if is_calls else reason.value
 
@@ -68,3 +105,43 @@ class CallReader:
             return CallPiece(event.call, None, None, event.text)
         made = call_id(*self._id, event.call, is_short=self._calling.has_short_ids)
         return CallPiece(event.call, made, event.name, "")
+
+
+class ReasoningReader:
+    """Of a model that thinks: the answer behind its thinking goes to another reader."""
+
+    def __init__(self, reasoning: Reasoning, answer: AnswerReader) -> None:
+        self._parser = reasoning.new_parser()
+        self._answer = answer
+
+    def read(self, delta: TextDelta) -> list[Piece]:
+        """See AnswerReader."""
+        passed = self._parser.feed(delta.passed_text) if delta.passed_text else []
+        parts = self._parser.feed(delta.text)
+        if delta.finish is not None:
+            parts += self._parser.flush()
+        thought = "".join(part.text for part in parts if part.is_reasoning)
+        text, passed_text = _answer_of(parts), _answer_of(passed)
+        pieces: list[Piece] = [ReasoningPiece(thought)] if thought else []
+        return pieces + self._answer.read(delta._replace(text=text, passed_text=passed_text))
+
+    @property
+    def has_open_call(self) -> bool:
+        """See AnswerReader."""
+        return self._answer.has_open_call
+
+    def finish(self, reason: FinishReason) -> str:
+        """See AnswerReader."""
+        return self._answer.finish(reason)
+
+
+def reader_of(prepared: Prepared, choice_index: int) -> AnswerReader:
+    """Of one choice."""
+    reader: AnswerReader = PlainReader()
+    if prepared.calling is not None:
+        reader = CallReader(prepared.calling, prepared.request.request_id, choice_index)
+    return reader if prepared.reasoning is None else ReasoningReader(prepared.reasoning, reader)
+
+
+def _answer_of(parts: Sequence[Part]) -> str:
+    return "".join(part.text for part in parts if not part.is_reasoning)

@@ -35,6 +35,7 @@ from router.conversation import (
     tool_object,
     turns_of,
 )
+from router.reasoning import marks_of
 from router.tools import Tool
 from tandem.errors import ConfigError, InvalidRequest
 
@@ -212,6 +213,8 @@ class ChatTemplate:
 
     def _effort(self, options: TemplateOptions) -> dict[str, Any]:
         """The variable that says how long the model thinks. Raises InvalidRequest where the template has none."""
+        if not options.thinks:
+            return self._not_thinking()
         if options.effort is None:
             return {}
         if _EFFORT in self._variables:
@@ -224,6 +227,15 @@ class ChatTemplate:
         if given.keys() & options.variables.keys():
             raise InvalidRequest(f"{_EFFORT}: chat_template_kwargs say the same", param=_EFFORT)
         return given
+
+    def _not_thinking(self) -> dict[str, Any]:
+        if _THINKING in self._variables:
+            return {_THINKING: False}
+        if _EFFORT in self._variables:
+            return {_EFFORT: "none"}
+        if marks_of(self.source) is not None:
+            raise InvalidRequest("thinking: this model cannot be told not to think", param="thinking")
+        return {}
 
 
 def _cut_at(text: str, end: str) -> str:

@@ -43,12 +43,14 @@ class Message:
     """Of an assistant's turn."""
     tool_call_id: str | None = None
     """Of a tool's turn: which call its content is the result of."""
+    reasoning: str | None = None
+    """What the assistant thought before it; a template shows of it what its model is to see."""
 
     @property
     def num_chars(self) -> int:
         """Of all that a client wrote."""
         calls = sum(len(call.id) + len(call.name) + len(call.arguments) for call in self.tool_calls)
-        return len(self.content) + len(self.name or "") + calls
+        return len(self.content) + len(self.name or "") + len(self.reasoning or "") + calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,8 @@ class TemplateOptions:
     """Of the template's own, such as `enable_thinking`: texts, numbers, booleans."""
     effort: Effort | None = None
     """How long the model is to think before it answers; for templates that take such a variable."""
+    thinks: bool = True
+    """False: it is to answer at once. A model that never thinks does so anyway."""
     continue_final: bool = False
     """The last turn is the assistant's, and the answer goes on with it."""
 
@@ -117,6 +121,8 @@ def turns_of(messages: Sequence[Message], form: ToolForm, hide: Callable[[str], 
         turn: dict[str, Any] = {"role": message.role, "content": hide(message.content)}
         if message.name:
             turn["name"] = hide(message.name)
+        if message.reasoning is not None:
+            turn["reasoning_content"] = hide(message.reasoning)
         if message.tool_calls:
             names |= {call.id: call.name for call in message.tool_calls}
             turn["tool_calls"] = [_call_object(call, form, hide) for call in message.tool_calls]

@@ -23,6 +23,7 @@ from router.reading_asked import check_reading_sizes
 from router.requests import ResumePoint, RoutedRequest
 from router.stop_strings import StopStrings
 from router.stream_ids import StreamIds
+from router.thinking import Thinking
 from router.tokenizer import Tokenizer
 from router.tooling import Tooling
 from tandem.block_hash import root_hash
@@ -70,12 +71,13 @@ class Frontend:
         """The same; without it nothing is kept by name."""
         self._preparing = 0
         self.tooling = Tooling(tokenizer, config.tool_parser)
+        self.thinking = Thinking(tokenizer, config.reasoning_parser)
         self.prompts = PromptReader(model=model, tokenizer=tokenizer, max_prompts=config.max_prompts)
         self._hash_root = lru_cache(maxsize=_MAX_ROOTS)(self._new_hash_root)
 
     async def prepare_chat(self, messages: Sequence[Message], fields: ClientFields) -> Prepared:
         """A conversation. Raises InvalidRequest, ContextLengthExceeded or ModelNotFound."""
-        started_s = self.clock()
+        started_s, asked = self.clock(), fields
         fields, calling = self._calling(fields)
         self.check_fields(fields)
         with self._preparation():
@@ -86,9 +88,8 @@ class Frontend:
                 tools=fields.tools,
                 options=fields.template,
             )
-        one = with_beams(
-            replace(self._finish(ids, fields, None), calling=calling), fields, most_beams=self._config.max_choices
-        )
+        one = replace(self._finish(ids, fields, None), calling=calling, reasoning=self.thinking.reasoning(ids, asked))
+        one = with_beams(one, fields, most_beams=self._config.max_choices)
         check_reading_sizes([one], self._config.max_answer_values)
         return self._traced("chat", one, fields, started_s)
 

@@ -72,7 +72,8 @@ async def select(
     votes: list[Vote] = []
     answers: list[str | None] = []
     if ask.votes:
-        texts = [choice.text for choice in choices]
+        reasoning = prepared[0].reasoning
+        texts = [choice.text if reasoning is None else reasoning.answer_in(choice.text) for choice in choices]
         found: Sequence[str | None] = texts
         if ask.pattern is not None:
             found = await patterns.find(ask.pattern, texts, _PATTERN, prepared[0].request.tenant)

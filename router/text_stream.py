@@ -54,8 +54,8 @@ class ChoiceText:
     def __init__(self, index: int, prepared: Prepared, tokenizer: Tokenizer) -> None:
         self._index = index
         self._prepared = prepared
-        shown_ids = prepared.calling.shown_ids if prepared.calling is not None else frozenset[int]()
-        self._words = tokenizer.detokenizer(skip_special_tokens=prepared.skip_special_tokens, shown_ids=shown_ids)
+        skips, shown_ids = prepared.skip_special_tokens, prepared.shown_ids
+        self._words = tokenizer.detokenizer(skip_special_tokens=skips, shown_ids=shown_ids)
         self._matcher = StopMatcher(prepared.stops, include_match=prepared.include_stop)
         self.has_stops = bool(prepared.stops)
         self._stop_token_ids = prepared.stop_token_ids

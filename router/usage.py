@@ -27,6 +27,8 @@ class Usage:
         self._choices = prepared[0].request.num_choices
         self._expected = self._choices * len(prepared)
         self._finishes: dict[int, ChoiceFinish] = {}
+        readings = [one.reasoning for one in prepared for _ in range(one.request.num_choices)]
+        self._thoughts = {i: reading.new_counter() for i, reading in enumerate(readings) if reading is not None}
 
     @property
     def complete(self) -> bool:
@@ -36,10 +38,17 @@ class Usage:
     def add(self, delta: TextDelta) -> None:
         """Count one delta."""
         self.completion_tokens += len(delta.tokens)
+        if (thoughts := self._thoughts.get(delta.choice_index)) is not None:
+            thoughts.add([token.token_id for token in (*delta.passed, *delta.tokens)])
         if delta.finish is not None:
             self._finishes[delta.choice_index] = delta.finish
             if self.complete and self._arrived_s is not None:
                 self.elapsed_s = self._clock() - self._arrived_s
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of the answers' tokens those up to the end of thinking."""
+        return sum(thoughts.count for thoughts in self._thoughts.values())
 
     @property
     def cached_tokens(self) -> int:

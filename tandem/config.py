@@ -18,7 +18,7 @@ from tandem.batch_config import BatchesConfig
 from tandem.board.settings import board_settings
 from tandem.config_section import Seconds, Section
 from tandem.disk_cache import contradiction
-from tandem.door_config import ConnectionsConfig, GrammarsConfig, ToolParserName
+from tandem.door_config import ConnectionsConfig, GrammarsConfig, ReasoningParserName, ToolParserName
 from tandem.errors import ConfigError
 from tandem.hosts import checked_address
 from tandem.kv_agreement import cannot_travel_as
@@ -200,6 +200,7 @@ class RouterConfig(DoorLocks, PromptCaching):
     grammars: GrammarsConfig = GrammarsConfig()
     batches: BatchesConfig = BatchesConfig()
     tool_parser: ToolParserName | None = None
+    reasoning_parser: ReasoningParserName | None = None
     stream_buffer_tokens: PositiveInt = 4096
     """Tokens waiting for a slow reader before its request is cancelled."""
 

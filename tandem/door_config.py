@@ -8,6 +8,8 @@ from tandem.config_section import Seconds, Section
 
 ToolParserName: TypeAlias = Literal["hermes", "qwen3_coder", "mistral", "llama3", "deepseek", "pythonic"]
 """How the model writes calls of functions; null: as its chat template shows."""
+ReasoningParserName: TypeAlias = Literal["none", "think", "magistral", "seed_oss"]
+"""Marks between which the model thinks before it answers; null: those that its chat template knows; none: no such."""
 
 
 class ConnectionsConfig(Section):

@@ -30,6 +30,8 @@ class ChatTurn(StrictBody):
     """The older form of a call."""
     content: Annotated[str | list[TextPart] | None, at_most(_MAX_PARTS)] = None
     name: str | None = None
+    reasoning_content: str | None = None
+    """As it was answered with."""
 
     def message(self) -> Message:
         """The turn as the template sees it; several text parts stand on lines of their own."""
@@ -41,8 +43,15 @@ class ChatTurn(StrictBody):
         if content is None and self.role != "assistant":
             raise InvalidRequest("messages: content is missing", param="messages")
         calls = tuple(part.call() for part in self.tool_calls or ())
+        if self.reasoning_content is not None and self.role != "assistant":
+            raise InvalidRequest("messages: reasoning_content stands in an assistant's message", param="messages")
         return Message(
-            role=self.role, content=content or "", name=self.name, tool_calls=calls, tool_call_id=self.tool_call_id
+            role=self.role,
+            content=content or "",
+            name=self.name,
+            tool_calls=calls,
+            tool_call_id=self.tool_call_id,
+            reasoning=self.reasoning_content,
         )
 
 

@@ -91,10 +91,10 @@ class GenerationRoutes:
 
         def show(prepared: list[Prepared]) -> Answer:
             head = _head(body, "chatcmpl", prepared[0], seen, self._frontend.model.name)
-            calling, tokenizer = prepared[0].calling, self._frontend.tokenizer
-            if calling is None:
+            tokenizer = self._frontend.tokenizer
+            if prepared[0].calling is None and prepared[0].reasoning is None:
                 return ChatAnswer(head, prepared, tokenizer)
-            return CallingChatAnswer(head, prepared, tokenizer, calling, is_older_form=bool(body.functions))
+            return CallingChatAnswer(head, prepared, tokenizer, is_older_form=bool(body.functions))
 
         return await self._respond(request, body, prepare, show, seen)
 

@@ -1,12 +1,11 @@
 """Anthropic's shape of an answer, whole or as events."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
 from router.asked import Prepared
-from router.call_reader import CALLED, CallPiece, CallReader, Piece, TextPiece
+from router.call_reader import CALLED, AnswerReader, CallPiece, Piece, TextPiece, reader_of
 from router.http.error_shapes import anthropic_error
 from router.http.sse import EventStream
 from router.text_stream import TextDelta
@@ -14,6 +13,8 @@ from tandem.errors import ServingError
 from tandem.outputs import FinishReason
 
 _NO_TEXT = {"type": "text", "text": ""}
+_NO_THOUGHT = {"type": "thinking", "thinking": "", "signature": ""}
+"""What the model thinks stands unsigned: nothing vouches for it when it comes back."""
 
 
 def event(content: dict[str, Any]) -> bytes:
@@ -63,35 +64,22 @@ class MessagesUsage:
         }
 
 
-class _Reader:
-    """Of one answer: text, and the calls in it if tools may be called."""
-
-    def __init__(self, prepared: Prepared) -> None:
-        calling = prepared.calling
-        self._calls = None if calling is None else CallReader(calling, prepared.request.request_id, 0)
-
-    def read(self, delta: TextDelta) -> Sequence[Piece]:
-        """What is new."""
-        if self._calls is not None:
-            return self._calls.read(delta)
-        return [TextPiece(delta.text)] if delta.text else []
-
-    def ending(self, delta: TextDelta) -> dict[str, Any]:
-        """Why it ended."""
-        stopped_by = delta.stopped_by if isinstance(delta.stopped_by, str) else None
-        reason = FinishReason.STOP if delta.finish is None else delta.finish.reason
-        if reason is FinishReason.LENGTH:
-            shown = "max_tokens"
-        elif self._calls is not None and self._calls.finish(reason) == CALLED:
-            shown = "tool_use"
-        else:
-            shown = "stop_sequence" if stopped_by else "end_turn"
-        return {"stop_reason": shown, "stop_sequence": stopped_by if shown == "stop_sequence" else None}
+def _ending(reader: AnswerReader, delta: TextDelta) -> dict[str, Any]:
+    """Why it ended."""
+    stopped_by = delta.stopped_by if isinstance(delta.stopped_by, str) else None
+    reason = FinishReason.STOP if delta.finish is None else delta.finish.reason
+    if reason is FinishReason.LENGTH:
+        shown = "max_tokens"
+    elif reader.finish(reason) == CALLED:
+        shown = "tool_use"
+    else:
+        shown = "stop_sequence" if stopped_by else "end_turn"
+    return {"stop_reason": shown, "stop_sequence": stopped_by if shown == "stop_sequence" else None}
 
 
 def whole_message(prepared: Prepared, model: str, choice: TextDelta) -> dict[str, Any]:
     """The answer in one piece."""
-    usage, reader = MessagesUsage(prepared), _Reader(prepared)
+    usage, reader = MessagesUsage(prepared), reader_of(prepared, 0)
     usage.add(choice)
     blocks: list[dict[str, Any]] = []
     arguments: list[str] = []
@@ -102,14 +90,15 @@ def whole_message(prepared: Prepared, model: str, choice: TextDelta) -> dict[str
                 arguments = []
             arguments.append(piece.arguments)
             blocks[-1]["input"] = _parsed("".join(arguments)) or {}
-        elif blocks and blocks[-1]["type"] == "text":
-            blocks[-1]["text"] += piece.text
-        else:
-            blocks.append({"type": "text", "text": piece.text})
+            continue
+        block = _NO_TEXT if isinstance(piece, TextPiece) else _NO_THOUGHT
+        if not blocks or blocks[-1]["type"] != block["type"]:
+            blocks.append(dict(block))
+        blocks[-1][block["type"]] += piece.text
     return {
         **_head(prepared, model),
         "content": blocks or [_NO_TEXT],
-        **reader.ending(choice),
+        **_ending(reader, choice),
         "usage": usage.shown(),
     }
 
@@ -122,10 +111,11 @@ class MessageStream:
         self._prepared = prepared
         self._model = model
         self._usage = MessagesUsage(prepared)
-        self._reader = _Reader(prepared)
+        self._reader = reader_of(prepared, 0)
         self._has_begun = False
         self._index = -1
-        self._in_text = False
+        self._kind = ""
+        """Of the block that grows."""
 
     async def ready(self) -> None:
         """See TextReader."""
@@ -148,9 +138,11 @@ class MessageStream:
         return [event({"type": "message_start", "message": message}), event({"type": "ping"})]
 
     def _piece(self, piece: Piece) -> list[bytes]:
-        if isinstance(piece, TextPiece):
-            begun = [] if self._in_text else self._block(_NO_TEXT)
-            return [*begun, self._delta({"type": "text_delta", "text": piece.text})]
+        if not isinstance(piece, CallPiece):
+            block = _NO_TEXT if isinstance(piece, TextPiece) else _NO_THOUGHT
+            kind = block["type"]
+            begun = [] if self._kind == kind else self._block(block)
+            return [*begun, self._delta({"type": f"{kind}_delta", kind: piece.text})]
         begun = []
         if piece.id is not None:
             begun = self._block({"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}})
@@ -162,7 +154,7 @@ class MessageStream:
         """The next block begins, and the one before it ends."""
         ended = self._end_block()
         self._index += 1
-        self._in_text = block["type"] == "text"
+        self._kind = block["type"]
         return [*ended, event({"type": "content_block_start", "index": self._index, "content_block": block})]
 
     def _end_block(self) -> list[bytes]:
@@ -175,7 +167,7 @@ class MessageStream:
         return [
             *([] if self._index >= 0 else self._block(_NO_TEXT)),
             *self._end_block(),
-            event({"type": "message_delta", "delta": self._reader.ending(delta), "usage": self._usage.shown()}),
+            event({"type": "message_delta", "delta": _ending(self._reader, delta), "usage": self._usage.shown()}),
             event({"type": "message_stop"}),
         ]
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import orjson
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema, core_schema
 
 from router.http.strict_body import StrictBody, at_most
 from router.marked_prefixes import DEFAULT_MARK_TTL, MARK_TTL_S
@@ -52,22 +53,31 @@ class ToolUseBlock(StrictBody):
         return ToolCall(id=self.id, name=self.name, arguments=orjson.dumps(self.input).decode())
 
 
-def _known(*kinds: str) -> BeforeValidator:
+class _Known:
     """Names what is not supported; a text is a list of one block, so that what is wrong is said of the block."""
 
-    def check(content: Any) -> Any:
+    def __init__(self, *kinds: str) -> None:
+        self._kinds = kinds
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Looked at before any block is read."""
+        return core_schema.no_info_before_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """A text, or blocks."""
+        return {"anyOf": [{"type": "string"}, handler(core)]}
+
+    def _check(self, content: Any) -> Any:
         if isinstance(content, str):
             return [{"type": "text", "text": content}]
         for block in content if isinstance(content, list) else ():
             kind = block.get("type") if isinstance(block, dict) else None
-            if isinstance(kind, str) and kind not in kinds:
+            if isinstance(kind, str) and kind not in self._kinds:
                 raise InvalidRequest(f"content of type {kind[:40]!r} is not supported here", param="messages")
         return content
 
-    return BeforeValidator(check)
 
-
-Texts: TypeAlias = Annotated[list[TextBlock], at_most(_MAX_BLOCKS), _known("text")]
+Texts: TypeAlias = Annotated[list[TextBlock], at_most(_MAX_BLOCKS), _Known("text")]
 
 
 class ToolResultBlock(StrictBody):
@@ -86,11 +96,19 @@ class ToolResultBlock(StrictBody):
         return f"Error: {text}" if self.is_error else text
 
 
-Block: TypeAlias = TextBlock | ToolUseBlock | ToolResultBlock
+class ThinkingBlock(StrictBody):
+    """What the model thought, in an assistant's message that the client sends back; its signature is empty here."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+Block: TypeAlias = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
 Blocks: TypeAlias = Annotated[
     list[Annotated[Block, Field(discriminator="type")]],
     at_most(_MAX_BLOCKS),
-    _known("text", "tool_use", "tool_result"),
+    _Known("text", "thinking", "tool_use", "tool_result"),
 ]
 
 

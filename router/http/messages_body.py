@@ -14,6 +14,7 @@ from router.http.messages_blocks import (
     CacheControl,
     TextBlock,
     Texts,
+    ThinkingBlock,
     ToolChoice,
     ToolResultBlock,
     ToolSpec,
@@ -45,9 +46,9 @@ class Metadata(StrictBody):
 
 
 class Thinking(StrictBody):
-    """No model here is told to think."""
+    """Whether the model is to think. How long it thinks cannot be promised: `enabled` with its budget is refused."""
 
-    type: Literal["disabled"]
+    type: Literal["disabled", "adaptive"]
 
 
 class Conversation(NamedTuple):
@@ -76,7 +77,9 @@ class CountBody(StrictBody):
             model=self.model,
             tenant=tenant,
             tools=chosen_tools(self.tools or (), self.tool_choice),
-            template=TemplateOptions(continue_final=continues),
+            template=TemplateOptions(
+                continue_final=continues, thinks=self.thinking is None or self.thinking.type != "disabled"
+            ),
             add_generation_prompt=not continues,
         )
 
@@ -136,12 +139,16 @@ def _add(talk: Conversation, role: str, blocks: Sequence[Block]) -> None:
     """One turn: what tools returned are turns of their own, in a user's; calls belong to an assistant's."""
     texts: list[TextBlock] = []
     calls: list[ToolCall] = []
+    thoughts: list[str] = []
     is_open, num_chars = False, 0
 
     def close() -> None:
         nonlocal is_open, num_chars
-        talk.messages.append(Message(role=role, content=joined(texts), tool_calls=tuple(calls)))
+        thought = "\n".join(thoughts) if thoughts else None
+        turn = Message(role=role, content=joined(texts), tool_calls=tuple(calls), reasoning=thought)
+        talk.messages.append(turn)
         texts.clear()
+        thoughts.clear()
         calls.clear()
         is_open, num_chars = False, 0
 
@@ -155,6 +162,11 @@ def _add(talk: Conversation, role: str, blocks: Sequence[Block]) -> None:
             _mark(talk, len(talk.messages), len(block.text), block.cache_control)
             continue
         is_open = True
+        if isinstance(block, ThinkingBlock):
+            if role != "assistant":
+                raise InvalidRequest("messages: thinking stands in an assistant's turn", param="messages")
+            thoughts.append(block.thinking)
+            continue
         if isinstance(block, TextBlock):
             num_chars += len(block.text) + (1 if texts else 0)  # the line's end between two
             texts.append(block)

@@ -22,6 +22,7 @@ def _item(kind: str, required: dict[str, Schema]) -> Schema:
     return exactly({"id": TEXT, "type": one_of(kind), "status": states} | required)
 
 
+_THOUGHT = exactly({"type": one_of("thinking"), "thinking": TEXT, "signature": TEXT})
 _BY_TOOL = exactly({"type": one_of("tool_use"), "id": TEXT, "name": TEXT, "input": ANY_OBJECT})
 _CALL = exactly({"id": TEXT, "type": one_of("function"), "function": exactly({"name": TEXT, "arguments": TEXT})})
 SCHEMAS: dict[str, Schema] = {
@@ -47,6 +48,7 @@ SCHEMAS: dict[str, Schema] = {
         {
             "message": exactly(
                 {"role": one_of("assistant"), "content": or_null(TEXT), "refusal": {"type": "null"}},
+                reasoning_content=TEXT,
                 tool_calls=list_of(_CALL),
                 function_call=exactly({"name": TEXT, "arguments": TEXT}),
             )
@@ -56,9 +58,11 @@ SCHEMAS: dict[str, Schema] = {
     "OutputText": exactly(
         {"type": one_of("output_text"), "text": TEXT, "annotations": list_of({}), "logprobs": list_of(ANY_OBJECT)}
     ),
+    "ReasoningText": exactly({"type": one_of("reasoning_text"), "text": TEXT}),
     "OutputItem": {
         "anyOf": [
             _item("message", {"role": one_of("assistant"), "content": list_of(ref("OutputText"))}),
+            _item("reasoning", {"summary": list_of({}), "content": list_of(ref("ReasoningText"))}),
             _item("function_call", {"call_id": TEXT, "name": TEXT, "arguments": TEXT}),
         ]
     },
@@ -83,7 +87,7 @@ SCHEMAS: dict[str, Schema] = {
         },
         timing=ANY_OBJECT,
     ),
-    "ContentBlock": {"anyOf": [exactly({"type": one_of("text"), "text": TEXT}), _BY_TOOL]},
+    "ContentBlock": {"anyOf": [exactly({"type": one_of("text"), "text": TEXT}), _THOUGHT, _BY_TOOL]},
     "MessageUsage": object_of(
         {
             "input_tokens": COUNT,

@@ -36,6 +36,7 @@ _DELTA = exactly(
     {},
     role=one_of("assistant"),
     content=or_null(TEXT),
+    reasoning_content=TEXT,
     tool_calls=list_of(object_of({"index": COUNT, "function": _CALLED})),
     function_call=_CALLED,
 )
@@ -79,6 +80,7 @@ CHUNKS: dict[str, Schema] = {
 _PLACE = {"item_id": TEXT, "output_index": COUNT}
 _IN_PART = {**_PLACE, "content_index": COUNT}
 _ITEM = {"output_index": COUNT, "item": ref("OutputItem")}
+_PART: Schema = {"anyOf": [ref("OutputText"), ref("ReasoningText")]}
 _NUMBERED = {"sequence_number": COUNT}
 
 
@@ -91,8 +93,10 @@ _RESPONSE_EVENTS = (
     _told("failed", {"response": ref("Response")}),
     _told("output_item.added", _ITEM),
     _told("output_item.done", _ITEM),
-    _told("content_part.added", _IN_PART | {"part": ref("OutputText")}),
-    _told("content_part.done", _IN_PART | {"part": ref("OutputText")}),
+    _told("content_part.added", _IN_PART | {"part": _PART}),
+    _told("content_part.done", _IN_PART | {"part": _PART}),
+    _told("reasoning_text.delta", _IN_PART | {"delta": TEXT}),
+    _told("reasoning_text.done", _IN_PART | {"text": TEXT}),
     _told("output_text.delta", _IN_PART | {"delta": TEXT, "logprobs": list_of({"type": "object"})}),
     _told("output_text.done", _IN_PART | {"text": TEXT, "logprobs": list_of({"type": "object"})}),
     _told("function_call_arguments.delta", _PLACE | {"delta": TEXT}),
@@ -102,6 +106,7 @@ _BLOCK = {"index": COUNT}
 _ENDING = exactly({"stop_reason": TEXT, "stop_sequence": or_null(TEXT)})
 _BLOCK_DELTA = any_of(
     exactly({"type": one_of("text_delta"), "text": TEXT}),
+    exactly({"type": one_of("thinking_delta"), "thinking": TEXT}),
     exactly({"type": one_of("input_json_delta"), "partial_json": TEXT}),
 )
 _MESSAGE_EVENTS = (

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
-from router.call_reader import Piece, TextPiece
+from router.call_reader import CallPiece, Piece, TextPiece
 
 Told: TypeAlias = dict[str, Any]
 """An event without its number."""
-_MESSAGE, _CALL = "message", "function_call"
+_MESSAGE, _CALL, _REASONING = "message", "function_call", "reasoning"
 
 
 class ResponseItems:
@@ -23,9 +23,10 @@ class ResponseItems:
     def take(self, pieces: Sequence[Piece]) -> Iterator[Told]:
         """What the pieces add."""
         for piece in pieces:
-            if isinstance(piece, TextPiece):
-                if not self._is_open or self.items[-1]["type"] != _MESSAGE:
-                    yield from self._begin_message()
+            if not isinstance(piece, CallPiece):
+                kind = _MESSAGE if isinstance(piece, TextPiece) else _REASONING
+                if not self._is_open or self.items[-1]["type"] != kind:
+                    yield from self._begin_text(kind)
                 yield self._grown(piece.text)
                 continue
             if piece.id is not None:
@@ -36,13 +37,16 @@ class ResponseItems:
     def end(self, *, is_cut: bool) -> Iterator[Told]:
         """The answer is over; `is_cut`: before it was whole. There is a message at least."""
         if not self.items:
-            yield from self._begin_message()
+            yield from self._begin_text(_MESSAGE)
         yield from self._close("incomplete" if is_cut else "completed")
 
-    def _begin_message(self) -> Iterator[Told]:
+    def _begin_text(self, kind: str) -> Iterator[Told]:
         yield from self._close("completed")
-        yield self._added({"type": _MESSAGE, "id": self._id("msg"), "role": "assistant", "content": []})
-        yield self._of_item("response.content_part.added", content_index=0, part=_text_part(""))
+        if kind == _MESSAGE:
+            yield self._added({"type": _MESSAGE, "id": self._id("msg"), "role": "assistant", "content": []})
+        else:
+            yield self._added({"type": _REASONING, "id": self._id("rs"), "summary": [], "content": []})
+        yield self._of_item("response.content_part.added", content_index=0, part=_part(kind, ""))
 
     def _begin_call(self, call_id: str, name: str) -> Iterator[Told]:
         yield from self._close("completed")
@@ -57,6 +61,8 @@ class ResponseItems:
         self._parts.append(text)
         if self.items[-1]["type"] == _CALL:
             return self._of_item("response.function_call_arguments.delta", delta=text)
+        if self.items[-1]["type"] == _REASONING:
+            return self._of_item("response.reasoning_text.delta", content_index=0, delta=text)
         return self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=[])
 
     def _close(self, status: str) -> Iterator[Told]:
@@ -70,9 +76,13 @@ class ResponseItems:
             item["arguments"] = text
             yield self._of_item("response.function_call_arguments.done", name=item["name"], arguments=text)
         else:
-            item["content"] = [_text_part(text)]
-            yield self._of_item("response.output_text.done", content_index=0, text=text, logprobs=[])
-            yield self._of_item("response.content_part.done", content_index=0, part=_text_part(text))
+            part = _part(item["type"], text)
+            item["content"] = [part]
+            if item["type"] == _REASONING:
+                yield self._of_item("response.reasoning_text.done", content_index=0, text=text)
+            else:
+                yield self._of_item("response.output_text.done", content_index=0, text=text, logprobs=[])
+            yield self._of_item("response.content_part.done", content_index=0, part=part)
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
 
     def _of_item(self, kind: str, **fields: Any) -> Told:
@@ -83,5 +93,7 @@ class ResponseItems:
         return f"{kind}_{self._request_id}{len(self.items):04x}"
 
 
-def _text_part(text: str) -> dict[str, Any]:
+def _part(kind: str, text: str) -> dict[str, Any]:
+    if kind == _REASONING:
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

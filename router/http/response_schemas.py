@@ -18,6 +18,8 @@ from tandem.sampling import SamplingParams
 _MAX_PARTS = 256
 _MAX_NOTES = 16
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+_THINKING = "reasoning"
+"""In place of a role, until it is known whose turn it was."""
 _TEXTS = frozenset({"input_text", "output_text"})
 
 
@@ -47,6 +49,8 @@ class InputItem(StrictBody):
     name: str | None = None
     arguments: str | None = None
     output: _Content = None
+    summary: Annotated[list[ContentPart] | None, at_most(0)] = None
+    """Of reasoning; none is made here."""
 
     def part(self) -> Message | ToolCall:
         """What it adds to the conversation. Raises InvalidRequest."""
@@ -62,7 +66,9 @@ class InputItem(StrictBody):
                 return ToolCall(id=self.call_id or "", name=self.name or "", arguments=self.arguments or "")
             case "function_call_output" if given == {"call_id", "output"}:
                 return Message(role="tool", content=_text(self.output), tool_call_id=self.call_id)
-            case "message" | "function_call" | "function_call_output":
+            case "reasoning" if given == {"content"} and isinstance(self.content, list):
+                return Message(role=_THINKING, content="\n".join(part.text for part in self.content))
+            case "message" | "function_call" | "function_call_output" | "reasoning":
                 raise InvalidRequest(f"input: an item of type {self.type} has other fields", param="input")
         raise InvalidRequest(f"input: items of type {self.type[:40]!r} are not supported", param="input")
 
@@ -221,14 +227,18 @@ def _turns(parts: Sequence[Message | ToolCall]) -> Iterator[Message]:
     """A call belongs to the assistant's turn before it, or makes one with those that follow it."""
     turn: Message | None = None
     calls: list[ToolCall] = []
+    thought: str | None = None
     for part in (*parts, None):
-        if isinstance(part, ToolCall):
-            if turn is not None and turn.role != "assistant":
-                yield turn
-                turn = None
-            turn = turn or Message(role="assistant", content="")
-            calls.append(part)
+        if isinstance(part, Message) and part.role == _THINKING:
+            thought = part.content
             continue
-        if turn is not None:
-            yield replace(turn, tool_calls=(*turn.tool_calls, *calls)) if calls else turn
-        turn, calls = part, []
+        if not isinstance(part, ToolCall) or turn is None or turn.role != "assistant" or thought is not None:
+            if turn is not None:
+                yield replace(turn, tool_calls=(*turn.tool_calls, *calls)) if calls else turn
+            calls = []
+            turn = Message(role="assistant", content="") if isinstance(part, ToolCall) else part
+            if turn is not None and turn.role == "assistant":
+                turn = replace(turn, reasoning=thought)
+        if isinstance(part, ToolCall):
+            calls.append(part)
+        thought = None

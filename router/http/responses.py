@@ -4,7 +4,7 @@ Nothing is stored: `store: true` and `previous_response_id` are refused, and a s
 """
 
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.asked import Prepared
-from router.call_reader import CallReader, Piece, TextPiece
+from router.call_reader import reader_of
 from router.http.answering import Answering
 from router.http.errors import error_object
 from router.http.generation import IDS_HEADER, TIMING_HEADER, trace_and_time
@@ -87,7 +87,7 @@ class _Answer:
         request = prepared.request
         self._asked, self._prepared, self._model = asked, prepared, model
         self._created_s = int(time.time())
-        self._reader = CallReader(prepared.calling, request.request_id, 0) if prepared.calling is not None else None
+        self._reader = reader_of(prepared, 0)
         self._items = ResponseItems(request.request_id)
         self._usage = usage
         self._has_timing = has_timing
@@ -96,17 +96,11 @@ class _Answer:
     def take(self, delta: TextDelta) -> list[Told]:
         """What the next of the answer adds."""
         self._usage.add(delta)
-        told = list(self._items.take(self._pieces(delta)))
+        told = list(self._items.take(self._reader.read(delta)))
         if delta.finish is not None:
             self._is_cut = delta.finish.reason is FinishReason.LENGTH
-            is_open = self._reader is not None and self._reader.has_open_call
-            told += self._items.end(is_cut=self._is_cut or is_open)
+            told += self._items.end(is_cut=self._is_cut or self._reader.has_open_call)
         return told
-
-    def _pieces(self, delta: TextDelta) -> Sequence[Piece]:
-        if self._reader is not None:
-            return self._reader.read(delta)
-        return [TextPiece(delta.text)] if delta.text else []
 
     def begun(self) -> dict[str, Any]:
         """Before the first item."""
@@ -220,6 +214,6 @@ def _usage_object(usage: Usage) -> dict[str, Any]:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }

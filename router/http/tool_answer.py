@@ -1,15 +1,15 @@
-"""chat.completion and chat.completion.chunk of answers in which the model may call functions."""
+"""chat.completion and chat.completion.chunk of answers in which the model may call functions, or thinks first."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from router.asked import Prepared
-from router.call_reader import CALLED, CallReader, Piece, TextPiece
-from router.calling import Calling
+from router.call_reader import CALLED, Piece, ReasoningPiece, TextPiece, reader_of
 from router.http.answers import AnswerHead, ChatAnswer
 from router.text_stream import TextDelta
 from router.tokenizer import Tokenizer
 
+_THINKING = "reasoning_content"
 _FUNCTION = "function_call"
 """In the older form both the field and the reason why an answer ended."""
 
@@ -22,7 +22,6 @@ class CallingChatAnswer(ChatAnswer):
         head: AnswerHead,
         prepared: Sequence[Prepared],
         tokenizer: Tokenizer,
-        calling: Calling,
         *,
         is_older_form: bool = False,
     ) -> None:
@@ -30,8 +29,7 @@ class CallingChatAnswer(ChatAnswer):
         super().__init__(head, prepared, tokenizer)
         self.is_text_only = False
         self._is_older_form = is_older_form
-        request = prepared[0].request
-        self._readers = [CallReader(calling, request.request_id, i) for i in range(request.num_choices)]
+        self._readers = [reader_of(prepared[0], i) for i in range(prepared[0].request.num_choices)]
 
     def opening(self) -> list[dict[str, Any]]:
         """See ChatAnswer. There is no content as long as none came."""
@@ -56,7 +54,11 @@ class CallingChatAnswer(ChatAnswer):
         """See ChatAnswer."""
         message = self.shown(delta)
         calls, function = message.get("tool_calls"), message.get(_FUNCTION)
-        content = {"content": message.get("content", "" if calls is None and function is None else None)}
+        content: dict[str, Any] = {
+            "content": message.get("content", "" if calls is None and function is None else None)
+        }
+        if _THINKING in message:
+            content[_THINKING] = message[_THINKING]
         if function is not None:
             return content | {_FUNCTION: function}
         if calls is None:
@@ -66,17 +68,22 @@ class CallingChatAnswer(ChatAnswer):
 
 def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
     """What is shown of them, an entry for each call."""
-    texts = list[str]()
+    texts, thoughts = list[str](), list[str]()
     calls = dict[int, dict[str, Any]]()
     for piece in pieces:
         if isinstance(piece, TextPiece):
             texts.append(piece.text)
+            continue
+        if isinstance(piece, ReasoningPiece):
+            thoughts.append(piece.text)
             continue
         call = calls.setdefault(piece.call, {"index": piece.call, "function": {"arguments": ""}})
         if piece.id is not None:
             call |= {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
         call["function"]["arguments"] += piece.arguments
     message: dict[str, Any] = {"content": "".join(texts)} if texts else {}
+    if thoughts:
+        message[_THINKING] = "".join(thoughts)
     return message | ({"tool_calls": list(calls.values())} if calls else {})
 
 

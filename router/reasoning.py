@@ -1,0 +1,181 @@
+"""What a model writes while it thinks, told from its answer. Pure.
+
+Families of models put their thinking between two marks, before the answer; some templates write the first mark
+themselves, at the prompt's end. What is told depends on the text alone, never on how it came in pieces. White space at
+the marks belongs to neither side.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NamedTuple
+
+_WHITE = " \t\r\n"
+
+
+class Marks(NamedTuple):
+    """Of one family."""
+
+    begin: str
+    end: str
+
+
+FAMILIES: Mapping[str, Marks] = {
+    "think": Marks("<think>", "</think>"),
+    "magistral": Marks("[THINK]", "[/THINK]"),
+    "seed_oss": Marks("<seed:think>", "</seed:think>"),
+}
+"""By name: Qwen3, DeepSeek-R1, QwQ and others write the first."""
+
+
+def marks_of(template: str, forced: str | None = None) -> Marks | None:
+    """Those of a family whose end mark a chat template knows; of the one called `forced`, if that is said, which may be
+    `none`. None: what the model writes is its answer.
+    """
+    if forced is not None:
+        return FAMILIES.get(forced)
+    return next((marks for marks in FAMILIES.values() if marks.end in template), None)
+
+
+class Part(NamedTuple):
+    """Some of an answer's text."""
+
+    is_reasoning: bool
+    text: str
+
+
+class _Phase(Enum):
+    BEFORE = auto()
+    """It is not known yet whether it thinks."""
+    THINKING = auto()
+    BETWEEN = auto()
+    """It has thought; of the answer there was white space at most."""
+    ANSWER = auto()
+
+
+class ReasoningParser:
+    """Reads one choice as it grows."""
+
+    def __init__(self, marks: Marks, *, is_open: bool) -> None:
+        """`is_open`: the prompt ends with the first mark."""
+        self._marks = marks
+        self._phase = _Phase.THINKING if is_open else _Phase.BEFORE
+        self._has_thought = is_open
+        self._held = ""
+        """May still become a mark, or is white space that may stand at one."""
+        self._is_first = True
+        """Nothing of the thinking was told."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has thought to the end, or does not."""
+        return self._phase in (_Phase.BETWEEN, _Phase.ANSWER)
+
+    @property
+    def has_thought(self) -> bool:
+        """Whether there was a first mark."""
+        return self._has_thought
+
+    def feed(self, text: str) -> list[Part]:
+        """What more of the answer says."""
+        if self._phase is _Phase.ANSWER:
+            return [Part(False, text)] if text else []
+        self._held += text
+        parts: list[Part] = []
+        if self._phase is _Phase.BEFORE:
+            self._begin(parts)
+        if self._phase is _Phase.THINKING:
+            self._think(parts)
+        if self._phase is _Phase.BETWEEN and (answer := self._held.lstrip(_WHITE)):
+            self._answer(answer, parts)
+        return parts
+
+    def flush(self) -> list[Part]:
+        """The answer is over: what was held back."""
+        held, self._held = self._held, ""
+        if self._phase is _Phase.BEFORE:
+            return [Part(False, held)] if held else []
+        if self._phase is _Phase.THINKING and (told := held.rstrip(_WHITE)):
+            return [Part(True, told)]
+        return []
+
+    def _begin(self, parts: list[Part]) -> None:
+        begun = self._held.lstrip(_WHITE)
+        if begun.startswith(self._marks.begin):
+            self._phase, self._has_thought = _Phase.THINKING, True
+            self._held = begun.removeprefix(self._marks.begin)
+        elif not self._marks.begin.startswith(begun):
+            self._answer(self._held, parts)
+
+    def _think(self, parts: list[Part]) -> None:
+        if self._is_first:
+            self._held = self._held.lstrip(_WHITE)
+        told, mark, rest = self._held.partition(self._marks.end)
+        if not mark:
+            told = told[: len(told) - _common(told, self._marks.end)]
+        told = told.rstrip(_WHITE)
+        if told:
+            parts.append(Part(True, told))
+            self._is_first = False
+        if mark:
+            self._phase, self._held = _Phase.BETWEEN, rest
+        else:
+            self._held = self._held[len(told) :]
+
+    def _answer(self, text: str, parts: list[Part]) -> None:
+        self._phase, self._held = _Phase.ANSWER, ""
+        if text:
+            parts.append(Part(False, text))
+
+
+def _common(text: str, mark: str) -> int:
+    """Length of the longest end of the text that begins the mark."""
+    return next(n for n in range(min(len(text), len(mark) - 1), -1, -1) if text.endswith(mark[:n]))
+
+
+class ReasoningTokens:
+    """Counts a choice's tokens up to the one that ends its thinking, in bytes: a mark may be several tokens."""
+
+    def __init__(self, marks: Marks, bytes_of: Callable[[int], bytes], *, is_open: bool) -> None:
+        """`bytes_of`: of one token."""
+        self._parser = ReasoningParser(Marks(*(mark.encode().decode("latin-1") for mark in marks)), is_open=is_open)
+        self._bytes_of = bytes_of
+        self._seen = 0
+
+    @property
+    def count(self) -> int:
+        """So far."""
+        return self._seen if self._parser.has_thought else 0
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """The next ones."""
+        for token_id in token_ids:
+            if self._parser.has_ended:
+                return
+            self._parser.feed(self._bytes_of(token_id).decode("latin-1"))
+            self._seen += 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reasoning:
+    """How one request's answers are read for thinking: in `Prepared`, for the doors."""
+
+    marks: Marks
+    is_open: bool
+    """The prompt ends with the first mark."""
+    shown_ids: frozenset[int]
+    """Special tokens that the parser must see."""
+    bytes_of: Callable[[int], bytes]
+
+    def new_parser(self) -> ReasoningParser:
+        """Of one choice."""
+        return ReasoningParser(self.marks, is_open=self.is_open)
+
+    def new_counter(self) -> ReasoningTokens:
+        """Of one choice."""
+        return ReasoningTokens(self.marks, self.bytes_of, is_open=self.is_open)
+
+    def answer_in(self, text: str) -> str:
+        """A whole choice without its thinking."""
+        parser = self.new_parser()
+        return "".join(part.text for part in (*parser.feed(text), *parser.flush()) if not part.is_reasoning)
