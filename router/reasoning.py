@@ -145,7 +145,17 @@ class ReasoningTokens:
     @property
     def count(self) -> int:
         """So far."""
-        return self._seen if self._parser.has_thought else 0
+        return self._seen if self.has_thought else 0
+
+    @property
+    def has_thought(self) -> bool:
+        """See ReasoningParser."""
+        return self._parser.has_thought
+
+    @property
+    def has_ended(self) -> bool:
+        """See ReasoningParser."""
+        return self._parser.has_ended
 
     def add(self, token_ids: Sequence[int]) -> None:
         """The next ones."""

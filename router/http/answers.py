@@ -1,18 +1,14 @@
 """The two shapes of an answer, chat and completions, in chunks or whole."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from router.asked import Prepared
+from router.http.logprobs import Logprobs
 from router.text_stream import TextDelta
 from router.tokenizer import Tokenizer
-from tandem.errors import InternalError, InvariantError
-from tandem.outputs import SampledToken
-
-LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+from tandem.errors import InvariantError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +63,7 @@ class ChatAnswer:
     def __init__(self, head: AnswerHead, prepared: Sequence[Prepared], tokenizer: Tokenizer) -> None:
         self._head = head
         self._request = prepared[0].request
-        self._logprobs = _Logprobs(tokenizer, as_ids=head.tokens_as_ids)
+        self._logprobs = Logprobs(tokenizer, as_ids=head.tokens_as_ids)
         self.is_text_only = _is_text_only(head, prepared)
 
     def opening(self) -> list[dict[str, Any]]:
@@ -151,7 +147,7 @@ class CompletionAnswer:
         self._head = head
         self._prepared = prepared
         self._tokenizer = tokenizer
-        self._logprobs = _Logprobs(tokenizer, as_ids=head.tokens_as_ids)
+        self._logprobs = Logprobs(tokenizer, as_ids=head.tokens_as_ids)
         self._offsets: dict[int, int] = {}
         """Where the next token's text begins, by choice; for logprobs."""
         self.is_text_only = _is_text_only(head, prepared)
@@ -226,63 +222,6 @@ class CompletionAnswer:
             offset = self._logprobs.completion(delta.passed, offset)[1]
         logprobs, self._offsets[delta.choice_index] = self._logprobs.completion(delta.tokens, offset)
         return logprobs
-
-
-class _Logprobs:
-    """Log probabilities in the two shapes."""
-
-    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
-        """`as_ids`: tokens are named `token_id:123`, as vLLM does; texts of several may be equal."""
-        self._tokenizer = tokenizer
-        self._as_ids = as_ids
-
-    def chat(self, tokens: Sequence[SampledToken]) -> dict[str, Any] | None:
-        """None when the request asked for none."""
-        known = [token for token in tokens if token.logprob is not None]
-        if not known:
-            return None
-        content = []
-        for token in known:
-            top = [self._entry(other.token_id, other.logprob) for other in token.top_logprobs]
-            content.append(self._entry(token.token_id, token.logprob or 0.0) | {"top_logprobs": top})
-        return {"content": content, "refusal": None}
-
-    def completion(self, tokens: Sequence[SampledToken], offset: int) -> tuple[dict[str, Any] | None, int]:
-        """The object, and the text offset after it."""
-        known = [token for token in tokens if token.logprob is not None]
-        if not known:
-            return None, offset
-        texts = [self.text(token.token_id) for token in known]
-        offsets = [offset]
-        for text in texts:
-            offsets.append(offsets[-1] + len(text))
-        logprobs = {
-            "tokens": [self.name(token.token_id) for token in known] if self._as_ids else texts,
-            "token_logprobs": [finite(token.logprob or 0.0) for token in known],
-            "top_logprobs": [{self.name(t.token_id): finite(t.logprob) for t in token.top_logprobs} for token in known],
-            "text_offset": offsets[:-1],
-        }
-        return logprobs, offsets[-1]
-
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        data = self._tokenizer.bytes_of(token_id)
-        name = f"token_id:{token_id}" if self._as_ids else data.decode(errors="replace")
-        return {"token": name, "logprob": finite(logprob), "bytes": list(data)}
-
-    def name(self, token_id: int) -> str:
-        """What stands for one token."""
-        return f"token_id:{token_id}" if self._as_ids else self.text(token_id)
-
-    def text(self, token_id: int) -> str:
-        """Of one token."""
-        return self._tokenizer.bytes_of(token_id).decode(errors="replace")
-
-
-def finite(logprob: float) -> float:
-    """As JSON can say it. Raises InternalError when it is not a number."""
-    if math.isnan(logprob):
-        raise InternalError("a log probability is not a number")
-    return max(logprob, LEAST_LOGPROB)
 
 
 def _head(head: AnswerHead, kind: str) -> dict[str, Any]:

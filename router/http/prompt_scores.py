@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from router.asked import Prepared
-from router.http.answers import finite
+from router.http.logprobs import finite
 from router.reading import PromptReading
 from router.tokenizer import Tokenizer
 from tandem.outputs import SampledToken, TokenLogprob

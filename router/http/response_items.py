@@ -19,9 +19,14 @@ class ResponseItems:
         self._parts: list[str] = []
         """Of the last item's text or arguments, as long as it is open."""
         self._is_open = False
+        self._logprobs: list[dict[str, Any]] = []
+        """Of the last item's text."""
+        self._num_told = 0
+        """Of these, in its deltas."""
 
-    def take(self, pieces: Sequence[Piece]) -> Iterator[Told]:
-        """What the pieces add."""
+    def take(self, pieces: Sequence[Piece], logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Told]:
+        """What the pieces add; `logprobs`: of the tokens that came with them, of an answer that calls nothing."""
+        self._logprobs += logprobs
         for piece in pieces:
             if not isinstance(piece, CallPiece):
                 kind = _MESSAGE if isinstance(piece, TextPiece) else _REASONING
@@ -63,7 +68,8 @@ class ResponseItems:
             return self._of_item("response.function_call_arguments.delta", delta=text)
         if self.items[-1]["type"] == _REASONING:
             return self._of_item("response.reasoning_text.delta", content_index=0, delta=text)
-        return self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=[])
+        new, self._num_told = self._logprobs[self._num_told :], len(self._logprobs)
+        return self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=new)
 
     def _close(self, status: str) -> Iterator[Told]:
         if not self._is_open:
@@ -76,12 +82,12 @@ class ResponseItems:
             item["arguments"] = text
             yield self._of_item("response.function_call_arguments.done", name=item["name"], arguments=text)
         else:
-            part = _part(item["type"], text)
+            part = _part(item["type"], text, self._logprobs)
             item["content"] = [part]
             if item["type"] == _REASONING:
                 yield self._of_item("response.reasoning_text.done", content_index=0, text=text)
             else:
-                yield self._of_item("response.output_text.done", content_index=0, text=text, logprobs=[])
+                yield self._of_item("response.output_text.done", content_index=0, text=text, logprobs=self._logprobs)
             yield self._of_item("response.content_part.done", content_index=0, part=part)
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
 
@@ -93,7 +99,7 @@ class ResponseItems:
         return f"{kind}_{self._request_id}{len(self.items):04x}"
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
+def _part(kind: str, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     if kind == _REASONING:
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -20,15 +20,17 @@ _MAX_NOTES = 16
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _THINKING = "reasoning"
 """In place of a role, until it is known whose turn it was."""
+_LOGPROBS = "message.output_text.logprobs"
 _TEXTS = frozenset({"input_text", "output_text"})
 
 
 class ContentPart(StrictBody):
-    """Text of a message or of a function's result; what this door itself showed with a text comes back empty."""
+    """Text of a message or of a function's result. Log probabilities that this door showed with a text are a note."""
 
-    NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = {"annotations": (None, []), "logprobs": (None, [])}
+    NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = {"annotations": (None, [])}
     type: str
     text: str = ""
+    logprobs: list[dict[str, Any]] | None = None
 
 
 _Content = Annotated[str | list[ContentPart] | None, at_most(_MAX_PARTS)]
@@ -148,10 +150,8 @@ class ResponsesBody(StrictBody):
         "conversation": (None,),
         "background": (None, False),
         "prompt": (None,),
-        "include": (None, []),
         "truncation": (None, "disabled"),
         "max_tool_calls": (None,),
-        "top_logprobs": (None, 0),
         "context_management": (None, []),
         "prompt_cache_retention": (None,),
         "stream_options": (None, {}, {"include_obfuscation": False}),
@@ -170,6 +170,8 @@ class ResponsesBody(StrictBody):
     tools: Annotated[list[FunctionTool] | None, at_most(MAX_TOOLS)] = None
     tool_choice: str | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
+    include: Annotated[list[Literal["message.output_text.logprobs"]] | None, at_most(_MAX_NOTES)] = None
+    top_logprobs: int | None = None
     stream: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -186,11 +188,21 @@ class ResponsesBody(StrictBody):
             return [*told, Message(role="user", content=self.input)]
         return [*told, *_turns([item.part() for item in self.input])]
 
-    def fields(self, tenant: str) -> ClientFields:
-        """What the frontend validates. Raises InvalidRequest."""
+    @property
+    def leaves_strict_open(self) -> bool:
+        """Whether there are tools of which it does not say whether they are strict."""
+        return any(tool.strict is None for tool in self.tools or ())
+
+    def fields(self, tenant: str, *, strict: bool = True) -> ClientFields:
+        """What the frontend validates; `strict`: of tools that do not say. Raises InvalidRequest."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        if self.top_logprobs and not self.include:
+            raise InvalidRequest(f"top_logprobs needs include: {_LOGPROBS}", param="top_logprobs")
+        use = self._use(strict)
+        if self.include and use is not None:
+            raise InvalidRequest("include: log probabilities are told of text alone, not with tools", param="include")
         return ClientFields(
-            sampling=SamplingParams(**given),
+            sampling=SamplingParams(**given, num_logprobs=(self.top_logprobs or 0) if self.include else None),
             max_tokens=self.max_output_tokens,
             seed=self.seed,
             model=self.model,
@@ -199,14 +211,16 @@ class ResponsesBody(StrictBody):
             cache_salt=self.cache_salt,
             tenant=tenant,
             structure=self.text.format.structure() if self.text is not None and self.text.format is not None else None,
-            tools=self._use(),
+            tools=use,
             template=TemplateOptions(effort=self.reasoning.effort if self.reasoning is not None else None),
         )
 
-    def _use(self) -> ToolUse | None:
+    def _use(self, strict: bool) -> ToolUse | None:
         if other := next((tool.type for tool in self.tools or () if tool.type != "function"), None):
             raise InvalidRequest(f"tools: type {other[:40]!r} is not supported, function is", param="tools")
-        tools = tuple(tool.tool() for tool in self.tools or ())
+        tools = tuple(
+            replace(tool.tool(), strict=strict if tool.strict is None else tool.strict) for tool in self.tools or ()
+        )
         choice = self.tool_choice
         mode, allowed = (
             choice.chosen() if isinstance(choice, FunctionChoice) else ("auto" if choice is None else choice, None)

@@ -3,8 +3,9 @@
 Nothing is stored: `store: true` and `previous_response_id` are refused, and a stream is not continued after it broke.
 """
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,9 @@ from router.http.answering import Answering
 from router.http.errors import error_object
 from router.http.generation import IDS_HEADER, TIMING_HEADER, trace_and_time
 from router.http.link import WhileConnected
+from router.http.prompt_scores import SLICE_VALUES
 from router.http.response_items import ResponseItems, Told
+from router.http.response_logprobs import ResponseLogprobs
 from router.http.response_schemas import ResponsesBody
 from router.http.schemas import validate
 from router.http.sse import EventStream, SseResponse
@@ -53,7 +56,8 @@ class ResponsesRoutes:
 
         def show(prepared: Prepared) -> _Answer:
             usage = Usage([prepared], self._frontend.clock, self._answering.metrics.usage.prices)
-            return _Answer(data, prepared, usage, model=self._frontend.model.name, has_timing=has_timing)
+            logprobs = ResponseLogprobs(prepared, self._frontend.tokenizer)
+            return _Answer(data, prepared, usage, logprobs, model=self._frontend.model.name, has_timing=has_timing)
 
         if body.stream:
             stream = _ResponseStream(self._answering, prepare, show)
@@ -63,25 +67,41 @@ class ResponsesRoutes:
             await self._answering.read_text([prepared], text)
             answer = show(prepared)
             for delta in text.choices():
-                answer.take(delta)
+                answer.take(delta, await answer.all_logprobs(delta))
         return WholeResponse(orjson.dumps(answer.ended()), headers=answer.headers())
 
     async def _prepare(self, body: ResponsesBody, request: Request) -> Prepared:
         try:
-            fields = trace_and_time(body.fields(request.state.tenant), request)
-            return await self._frontend.prepare_chat(body.messages(), fields)
+            try:
+                return await self._prepared(body, request, strict=True)
+            except InvalidRequest as error:
+                if error.param != "tools" or not body.leaves_strict_open:
+                    raise
+                # Strict is this API's default where it can be kept; who does not ask for it is not refused for it.
+                return await self._prepared(body, request, strict=False)
         except InvalidRequest as error:
             field = _FIELD_OF.get(error.param or "")
             if field is None:
                 raise
             raise type(error)(f"{field}: {error.message.removeprefix(f'{error.param}: ')}", param=field) from None
 
+    async def _prepared(self, body: ResponsesBody, request: Request, *, strict: bool) -> Prepared:
+        fields = trace_and_time(body.fields(request.state.tenant, strict=strict), request)
+        return await self._frontend.prepare_chat(body.messages(), fields)
+
 
 class _Answer:
     """One response: the object as it stands, and what tells of its growth."""
 
     def __init__(
-        self, asked: dict[str, Any], prepared: Prepared, usage: Usage, *, model: str, has_timing: bool
+        self,
+        asked: dict[str, Any],
+        prepared: Prepared,
+        usage: Usage,
+        logprobs: ResponseLogprobs,
+        *,
+        model: str,
+        has_timing: bool,
     ) -> None:
         """`asked`: the body as it came."""
         request = prepared.request
@@ -89,14 +109,25 @@ class _Answer:
         self._created_s = int(time.time())
         self._reader = reader_of(prepared, 0)
         self._items = ResponseItems(request.request_id)
+        self._logprobs = logprobs
         self._usage = usage
         self._has_timing = has_timing
         self._is_cut = False
 
-    def take(self, delta: TextDelta) -> list[Told]:
-        """What the next of the answer adds."""
+    async def all_logprobs(self, delta: TextDelta) -> list[dict[str, Any]]:
+        """Of a whole answer, slice by slice: streams beside it go on in between."""
+        found: list[dict[str, Any]] = []
+        step = max(1, SLICE_VALUES // (1 + (self._prepared.request.sampling.num_logprobs or 0)))
+        for start in range(0, len(delta.tokens) if self._logprobs.are_shown else 0, step):
+            found += self._logprobs.of(delta._replace(tokens=delta.tokens[start : start + step]))
+            await asyncio.sleep(0)
+        return found
+
+    def take(self, delta: TextDelta, logprobs: Sequence[dict[str, Any]] | None = None) -> list[Told]:
+        """What the next of the answer adds; `logprobs`: of its tokens, if they are there already."""
         self._usage.add(delta)
-        told = list(self._items.take(self._reader.read(delta)))
+        shown = self._logprobs.of(delta) if logprobs is None else logprobs
+        told = list(self._items.take(self._reader.read(delta), shown))
         if delta.finish is not None:
             self._is_cut = delta.finish.reason is FinishReason.LENGTH
             told += self._items.end(is_cut=self._is_cut or self._reader.has_open_call)
@@ -125,7 +156,7 @@ class _Answer:
         return self._object("failed") | {"output": self._items.items, "error": told}
 
     def _object(self, status: str) -> dict[str, Any]:
-        asked, sampling, tools = self._asked, self._prepared.request.sampling, self._asked.get("tools") or []
+        asked, sampling = self._asked, self._prepared.request.sampling
         return {
             "id": f"resp_{self._prepared.request.request_id}",
             "object": "response",
@@ -147,12 +178,23 @@ class _Answer:
             "temperature": sampling.temperature,
             "text": {"format": (asked.get("text") or {}).get("format") or {"type": "text"}},
             "tool_choice": asked.get("tool_choice") or "auto",
-            "tools": [{"strict": False, "parameters": None, "description": None} | tool for tool in tools],
+            "tools": self._tools(),
+            "top_logprobs": asked.get("top_logprobs") or 0,
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None,
             "user": asked.get("user"),
         }
+
+    def _tools(self) -> list[dict[str, Any]]:
+        """As they were asked for, and whether they were strict."""
+        calling = self._prepared.calling
+        strict = {} if calling is None else {tool.name: tool.strict for tool in calling.use.tools}
+        asked = self._asked.get("tools") or []
+        default = {"parameters": None, "description": None}
+        return [
+            default | tool | {"strict": strict.get(tool["name"], tool.get("strict") is not False)} for tool in asked
+        ]
 
 
 class _ResponseStream:

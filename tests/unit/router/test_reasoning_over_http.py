@@ -128,6 +128,17 @@ async def test_responses(client: httpx.AsyncClient, parts: doors.Doors) -> None:
     assert f"[{THOUGHT}]{ANSWER}" in prompt
 
 
+async def test_log_probabilities_are_those_of_the_answer(client: httpx.AsyncClient, parts: doors.Doors) -> None:
+    says(parts, is_open=True, logprobs=True)
+    body = {"input": "a", "include": ["message.output_text.logprobs"]}
+    told = await client.post("/v1/responses", json=body | {"stream": True})
+    whole = (await client.post("/v1/responses", json=body)).json()
+    shown = whole["output"][1]["content"][0]["logprobs"]
+    assert bytes(b for entry in shown[:-1] for b in entry["bytes"]).decode().strip() == ANSWER
+    last = json.loads(list(events_of(told.text))[-1]["data"])["response"]
+    assert last["output"][1]["content"][0]["logprobs"] == shown
+
+
 async def test_messages(client: httpx.AsyncClient, parts: doors.Doors) -> None:
     says(parts, is_open=True)
     described = await Described.by(client)

@@ -13,6 +13,7 @@ from router.tokenizer import Tokenizer
 from tandem.errors import InternalError, Overloaded
 from tandem.outputs import FinishReason
 from tests.unit.router import doors
+from tests.unit.router.described import events_of
 from tests.unit.router.http_doors import client_of, error_of
 from tests.unit.router.test_tools_over_http import CALLS, CITY, Echo
 
@@ -222,6 +223,8 @@ async def test_a_format_is_kept_by_a_grammar(
         ({"truncation": "auto"}, "truncation"),
         ({"reasoning": {"effort": "low"}}, "reasoning"),
         ({"top_logprobs": 2}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"], "tools": TOOLS}, "include"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"n": 2}, "n"),
@@ -252,3 +255,48 @@ async def test_streams_are_not_continued_here(client: httpx.AsyncClient) -> None
     for header, value in (("Last-Event-ID", "x"), ("X-Tandem-Stream-Ids", "1")):
         answer = await client.post(PATH, json=HELLO | {"stream": True}, headers={header: value})
         assert (answer.status_code, error_of(answer)["param"]) == (400, header)
+
+
+LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+
+
+async def test_log_probabilities_of_the_text(client: httpx.AsyncClient, parts: doors.Doors) -> None:
+    ids = parts.say("hello 😀", logprobs=True)
+    whole = (await client.post(PATH, json=HELLO | LOGPROBS)).json()
+    assert (parts.generator.requests[-1].sampling.num_logprobs, whole["top_logprobs"]) == (2, 2)
+    shown = whole["output"][0]["content"][0]["logprobs"]
+    assert bytes(byte for entry in shown[:-1] for byte in entry["bytes"]).decode() == "hello 😀"
+    assert [len(entry["top_logprobs"]) for entry in shown] == [2] * len(ids)
+    streamed = await client.post(PATH, json=HELLO | LOGPROBS | {"stream": True})
+    told = [json.loads(event["data"]) for event in events_of(streamed.text)]
+    deltas = [entry for one in told if one["type"] == "response.output_text.delta" for entry in one["logprobs"]]
+    (done,) = [one["logprobs"] for one in told if one["type"] == "response.output_text.done"]
+    assert done == shown
+    assert deltas == shown[: len(deltas)]
+    assert len(deltas) >= len(shown) - 1, "the end has no text"
+    assert told[-1]["response"]["output"][0]["content"][0]["logprobs"] == shown
+    plain = (await client.post(PATH, json=HELLO)).json()["output"][0]["content"][0]
+    assert plain["logprobs"] == []
+
+
+@pytest.mark.parametrize(("told", "is_strict"), [(None, True), (True, True), (False, False)])
+async def test_functions_are_strict_unless_they_say_otherwise(
+    client: httpx.AsyncClient, parts: doors.Doors, told: bool | None, is_strict: bool
+) -> None:
+    parts.say("hello")
+    tools = [tool | ({} if told is None else {"strict": told}) for tool in TOOLS]
+    answer = await client.post(PATH, json=HELLO | {"tools": tools})
+    assert answer.status_code == 200, answer.text
+    assert {tool["strict"] for tool in answer.json()["tools"]} == {is_strict}
+    assert (parts.generator.requests[-1].sampling.grammar is not None) == is_strict
+
+
+async def test_who_does_not_ask_for_strict_is_not_refused_for_it(tokenizer: Tokenizer) -> None:
+    parts = doors.make_doors(tokenizer, context=4096)  # where no grammar can be kept
+    parts.say("hello")
+    async with client_of(parts) as client:
+        answer = await client.post(PATH, json=HELLO | {"tools": TOOLS})
+        assert answer.status_code == 200, answer.text
+        assert {tool["strict"] for tool in answer.json()["tools"]} == {False}
+        told = await client.post(PATH, json=HELLO | {"tools": [tool | {"strict": True} for tool in TOOLS]})
+        assert (told.status_code, error_of(told)["param"]) == (400, "tools")
