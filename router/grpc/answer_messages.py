@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from router.asked import Prepared
-from router.call_reader import CALLED, CallReader, Piece, TextPiece
+from router.call_reader import CALLED, CallPiece, CallReader, Piece
 from router.grpc.answer_writer import AnswerWriter
 from router.grpc.prompt_scores import prompt_responses
 from router.pattern_search import PatternSearch
@@ -60,7 +60,7 @@ class AnswerMessages:
 def _put_pieces(response: pb.GenerateResponse, pieces: Sequence[Piece]) -> None:
     """An entry for each call."""
     for piece in pieces:
-        if isinstance(piece, TextPiece):
+        if not isinstance(piece, CallPiece):
             response.text += piece.text
             continue
         calls = response.tool_calls

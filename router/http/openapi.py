@@ -15,6 +15,7 @@ from router.http.errors import ErrorShape
 from router.http.guard import Guard, Guarded
 from router.http.json_schema import any_of, ref
 from router.http.openapi_answers import SCHEMAS, answer_of
+from router.http.openapi_links import LINKS
 from router.http.openapi_requests import body_of, body_schemas, parameters_of, shown_path
 from router.http.routes import Routes
 
@@ -95,6 +96,8 @@ def _operation_id(method: str, path: str) -> str:
 def _responses(operation: str, show_error: ErrorShape) -> dict[str, Any]:
     given = answer_of(operation)
     found: dict[str, Any] = {"200": {"description": "The answer", **({"content": given} if given else {})}}
+    if operation in LINKS:
+        found["200"]["links"] = LINKS[operation]
     # Whatever is refused before it is known what is asked for is refused in OpenAI's words.
     error = any_of(*(ref(name) for name in (_UNUSUAL_ERRORS.get(show_error), "Error") if name is not None))
     for status, told in _REFUSALS.items():

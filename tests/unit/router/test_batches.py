@@ -336,6 +336,10 @@ async def test_the_document_of_the_door_tells_of_them(parts: doors.Doors, tmp_pa
     assert paths["/v1/batches/{batch_id}/cancel"].keys() == {"post"}
     assert "requestBody" not in paths["/v1/batches"]["get"]
     assert "BatchBody" in document["components"]["schemas"]
+    operations = [operation for one in paths.values() for operation in one.values()]
+    links = [link for one in operations for link in one["responses"]["200"].get("links", {}).values()]
+    assert links
+    assert {link["operationId"] for link in links} <= {operation["operationId"] for operation in operations}
 
 
 def test_a_folder_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path) -> None:
