@@ -27,6 +27,8 @@ class LlGuide:
         self._matcher = matcher
         self._end_token_ids = end_token_ids
         self._has_ended = False
+        self._bits: Bits | None = None
+        self._address = 0
         self.num_tokens = 0
         self.has_refused = False
 
@@ -37,7 +39,9 @@ class LlGuide:
 
     def allow(self, bits: Bits) -> None:
         """See TokenGuide. A parser that has given up allows ends only, none of which it will accept."""
-        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if bits is not self._bits:  # the same for as long as a batch stays together; asking numpy is slow
+            self._bits, self._address = bits, int(bits.ctypes.data)
+        self._matcher.unsafe_compute_mask_ptr(self._address, bits.nbytes)
 
     def accept(self, token_id: int) -> bool:
         """See TokenGuide."""

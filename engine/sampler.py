@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.guide import num_words
+from engine.guided_rows import GuidedRows, guided_rows
 from engine.request import Request
-from engine.sampling_kernels import DrawParams, LogitEdits, SamplingKernels, TorchSampling, forbid_
+from engine.sampling_kernels import DrawParams, LogitEdits, SamplingKernels, TorchSampling
 from engine.token_counts import CountedRequests, Penalties, Put
 from tandem.sampling import SamplingParams
 
@@ -66,7 +66,7 @@ class _Group:
     is_penalised: bool
     asking: tuple[int, ...]
     """Rows that want log-probabilities."""
-    guided: tuple[int, ...]
+    guided: GuidedRows | None
     """Rows that a grammar guides."""
     floats: Tensor  # float32 [6, num_rows]: temperature, min-p, top-p, repetition, presence, frequency
     integers: Tensor  # int64 [3, num_rows]: top-k, seed, choice
@@ -104,11 +104,11 @@ class Sampler:
 
     def _choose_group(self, all_logits: Tensor, all_rows: Sequence[SampleRow], begin: int, end: int) -> Chosen:
         logits, rows = all_logits[begin:end], all_rows[begin:end]
-        group = self._group(begin, [row.request for row in rows])
+        group = self._group(begin, [row.request for row in rows], logits.shape[1])
         asking = self._put(np.array(group.asking, dtype=np.int64)) if group.asking else None
         untouched = None if asking is None else logits[asking]
-        if group.guided:
-            self._restrict(group, logits)
+        if group.guided is not None:
+            group.guided.forbid_(logits, self._kernels, self._put)
         if group.is_plain:
             tokens = self._kernels.choose(logits, None)
         else:
@@ -122,24 +122,14 @@ class Sampler:
             return Chosen(token_ids=tokens)
         return Chosen(token_ids=tokens, logprobs=(_logprobs(group, untouched, tokens[asking], begin),))
 
-    def _restrict(self, group: _Group, logits: Tensor) -> None:
-        """Leave grammars' rows nothing but what may come next."""
-        vocab_size = logits.shape[1]
-        bits = np.zeros((len(group.guided), num_words(vocab_size)), dtype=np.int32)
-        for row, words in zip(group.guided, bits, strict=True):
-            guide = group.requests[row].guide
-            if guide is not None:
-                guide.allow(words)
-        forbid_(logits, np.array(group.guided, dtype=np.int64), bits, self._put)
-
-    def _group(self, begin: int, requests: list[Request]) -> _Group:
+    def _group(self, begin: int, requests: list[Request], vocab_size: int) -> _Group:
         """Of the rows from `begin` on: the one of the step before, if it was of the same requests."""
         group = self._groups.get(begin)
         if group is None or group.requests != requests:
-            group = self._groups[begin] = self._make_group(requests)
+            group = self._groups[begin] = self._make_group(requests, vocab_size)
         return group
 
-    def _make_group(self, requests: list[Request]) -> _Group:
+    def _make_group(self, requests: list[Request], vocab_size: int) -> _Group:
         params = [request.params for request in requests]
         is_edited = any(p.logit_bias or p.min_tokens for p in params)
         is_penalised = any(_has_penalties(p) for p in params)
@@ -155,7 +145,7 @@ class Sampler:
             is_edited=is_edited,
             is_penalised=is_penalised,
             asking=tuple(i for i, p in enumerate(params) if p.num_logprobs is not None),
-            guided=tuple(i for i, request in enumerate(requests) if request.guide is not None),
+            guided=guided_rows([request.guide for request in requests], vocab_size, self._put),
             floats=self._put(np.array([] if is_plain else floats, dtype=np.float32).reshape(-1, 6).T.copy()),
             integers=self._put(np.array([] if is_plain else integers, dtype=np.int64).reshape(-1, 3).T.copy()),
         )

@@ -12,10 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.guide import Bits
 from engine.philox import gumbel_noise
-from engine.step_inputs import IntArray
-from engine.token_counts import Penalties, Put
+from engine.token_counts import Penalties
 
 _NEVER = float("-inf")
 _MAX_NOISE_ELEMENTS = 2**20
@@ -56,7 +54,8 @@ class LogitEdits:
 
 
 class SamplingKernels(Protocol):
-    """What the sampler asks of a device. The logits, float32 `[num_rows, vocab_size]`, are left as they are."""
+    """What the sampler asks of a device. The logits, float32 `[num_rows, vocab_size]`, are left as they are
+    but by `forbid_`."""
 
     def choose(
         self,
@@ -70,6 +69,13 @@ class SamplingKernels(Protocol):
 
         `params` None: the largest of each row, the first of equal ones. Chosen tokens are counted in the penalties'
         counts.
+        """
+        ...
+
+    def forbid_(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        """Ban, in place, what is not set in `bits`, int32 `[num_guided, (vocab_size + 31) // 32]`, lowest bit first.
+
+        `rows`: int64 `[num_guided]`, ascending, which of the logits' rows. All are on the logits' device.
         """
         ...
 
@@ -99,6 +105,10 @@ class TorchSampling:
     ) -> Tensor:
         """See SamplingKernels."""
         return choose_by_steps(self, logits, params, penalties=penalties, edits=edits)
+
+    def forbid_(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        """See SamplingKernels."""
+        (forbid_by_numpy_ if logits.device.type == "cpu" else forbid_by_torch_)(logits, rows, bits)
 
     def argmax(self, logits: Tensor) -> Tensor:
         """See DrawKernels."""
@@ -180,32 +190,16 @@ def adjusted(logits: Tensor, *, penalties: Penalties | None = None, edits: Logit
     return logits
 
 
-def forbid_(logits: Tensor, rows: IntArray, bits: Bits, put: Put) -> None:
-    """Ban, in place, what is not set in `bits`, `[num_rows, (vocab_size + 31) // 32]`, the lowest bit first.
-
-    `rows`: int64 `[num_rows]`, at least one, which of the logits' rows; ascending. `put`: brings an array to their
-    device.
-    """
-    if logits.device.type == "cpu":
-        forbid_by_numpy_(logits, rows, bits)
-    else:
-        forbid_by_torch_(logits, put(rows), put(bits))
-
-
-def forbid_by_numpy_(logits: Tensor, rows: IntArray, bits: Bits) -> None:
-    """See `forbid_`: half a dozen small operators of torch would cost more than finding out what is allowed."""
+def forbid_by_numpy_(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """See SamplingKernels, on the CPU: half a dozen small operators of torch would cost more than finding the bits."""
     values = logits.numpy()
-    banned = np.unpackbits(~bits.view(np.uint8), axis=1, bitorder="little").view(np.bool_)[:, : values.shape[1]]
-    first, last = int(rows[0]), int(rows[-1])
-    if last - first + 1 == len(rows):  # neighbours, as in a batch that follows grammars throughout
-        np.putmask(values[first : last + 1], banned, _NEVER)
-        return
-    for row, ban in zip(rows, banned, strict=True):
+    banned = np.unpackbits(~bits.numpy().view(np.uint8), axis=1, bitorder="little").view(np.bool_)
+    for row, ban in zip(rows.tolist(), banned[:, : values.shape[1]], strict=True):
         np.putmask(values[row], ban, _NEVER)
 
 
 def forbid_by_torch_(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """See `forbid_`; everything is on one device."""
+    """See SamplingKernels."""
     places = torch.arange(32, dtype=torch.int32, device=logits.device)
     banned = ((bits[:, :, None] >> places) & 1).flatten(1)[:, : logits.shape[1]] == 0
     logits[rows] = logits[rows].masked_fill(banned, _NEVER)

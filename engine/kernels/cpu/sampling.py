@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu.library import KernelLibrary
-from engine.sampling_kernels import DrawParams, LogitEdits, choose_by_steps
+from engine.sampling_kernels import DrawParams, LogitEdits, choose_by_steps, forbid_by_numpy_
 from engine.token_counts import Penalties
 
 
@@ -21,6 +21,7 @@ class CpuSampling:
         self._threads = num_threads
         self._argmax = library.function("tandem_argmax", "piipi")
         self._choose_largest = library.function("tandem_choose_largest", "piipi")
+        self._forbid = library.function("tandem_forbid", "pippii")
         self._draw = library.function("tandem_draw", "piippppppppi")
 
     def choose(
@@ -35,6 +36,14 @@ class CpuSampling:
         if params is None and penalties is None and edits is None:
             return self._by_rows(self._choose_largest, logits)
         return choose_by_steps(self, logits, params, penalties=penalties, edits=edits)
+
+    def forbid_(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        """See SamplingKernels."""
+        if not logits.is_contiguous():
+            forbid_by_numpy_(logits, rows, bits)
+            return
+        shape = (logits.data_ptr(), logits.shape[1])
+        self._forbid(*shape, rows.data_ptr(), bits.data_ptr(), *bits.shape)
 
     def argmax(self, logits: Tensor) -> Tensor:
         """See DrawKernels."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.kernels.triton.cutoffs import best_above, kth_largest, largest_of
 from engine.kernels.triton.noise import accurate_log, gumbel_tile
-from engine.sampling_kernels import UNUSABLE, DrawParams, LogitEdits
+from engine.sampling_kernels import UNUSABLE, DrawParams, LogitEdits, forbid_by_torch_
 from engine.token_counts import Penalties, TokenCounts
 from tandem.errors import ConfigError
 
@@ -163,6 +163,10 @@ class TritonSampling:
             BLOCK=_SELECT_BLOCK, num_warps=_SELECT_WARPS,
         )  # fmt: skip
         return out
+
+    def forbid_(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        """See SamplingKernels: three operators of torch, beside a mask that takes the host many times as long."""
+        forbid_by_torch_(logits, rows, bits)
 
 
 def compile_for(vocab_size: int, device: torch.device) -> None:

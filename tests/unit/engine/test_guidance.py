@@ -18,7 +18,6 @@ from engine.guide import follow, num_words
 from engine.models.loader import load_model
 from engine.request import FinishReason
 from engine.sampler import Sampler, SampleRow
-from engine.sampling_kernels import forbid_by_numpy_, forbid_by_torch_
 from tandem.errors import InvalidRequest
 from tandem.model_path import model_directory
 from tandem.sampling import SamplingParams
@@ -131,23 +130,6 @@ def test_what_a_grammar_forbids_is_never_drawn_and_logprobs_are_the_models(model
     # Told of the distribution that the model has, as without a grammar.
     expected = before.log_softmax(-1).gather(-1, chosen.token_ids[:, None])[:, 0]
     assert torch.equal(chosen.logprobs[0].sampled, expected)
-
-
-@pytest.mark.parametrize("vocab_size", [64, 150])
-@pytest.mark.parametrize("guided", [[0, 2, 4], [1, 2, 3], [3]])
-def test_bans_are_the_same_on_every_device(vocab_size, guided):
-    bits = np.random.default_rng(0).integers(-(2**31), 2**31, (len(guided), num_words(vocab_size)), dtype=np.int32)
-    rows, logits = np.array(guided), torch.randn(5, vocab_size)
-    expected = logits.clone()
-    for row, words in zip(rows, bits, strict=True):
-        for token in range(vocab_size):
-            if not words[token // 32] >> (token % 32) & 1:
-                expected[row, token] = float("-inf")
-    by_numpy, by_torch = logits.clone(), logits.clone()
-    forbid_by_numpy_(by_numpy, rows, bits)
-    forbid_by_torch_(by_torch, torch.from_numpy(rows), torch.from_numpy(bits))
-    assert torch.equal(by_numpy, expected)
-    assert torch.equal(by_torch, expected)
 
 
 def test_an_answer_that_the_grammar_refuses_fails_alone(model, guides):

@@ -326,3 +326,16 @@ TANDEM_EXPORT void tandem_choose_largest(const float* logits, int64_t num_rows, 
   for (int64_t r = 0; r < num_rows; ++r)
     if (!std::isfinite(logits[r * size + tokens[r]])) tokens[r] = -1;
 }
+
+// Bans, in place, what is not set in `bits`, [num_guided, words] with the lowest bit first; rows: int64 [num_guided].
+TANDEM_EXPORT void tandem_forbid(float* logits, int64_t size, const int64_t* rows, const uint32_t* bits,
+                                 int64_t num_guided, int64_t words) {
+  for (int64_t r = 0; r < num_guided; ++r) {
+    float* row = logits + rows[r] * size;
+    for (int64_t w = 0; w < words; ++w) {
+      const uint32_t word = bits[r * words + w];
+      const int64_t left = std::min<int64_t>(32, size - 32 * w);
+      for (int64_t b = 0; b < left; ++b) row[32 * w + b] = (word >> b & 1) ? row[32 * w + b] : kNever;
+    }
+  }
+}

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from engine.guide import num_words
 from engine.kernels.cpu.library import load_kernels
 from engine.kernels.cpu.sampling import CpuSampling
-from engine.sampling_kernels import UNUSABLE, DrawParams, TorchSampling
+from engine.sampling_kernels import UNUSABLE, DrawParams, TorchSampling, forbid_by_torch_
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +87,28 @@ def test_a_lone_candidate_wins_whatever_the_noise(library):
     logits[torch.arange(4), torch.tensor([0, 77, 255, 299])] = 1.0
     params = draw_params(random.Random(1), 4)
     assert CpuSampling(library, 1).draw(logits, params).tolist() == [0, 77, 255, 299]
+
+
+@pytest.mark.parametrize("vocab_size", [64, 150, 2048])
+@pytest.mark.parametrize("guided", [[0, 2, 4], [1, 2, 3], [3]])
+def test_bans_are_the_same_by_every_way(library, vocab_size, guided):
+    bits = torch.randint(-(2**31), 2**31, (len(guided), num_words(vocab_size)), dtype=torch.int32)
+    rows, logits = torch.tensor(guided), torch.randn(5, vocab_size)
+    places = torch.arange(vocab_size)
+    expected = logits.clone()
+    for row, words in zip(guided, bits, strict=True):
+        expected[row][(words[places // 32] >> (places % 32)) & 1 == 0] = float("-inf")
+    for forbid_ in (CpuSampling(library, 1).forbid_, TorchSampling().forbid_, forbid_by_torch_):
+        found = logits.clone()
+        forbid_(found, rows, bits)
+        assert torch.equal(found, expected)
+
+
+def test_bans_in_logits_that_do_not_lie_together(library):
+    logits = torch.randn(3, 128)
+    found = logits[:, :64]
+    CpuSampling(library, 1).forbid_(found, torch.tensor([1]), torch.zeros(1, 2, dtype=torch.int32))
+    assert found[1].isneginf().all()
+    assert logits[1, 64:].isfinite().all()
+    assert found[0].isfinite().all()
+    assert found[2].isfinite().all()
