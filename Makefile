@@ -8,6 +8,8 @@ STAMP := $(VENV)/.installed
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
+# Every process that a test starts would compile all that it imports: half of a worker's start.
+unexport PYTHONDONTWRITEBYTECODE
 # Formatters change files; targets must not race.
 .NOTPARALLEL:
 
@@ -66,9 +68,16 @@ browser: ## A Chromium for the tests of the status page (skipped when there is o
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null \
 	  || { echo "No Chromium, and it cannot be installed here: sudo make browser, or CHROMIUM=/path/to/one"; exit 1; }; }
 
+# Two runs, each with its own summary; either fails the whole, as does ARGS that choose nothing in both (pytest's 5).
+QUICK := not slow and not gpu
 .PHONY: test
-test: setup browser ## All tests but the long proofs
-	$(BIN)/pytest -q -m "not slow and not gpu" $(ARGS)
+test: setup browser ## All tests but the long proofs: those that share the processors, then those that are alone
+	@shared=0; alone=0; \
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal -m "$(QUICK) and not alone" $(ARGS) || shared=$$?; \
+	$(BIN)/pytest -q -m "$(QUICK) and alone" $(ARGS) || alone=$$?; \
+	test $$shared -ne 5 || exit $$alone; \
+	test $$alone -ne 5 || exit $$shared; \
+	exit $$((shared | alone))
 
 .PHONY: check
 check: lint test ## What CI runs

@@ -1,10 +1,29 @@
 import gc
 import warnings
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
+from cluster.local import Command
 from tests.e2e.oracle import Oracle
+from tests.kills.nursery import nursery
+
+
+class Hatchery(NamedTuple):
+    """How workers start without the wait, and where they are watched (`tests.kills.watched`)."""
+
+    folder: Path
+    command: Command
+
+
+@pytest.fixture(scope="session")
+def hatchery(tmp_path_factory):
+    """For clusters whose workers' own start is not what is tested."""
+    folder = tmp_path_factory.mktemp("w")
+    with nursery(folder) as command:
+        yield Hatchery(folder, command)
 
 
 @pytest.fixture(scope="session")

@@ -17,10 +17,13 @@ ATTEMPTS = 20
 @pytest_asyncio.fixture(
     loop_scope="module", scope="module", params=["shm", pytest.param("tcp", marks=pytest.mark.slow)]
 )
-async def cluster(request):
+async def cluster(hatchery, request):
     """Small pools, so that requests also wait, are preempted and evict each other's cache; prompts take their time."""
     async with running(
-        engine__num_blocks=400, engine__prefill_chunk_tokens=16, transfer__transport=request.param
+        command=hatchery.command,
+        engine__num_blocks=400,
+        engine__prefill_chunk_tokens=16,
+        transfer__transport=request.param,
     ) as made:
         yield made
 

@@ -43,8 +43,8 @@ BAD = {
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def cluster():
-    async with running(engine__num_blocks=NUM_BLOCKS) as made:
+async def cluster(hatchery):
+    async with running(command=hatchery.command, engine__num_blocks=NUM_BLOCKS) as made:
         yield made
 
 

@@ -23,8 +23,8 @@ MAX_BODY = 4 << 20
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def cluster():
-    async with running(router__max_body_bytes=MAX_BODY) as made:
+async def cluster(hatchery):
+    async with running(command=hatchery.command, router__max_body_bytes=MAX_BODY) as made:
         yield made
 
 

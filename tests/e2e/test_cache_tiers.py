@@ -30,15 +30,15 @@ async def ask_all(cluster):
 
 
 @pytest.mark.parametrize("replicas", [0, pytest.param(1, marks=pytest.mark.slow)])
-async def test_a_new_cluster_finds_what_the_last_one_computed(tmp_path, replicas):
+async def test_a_new_cluster_finds_what_the_last_one_computed(hatchery, tmp_path, replicas):
     settings = SMALL | {"engine__disk_cache_path": str(tmp_path), "prefill__replicas": replicas}
-    async with running(**settings) as first:
+    async with running(command=hatchery.command, **settings) as first:
         said, cached = await ask_all(first)
         assert not any(cached)
         again, cached = await ask_all(first)
         assert again == said
         assert sum(cached) > 0, "the pool holds one prompt and a half"
-    async with running(**settings) as second:
+    async with running(command=hatchery.command, **settings) as second:
         again, cached = await ask_all(second)
         assert again == said
         assert sum(cached) > NUM_PROMPTS * LENGTH // 2, "what a slow disk was not ready to take is lost"

@@ -24,8 +24,9 @@ QUESTION = f"The code of amber is 4821. {STORY}What is the code of amber?"
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def cluster(tmp_path_factory):
-    async with running(router__batches={"path": str(tmp_path_factory.mktemp("batches"))}) as made:
+async def cluster(hatchery, tmp_path_factory):
+    batches = {"path": str(tmp_path_factory.mktemp("batches"))}
+    async with running(command=hatchery.command, router__batches=batches) as made:
         yield made
 
 

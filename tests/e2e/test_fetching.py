@@ -21,8 +21,8 @@ def fetched(cluster) -> list[tuple[str, int, int, str]]:
 
 
 @pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
-async def test_the_prefill_worker_fetches_the_answer_that_a_decode_worker_made(oracle, transport):
-    async with running(transfer__transport=transport, **SLOW) as cluster:
+async def test_the_prefill_worker_fetches_the_answer_that_a_decode_worker_made(hatchery, oracle, transport):
+    async with running(command=hatchery.command, transfer__transport=transport, **SLOW) as cluster:
         await cluster.tokens(oracle.story(1, 300), MAX_TOKENS)  # its rates are measured
         for seed in range(2, 5):
             first = oracle.story(seed, 200)
@@ -39,8 +39,9 @@ async def test_the_prefill_worker_fetches_the_answer_that_a_decode_worker_made(o
         await cluster.until_idle()
 
 
-async def test_a_holder_that_dies_or_has_forgotten_costs_only_time(oracle):
-    async with running(decode__replicas=2, prefill__replicas=2, **SLOW) as cluster:
+async def test_a_holder_that_dies_or_has_forgotten_costs_only_time(hatchery, oracle):
+    two = {"decode__replicas": 2, "prefill__replicas": 2}
+    async with running(command=hatchery.command, **two, **SLOW) as cluster:
         prompts = [oracle.story(seed, 200) for seed in range(20, 28)]
         said = await asyncio.gather(*(cluster.tokens(prompt, ANSWER) for prompt in prompts))
         second = [[*prompt, *tokens, *oracle.story(200, 150)] for prompt, tokens in zip(prompts, said, strict=True)]

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 from itertools import count
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -12,7 +11,6 @@ import pytest_asyncio
 from tests.e2e.running_cluster import running
 from tests.kills.campaign import PATIENT, SHAPE, WITHIN, Campaign, Workers
 from tests.kills.clients import MAX_TOKENS, RIGHT, Clients, known_prompts
-from tests.kills.nursery import nursery
 from tests.kills.table import lines
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -25,18 +23,10 @@ def prompts(oracle):
     return known_prompts(oracle, 6, seed=SEED)
 
 
-@pytest.fixture(scope="module")
-def hatchery(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("w")
-    with nursery(folder) as command:
-        yield folder, command
-
-
 @pytest_asyncio.fixture(loop_scope="module", scope="module", params=["shm", "tcp"])
 async def workers(request, hatchery):
-    folder, command = hatchery
-    async with running(command=command, policy=PATIENT, transfer__transport=request.param, **SHAPE) as cluster:
-        yield Workers(cluster, Path(folder))
+    async with running(command=hatchery.command, policy=PATIENT, transfer__transport=request.param, **SHAPE) as cluster:
+        yield Workers(cluster, hatchery.folder)
 
 
 def transport(workers):

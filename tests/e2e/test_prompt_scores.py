@@ -22,8 +22,8 @@ WAYS = {"pools": {"prefill__replicas": 1}, "decode-only": {"prefill__replicas": 
 @pytest_asyncio.fixture(
     loop_scope="module", scope="module", params=["pools", pytest.param("decode-only", marks=pytest.mark.slow)]
 )
-async def cluster(request):
-    async with running(engine__prefill_chunk_tokens=64, **WAYS[request.param]) as made:
+async def cluster(hatchery, request):
+    async with running(command=hatchery.command, engine__prefill_chunk_tokens=64, **WAYS[request.param]) as made:
         yield made
 
 

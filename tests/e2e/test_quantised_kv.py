@@ -35,13 +35,13 @@ def expected(prompts, kv_dtype):
 @pytest.mark.parametrize(
     "way", ["int8-shm", *(pytest.param(name, marks=pytest.mark.slow) for name in WAYS if name != "int8-shm")]
 )
-async def test_hand_offs_keep_the_tokens(way, oracle):
+async def test_hand_offs_keep_the_tokens(way, hatchery, oracle):
     settings = WAYS[way]
     lengths = random.Random(way)
     prompts = [make(i, lengths.randint(80, 400)) for i, make in enumerate([oracle.story, noise] * 4)]
     with torch.inference_mode():
         asked = list(zip(prompts, expected(prompts, settings["engine__kv_dtype"]), strict=True))
-    async with running(**settings) as cluster:
+    async with running(command=hatchery.command, **settings) as cluster:
         cold = [await cluster.complete(prompt, MAX_TOKENS, cache_salt="a") for prompt in prompts]
         assert differing(asked, cold) == []
         assert await cluster.disaggregated() == len(prompts)

@@ -17,8 +17,9 @@ def server():
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def cluster(server):
-    async with running(redis__url=server.url, redis__timeout_s=0.3, redis__lease_s=1.0) as made:
+async def cluster(hatchery, server):
+    board = {"redis__url": server.url, "redis__timeout_s": 0.3, "redis__lease_s": 1.0}
+    async with running(command=hatchery.command, **board) as made:
         yield made
 
 

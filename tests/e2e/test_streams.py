@@ -1,12 +1,9 @@
 """Workers that are killed, frozen, thawed or told to go under 32 live streams: every text is an undisturbed run's."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.e2e.running_cluster import running
 from tests.kills.campaign import PATIENT, Workers
-from tests.kills.nursery import nursery
 from tests.streams.campaign import SHAPE, Blow, Campaign, learn, lines
 
 
@@ -20,12 +17,11 @@ from tests.streams.campaign import SHAPE, Blow, Campaign, learn, lines
     ],
     ids=["eleven", "two-hundred-kills", "freezes-and-drains"],
 )
-async def test_no_stream_is_lost_or_differs(oracle, tmp_path: Path, blows: dict[Blow, int]) -> None:
+async def test_no_stream_is_lost_or_differs(oracle, hatchery, blows: dict[Blow, int]) -> None:
     num_blows = sum(blows.values())
-    with nursery(tmp_path) as command:
-        async with running(command=command, policy=PATIENT, **SHAPE) as cluster:
-            known = await learn(cluster.local.http_url, oracle, 9 if num_blows < 20 else 24, seed=num_blows)
-            report = await Campaign(Workers(cluster, tmp_path), known, seed=num_blows).run(blows)
+    async with running(command=hatchery.command, policy=PATIENT, **SHAPE) as cluster:
+        known = await learn(cluster.local.http_url, oracle, 9 if num_blows < 20 else 24, seed=num_blows)
+        report = await Campaign(Workers(cluster, hatchery.folder), known, seed=num_blows).run(blows)
     print(*lines(report), sep="\n")
     assert not report.problems, "\n".join(lines(report))
     assert len(report.struck) == num_blows

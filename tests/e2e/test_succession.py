@@ -11,7 +11,6 @@ import pytest
 
 from tests.e2e.running_cluster import running
 from tests.kills.campaign import PATIENT, WITHIN, Workers
-from tests.kills.nursery import nursery
 
 MAX_TOKENS = 24
 ANSWER = 160
@@ -67,13 +66,6 @@ async def test_the_last_worker_of_all_leaves_at_once(oracle):
         )
 
 
-@pytest.fixture(scope="module")
-def hatchery(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("w")
-    with nursery(folder) as command:
-        yield folder, command
-
-
 def is_stopped(pid: int) -> bool:
     """Whether a signal has stopped that process."""
     return Path(f"/proc/{pid}/stat").read_text().split()[2] == "T"
@@ -98,15 +90,14 @@ def fetches_with(attempts, incarnation: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("victim", ["leaver", "successor"])
 async def test_whoever_dies_in_the_middle_leaves_nothing_behind(oracle, hatchery, victim):
     """Killed while blocks move between the two; then what the successor was to have another one has."""
-    folder, command = hatchery
     sizes = {
         "prefill__replicas": 0,
         "decode__replicas": 3,
         "transfer__succession_s": 25.0,
         "transfer__transport": "tcp",
     }
-    async with running(command=command, policy=PATIENT, **sizes, **SLOW) as cluster:
-        workers = Workers(cluster, folder)
+    async with running(command=hatchery.command, policy=PATIENT, **sizes, **SLOW) as cluster:
+        workers = Workers(cluster, hatchery.folder)
         prompts = [oracle.story(seed, 200) for seed in range(60, 69)]
         said = await asyncio.gather(*(cluster.tokens(prompt, ANSWER) for prompt in prompts))
         able = ["decode-0"] if victim == "leaver" else ["decode-1", "decode-2"]

@@ -50,8 +50,8 @@ async def second_router(cluster):
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def cluster():
-    async with running(decode__replicas=2) as made:
+async def cluster(hatchery):
+    async with running(command=hatchery.command, decode__replicas=2) as made:
         yield made
 
 

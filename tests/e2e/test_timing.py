@@ -24,8 +24,8 @@ ROUNDED_S = 1e-5
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def cluster():
-    async with running(**SETTINGS) as made:
+async def cluster(hatchery):
+    async with running(command=hatchery.command, **SETTINGS) as made:
         yield made
 
 

@@ -36,8 +36,8 @@ ASKED = [{"role": "user", "content": "What is the weather in the valley of the f
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def cluster():
-    async with running() as made:
+async def cluster(hatchery):
+    async with running(command=hatchery.command) as made:
         yield made
 
 

@@ -373,7 +373,7 @@ async def test_the_time_line_keeps_both_workers_shares(bench: Bench) -> None:
     while not finish.reason:
         finish = (await bench.heard("tokens")).deltas[0].finish
     assert finish.times.prefill_s == 1.0, "the prefill worker's own figure replaces the estimate"
-    assert finish.times.decode_queue_s == started.times.decode_queue_s > 0
+    assert finish.times.decode_queue_s >= started.times.decode_queue_s > 0, "the wait for the engine may come to it"
 
 
 async def test_the_deadline_travels_to_the_prefill_worker(bench: Bench) -> None:

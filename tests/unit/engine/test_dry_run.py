@@ -32,6 +32,7 @@ def test_a_chunk_that_ends_the_longest_context_is_computed_beside_all_others() -
     assert _prefill_spans(64, 40, 8, 30) == [(0, 30), *[(0, 1)] * 7]
 
 
+@pytest.mark.alone
 def test_growth_is_the_most_that_was_in_use_at_once() -> None:
     peak = PeakMemory(torch.device("cpu"))
     gc.collect()  # what other tests have left behind must not be counted, nor go meanwhile

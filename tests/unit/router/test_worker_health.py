@@ -19,6 +19,8 @@ from tandem.roles import WorkerRole
 from tests.fake_worker import FakeWorker, Submission, answer, expected_tokens, hold
 from tests.unit.router.cluster import LONG_PROMPT, PROMPT, cluster, collect, routed
 
+pytestmark = pytest.mark.alone
+"""Whether a first token is late is measured."""
 HEDGED = DispatchSettings(hedging=HedgingSettings(quantile=0.9, budget=0.5))
 
 
