@@ -99,6 +99,8 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise InvalidRequest(f"messages: role must be one of {', '.join(sorted(ROLES))}", param="messages")
         if message.tool_calls and message.role != "assistant":
             raise InvalidRequest("messages: tool_calls stand in an assistant's message", param="messages")
+        if message.reasoning is not None and message.role != "assistant":
+            raise InvalidRequest("messages: reasoning_content stands in an assistant's message", param="messages")
         if (message.tool_call_id is not None) != (message.role == "tool"):
             raise InvalidRequest("messages: tool_call_id stands in a message of role tool", param="messages")
         if message.tool_call_id is not None:

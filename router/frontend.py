@@ -20,6 +20,7 @@ from router.grammar_check import GrammarChecker
 from router.named_caches import KeptPrompts
 from router.prompts import PromptReader
 from router.reading_asked import check_reading_sizes
+from router.reasoning import Reasoning
 from router.requests import ResumePoint, RoutedRequest
 from router.stop_strings import StopStrings
 from router.stream_ids import StreamIds
@@ -70,14 +71,15 @@ class Frontend:
         self.kept: KeptPrompts | None = None
         """The same; without it nothing is kept by name."""
         self._preparing = 0
-        self.tooling = Tooling(tokenizer, config.tool_parser)
         self.thinking = Thinking(tokenizer, config.reasoning_parser)
+        marks = self.thinking.marks
+        self.tooling = Tooling(tokenizer, config.tool_parser, None if marks is None else marks.begin)
         self.prompts = PromptReader(model=model, tokenizer=tokenizer, max_prompts=config.max_prompts)
         self._hash_root = lru_cache(maxsize=_MAX_ROOTS)(self._new_hash_root)
 
     async def prepare_chat(self, messages: Sequence[Message], fields: ClientFields) -> Prepared:
         """A conversation. Raises InvalidRequest, ContextLengthExceeded or ModelNotFound."""
-        started_s, asked = self.clock(), fields
+        started_s = self.clock()
         fields, calling = self._calling(fields)
         self.check_fields(fields)
         with self._preparation():
@@ -88,7 +90,9 @@ class Frontend:
                 tools=fields.tools,
                 options=fields.template,
             )
-        one = replace(self._finish(ids, fields, None), calling=calling, reasoning=self.thinking.reasoning(ids, asked))
+        reasoning = self.thinking.reasoning(ids, begins_turn=fields.add_generation_prompt)
+        one = self._finish(ids, self._thinking_first(fields, reasoning), None)
+        one = replace(one, calling=calling, reasoning=reasoning)
         one = with_beams(one, fields, most_beams=self._config.max_choices)
         check_reading_sizes([one], self._config.max_answer_values)
         return self._traced("chat", one, fields, started_s)
@@ -164,6 +168,13 @@ class Frontend:
             raise InvalidRequest(f"{structure.param}: not supported here", param=structure.param)
         grammar = await self.grammars.checked(structure.grammar(), structure.param)
         return replace(fields, sampling=replace(fields.sampling, grammar=grammar))
+
+    def _thinking_first(self, fields: ClientFields, reasoning: Reasoning | None) -> ClientFields:
+        """A grammar holds of what is behind the thinking."""
+        sampling = fields.sampling
+        if sampling.grammar is None:
+            return fields
+        return replace(fields, sampling=replace(sampling, grammar=self.thinking.before(sampling.grammar, reasoning)))
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         if len(words) > MAX_BAD_WORDS:

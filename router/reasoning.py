@@ -173,6 +173,8 @@ class Reasoning:
     marks: Marks
     is_open: bool
     """The prompt ends with the first mark."""
+    may_begin: bool
+    """The model writes the first mark, if it thinks."""
     shown_ids: frozenset[int]
     """Special tokens that the parser must see."""
     bytes_of: Callable[[int], bytes]

@@ -11,14 +11,17 @@ from router.tools import Tool, ToolUse
 MAX_CALLS_IN_ANSWER = 16
 """Calls that a grammar writes: what may be repeated for ever could go on for ever."""
 _STRICT = {"lenient": False, "whitespace_flexible": False}
-_ANY = "/(?s:.*)/"
+ANY = "/(?s:.*)/"
+"""Text: special tokens are none."""
 
 
 class CallGrammar:
     """Written for one model: `token_ids` of the markers that are tokens of their own there."""
 
-    def __init__(self, form: CallForm, token_ids: Mapping[str, int]) -> None:
+    def __init__(self, form: CallForm, token_ids: Mapping[str, int], thinks_from: str | None = None) -> None:
+        """`thinks_from`: what thinking begins with; text beside calls does not."""
         self._form = form
+        self._no_thought = "" if thinks_from is None else f" & ~/\\s*{_escaped(thinks_from)}(?s:.*)/"
         self._token_ids = token_ids
         longest_first = sorted(token_ids, key=len, reverse=True)
         self._tokens = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if token_ids else None
@@ -34,13 +37,14 @@ class CallGrammar:
         trigger, starts = self._form.trigger, self._form.starts
         rules = self._rules(use, is_strict=False)
         if trigger is None:
-            text = rf"/(?s:\s*([^{{\s].*)?)/{_without(starts)}"
+            text = rf"/(?s:\s*([^{{\s].*)?)/{without(starts)}{self._no_thought}"
             return "\n".join(["start: block | TEXT", f"TEXT: {text}", f"block: {self._block(use)}", *rules])
         times = "*" if use.parallel else "?"
         # What is no call must not look like one to the parser either.
-        texts = [f"LEAD: {_ANY}{_without(starts)}", f"REST: {_ANY}{_without((trigger, *starts))}"]
+        any_text = ANY + self._no_thought
+        texts = [f"LEAD: {any_text}{without(starts)}", f"REST: {any_text}{without((trigger, *starts))}"]
         if trigger in self._token_ids:
-            texts[0] = f"LEAD: {_ANY}{_without((trigger, *starts))}"
+            texts[0] = f"LEAD: {any_text}{without((trigger, *starts))}"
             lead = f"lead: LEAD {self._written(trigger)}"
         else:
             lead = f"lead[lazy]: LEAD {json.dumps(trigger, ensure_ascii=False)}"
@@ -87,12 +91,16 @@ def _json(schema: Any) -> str:
     return f"%json {json.dumps(schema)}"
 
 
-def _without(texts: Sequence[str]) -> str:
+def without(texts: Sequence[str]) -> str:
     """After a regular expression: none of these is in it."""
     if not texts:
         return ""
-    patterns = "|".join(re.escape(text).replace("/", "\\/") for text in texts)
-    return f" & ~/(?s:.*)({patterns})(?s:.*)/"
+    return f" & ~/(?s:.*)({'|'.join(map(_escaped, texts))})(?s:.*)/"
+
+
+def _escaped(text: str) -> str:
+    """Of a regular expression in Lark, which a slash would end."""
+    return re.escape(text).replace("/", "\\/")
 
 
 def strict_tools(tools: Sequence[Tool]) -> bool:

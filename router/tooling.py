@@ -14,8 +14,8 @@ _JSON_SHAPES = frozenset({Shape.JSON_SCHEMA, Shape.JSON_OBJECT})
 class Tooling:
     """What the model's template and tokenizer say of tools."""
 
-    def __init__(self, tokenizer: Tokenizer, forced: str | None = None) -> None:
-        """`forced`: the family's name, if the configuration says it."""
+    def __init__(self, tokenizer: Tokenizer, forced: str | None = None, thinks_from: str | None = None) -> None:
+        """`forced`: the family's name, if the configuration says it. `thinks_from`: what thinking begins with."""
         template = tokenizer.template
         self._family = None
         if template is not None and template.form is not None:
@@ -24,6 +24,7 @@ class Tooling:
             # It is told in our words how to call.
             self._family = HERMES if forced is None else family_of("", forced)
         self._tokenizer = tokenizer
+        self._thinks_from = thinks_from
 
     def calling(self, use: ToolUse, *, is_forced: bool = False) -> Calling:
         """`is_forced`: by a structure made here. Raises InvalidRequest when it is not known how this model calls."""
@@ -39,7 +40,8 @@ class Tooling:
         """What answers must be that call as `use` says and are otherwise as `asked`. None: anything."""
         family = self._known()
         ids = self._tokenizer.added_ids
-        grammar = CallGrammar(family.form, {mark: ids[mark] for mark in family.markers if mark in ids})
+        markers = {mark: ids[mark] for mark in family.markers if mark in ids}
+        grammar = CallGrammar(family.form, markers, self._thinks_from)
         if asked is not None and asked.shape not in _JSON_SHAPES:
             raise InvalidRequest(f"{asked.param}: not together with tools", param=asked.param)
         if use.must_call:

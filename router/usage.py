@@ -38,7 +38,7 @@ class Usage:
     def add(self, delta: TextDelta) -> None:
         """Count one delta."""
         self.completion_tokens += len(delta.tokens)
-        if (thoughts := self._thoughts.get(delta.choice_index)) is not None:
+        if (thoughts := self._thoughts.get(delta.choice_index)) is not None and not thoughts.has_ended:
             thoughts.add([token.token_id for token in (*delta.passed, *delta.tokens)])
         if delta.finish is not None:
             self._finishes[delta.choice_index] = delta.finish

@@ -1,10 +1,10 @@
-"""Responses of one answer: its text, the calls in it, tokens, ends and usage."""
+"""Responses of one answer: its thinking and text, the calls in it, tokens, ends and usage."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from router.asked import Prepared
-from router.call_reader import CALLED, CallPiece, CallReader, Piece
+from router.call_reader import CALLED, AnswerReader, CallPiece, Piece, ReasoningPiece, reader_of
 from router.grpc.answer_writer import AnswerWriter
 from router.grpc.prompt_scores import prompt_responses
 from router.pattern_search import PatternSearch
@@ -26,12 +26,12 @@ class AnswerMessages:
 
     def __init__(self, prepared: Prepared, *, name: str) -> None:
         """`name`: the client's own of the answer; empty: the request's id."""
-        request, calling = prepared.request, prepared.calling
+        request = prepared.request
         self._name = name or request.request_id
         self._prompt = request.prompt_token_ids
-        self._readers: list[CallReader] = []
-        if calling is not None:
-            self._readers = [CallReader(calling, request.request_id, i) for i in range(request.num_choices)]
+        self._readers: list[AnswerReader] = []
+        if prepared.calling is not None or prepared.reasoning is not None:
+            self._readers = [reader_of(prepared, i) for i in range(request.num_choices)]
 
     def scores(self, delta: TextDelta) -> list[Callable[[], pb.GenerateResponse]]:
         """Of the prompt; none where nothing was read of it."""
@@ -60,6 +60,9 @@ class AnswerMessages:
 def _put_pieces(response: pb.GenerateResponse, pieces: Sequence[Piece]) -> None:
     """An entry for each call."""
     for piece in pieces:
+        if isinstance(piece, ReasoningPiece):
+            response.reasoning_content += piece.text
+            continue
         if not isinstance(piece, CallPiece):
             response.text += piece.text
             continue
@@ -77,6 +80,7 @@ def usage_message(usage: Usage) -> pb.Usage:
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
+        reasoning_tokens=usage.reasoning_tokens,
         times=wire.times_to_pb(usage.times()),
     )
 

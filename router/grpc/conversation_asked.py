@@ -49,6 +49,7 @@ def _message(turn: pb.ChatMessage) -> Message:
         name=turn.name if turn.HasField("name") else None,
         tool_calls=tuple(ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in turn.tool_calls),
         tool_call_id=turn.tool_call_id if turn.HasField("tool_call_id") else None,
+        reasoning=turn.reasoning_content if turn.HasField("reasoning_content") else None,
     )
 
 

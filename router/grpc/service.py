@@ -1,7 +1,6 @@
 """tandem.v1.Inference: each call decodes, delegates to the frontend that HTTP uses, and encodes."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -197,12 +196,9 @@ class InferenceService(InferenceServicer):
         if kind == "chat":
             messages, marks = messages_of(request.chat), marks_of(request)
             if marks:
-                prepared = await prepare_marked(self._frontend, messages, marks, fields)
-            else:
-                name = request.cached_content if request.HasField("cached_content") else None
-                prepared = await prepare_named(self._frontend, self._named, name, messages, fields)
-            # Its answers are one text: what the model thinks stands in it, as the model wrote it.
-            return replace(prepared, reasoning=None)
+                return await prepare_marked(self._frontend, messages, marks, fields)
+            name = request.cached_content if request.HasField("cached_content") else None
+            return await prepare_named(self._frontend, self._named, name, messages, fields)
         if kind == "prompt":
             return (await self._frontend.prepare_prompts([request.prompt], fields))[0]
         if kind == "prompt_token_ids":

@@ -43,8 +43,6 @@ class ChatTurn(StrictBody):
         if content is None and self.role != "assistant":
             raise InvalidRequest("messages: content is missing", param="messages")
         calls = tuple(part.call() for part in self.tool_calls or ())
-        if self.reasoning_content is not None and self.role != "assistant":
-            raise InvalidRequest("messages: reasoning_content stands in an assistant's message", param="messages")
         return Message(
             role=self.role,
             content=content or "",

@@ -20,6 +20,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int
+    """Of `completion_tokens` those up to the end of thinking."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,8 @@ class Piece:
     """Of the prompt's tokens behind the first; in pieces before those with text."""
     vote: Vote | None = None
     """Of the choice's last piece, where one was asked for."""
+    reasoning_content: str = ""
+    """What the model thinks before it answers; not in `text`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,14 +97,18 @@ class Choice:
     finish_reason: str | None = None
     tool_calls: list[ToolCall] = field(default_factory=list)
     vote: Vote | None = None
+    reasoning_content: str = ""
 
     def turn(self) -> Turn:
         """As the conversation goes on with it."""
-        return Turn(role="assistant", content=self.text, tool_calls=tuple(self.tool_calls))
+        thought = self.reasoning_content or None
+        calls = tuple(self.tool_calls)
+        return Turn(role="assistant", content=self.text, tool_calls=calls, reasoning_content=thought)
 
     def add(self, piece: Piece) -> None:
         """What follows of it."""
         self.text += piece.text
+        self.reasoning_content += piece.reasoning_content
         self.token_ids += piece.token_ids
         self.logprobs += piece.logprobs
         self.finish_reason = piece.finish_reason or self.finish_reason
@@ -179,6 +187,7 @@ def piece_of(message: pb.GenerateResponse) -> Piece:
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             cached_tokens=usage.cached_tokens,
+            reasoning_tokens=usage.reasoning_tokens,
         )
         if message.HasField("usage")
         else None,
@@ -191,6 +200,7 @@ def piece_of(message: pb.GenerateResponse) -> Piece:
             for one in message.prompt_logprobs
         ),
         vote=_vote_of(message.vote) if message.HasField("vote") else None,
+        reasoning_content=message.reasoning_content,
     )
 
 

@@ -53,6 +53,8 @@ class Turn:
     """Of a turn of role tool: which call its content is the result of."""
     cached_for: Literal["5m", "1h"] | None = None
     """The conversation up to here stays cached for so long after its last use."""
+    reasoning_content: str | None = None
+    """What the model thought before an assistant's turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,6 +82,7 @@ def _message(turn: Turn) -> pb.ChatMessage:
         name=turn.name,
         tool_calls=[pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in turn.tool_calls],
         tool_call_id=turn.tool_call_id,
+        reasoning_content=turn.reasoning_content,
         cache_control=None if turn.cached_for is None else pb.CacheControl(ttl=turn.cached_for),
     )
 

@@ -63,7 +63,7 @@ def test_every_family(marks: Marks) -> None:
     text = f"\n{marks.begin}\nLet me see.\n{marks.end}\n\nIt is 4."
     assert read(list(text), is_open=False, marks=marks) == ("Let me see.", "It is 4.")
     assert marks_of(f"{{{{ x }}}}{marks.end}") == marks
-    one = Reasoning(marks=marks, is_open=False, shown_ids=frozenset(), bytes_of=lambda token: b"")
+    one = Reasoning(marks=marks, is_open=False, may_begin=True, shown_ids=frozenset(), bytes_of=lambda token: b"")
     assert one.answer_in(text) == "It is 4."
 
 

@@ -12,6 +12,7 @@ from router.tokenizer import Tokenizer
 from tandem.config import RouterConfig
 from tandem.outputs import FinishReason
 from tests.unit.router import doors
+from tests.unit.router.both_doors import AnyGrammar, answers_of, in_grpcs_words, service_of
 from tests.unit.router.described import Described, events_of
 from tests.unit.router.http_doors import CHAT, HELLO, PLAIN, client_of, error_of, events
 
@@ -23,12 +24,14 @@ OPENS = (
 WRITES = "{% for m in messages %}<|user|>{{ m.content.split('</think>')[-1] }}{% endfor %}<|assistant|>"
 THOUGHT, ANSWER = "Let me see: 2 + 2. 😀", "It is four."
 CLOCK = {"name": "clock", "parameters": {"type": "object", "properties": {}}}
+TOOL = {"type": "function", "function": CLOCK}
 CALL = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 WORDS = {"model": doors.MODEL, "max_tokens": 200, "messages": [{"role": "user", "content": "what is two and two"}]}
 
 
 def parts_of(template: str, config: RouterConfig | None = None) -> doors.Doors:
-    return doors.make_doors(Tokenizer(doors.byte_level_spec(), ChatTemplate(template, {})), config, context=2048)
+    tokenizer = Tokenizer(doors.byte_level_spec(), ChatTemplate(template, {}))
+    return doors.make_doors(tokenizer, config, context=2048, grammars=AnyGrammar())  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -82,6 +85,71 @@ async def test_calls_come_after_thinking(client: httpx.AsyncClient, parts: doors
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["reasoning_content"] == THOUGHT
     assert choice["message"]["content"] is None
+
+
+JSON = {"response_format": {"type": "json_object"}}
+NO_THOUGHT = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+def lead_of(parts: doors.Doors) -> str:
+    """What the last request's answer must begin with."""
+    (first, *_) = json.loads(parts.generator.requests[-1].sampling.grammar or "")["grammars"]
+    return str(first["lark_grammar"] or "")
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        (JSON, '{"a":4}'),
+        ({"tools": [TOOL], "tool_choice": "required"}, CALL),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "clock"}}}, CALL),
+        ({"tools": [{"type": "function", "function": CLOCK | {"strict": True}}]}, CALL),
+        ({"tools": [TOOL], **JSON}, '{"a":4}'),
+    ],
+    ids=["json", "required", "named", "strict", "json or calls"],
+)
+async def test_a_structure_stands_behind_the_thinking(
+    client: httpx.AsyncClient, parts: doors.Doors, asked: dict[str, Any], answer: str
+) -> None:
+    count = says(parts, is_open=True, answer=answer)
+    body = (await client.post(CHAT, json=HELLO | asked)).json()
+    message = body["choices"][0]["message"]
+    assert lead_of(parts).startswith("start: thinking ")
+    assert message["reasoning_content"] == THOUGHT
+    assert message["content"] == (None if answer == CALL else answer)
+    assert len(message.get("tool_calls", ())) == (answer == CALL)
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
+    parts.say(answer)
+    message = (await client.post(CHAT, json=HELLO | asked | NO_THOUGHT)).json()["choices"][0]["message"]
+    assert "thinking" not in lead_of(parts)
+    assert message["content"] == (None if answer == CALL else answer)
+
+
+async def test_a_model_that_begins_to_think_itself_need_not() -> None:
+    parts = parts_of(WRITES)
+    parts.say('{"a":4}')
+    async with client_of(parts) as client:
+        message = (await client.post(CHAT, json=HELLO | JSON)).json()["choices"][0]["message"]
+    assert '("<think>" thinking GAP?)?' in lead_of(parts)
+    assert message["content"] == '{"a":4}'
+
+
+@pytest.mark.parametrize(("asked", "answer"), [({}, ANSWER), ({"tools": [TOOL], "tool_choice": "required"}, CALL)])
+async def test_grpc_tells_it_apart_too(parts: doors.Doors, asked: dict[str, Any], answer: str) -> None:
+    count = says(parts, is_open=True, answer=answer, per_delta=2)
+    turns = [*HELLO["messages"], {"role": "assistant", "content": "b", "reasoning_content": "c"}, *HELLO["messages"]]
+    request = in_grpcs_words(HELLO | asked | {"messages": turns, "stream": True})
+    whole = await answers_of(service_of(parts), request)
+    assert "[c]b" in parts.tokenizer.decode(parts.generator.requests[-1].prompt_token_ids)
+    assert whole[-1].usage.reasoning_tokens == count
+    for cut in (len(whole), 3, len(whole) // 2):
+        if cut < len(whole):
+            request.last_stream_id = whole[cut - 1].stream_id
+        rest = await answers_of(service_of(parts), request) if cut < len(whole) else []
+        told = [*whole[:cut], *rest]
+        assert "".join(one.reasoning_content for one in told) == THOUGHT
+        assert "".join(one.text for one in told) == ("" if answer == CALL else answer)
+        assert "".join(call.name for one in told for call in one.tool_calls) == ("clock" if answer == CALL else "")
 
 
 async def test_an_answer_that_is_cut_while_it_thinks(client: httpx.AsyncClient, parts: doors.Doors) -> None:
