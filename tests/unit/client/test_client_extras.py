@@ -149,3 +149,18 @@ def test_what_has_no_ids_is_not_asked_for_twice(more: dict[str, Any]) -> None:
     assert progress.after(broken, from_server=False) is not None
     progress.take(pb.GenerateResponse(text="a"))
     assert progress.after(broken, from_server=False) is None
+
+
+async def test_thinking_stands_apart() -> None:
+    template = "{% for m in messages %}[{{ m.reasoning_content }}]{{ m.content }}{% endfor %}<think>\n{# </think> #}"
+    parts = doors.make_doors(doors.make_tokenizer(template))
+    count = len(parts.say("so\n</think>\n\nfour")) - len(parts.tokenizer.encode("\n\nfour")) - 1
+    async with door_of(parts) as address, AsyncClient(address) as client:
+        answer = await client.chat(HELLO)
+        (choice,) = answer.choices
+        assert (choice.text, choice.reasoning_content) == ("four", "so")
+        assert answer.usage.reasoning_tokens == count
+        await client.chat([*HELLO, choice.turn(), *HELLO])
+        assert "[so]four" in parts.tokenizer.decode(parts.generator.requests[-1].prompt_token_ids)
+        with pytest.raises(InvalidRequest, match="reasoning_content stands in an assistant's message"):
+            await client.chat([Turn(role="user", content="a", reasoning_content="b")])
