@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from router.conversation import Message
-from router.http.strict_body import StrictBody, at_most
+from router.http.strict_body import OnlyTypes, StrictBody, at_most
 from router.http.tool_schemas import CalledFunction, CallPart
 from router.tools import MAX_CALLS, ToolCall
 from tandem.errors import InvalidRequest
@@ -16,6 +16,7 @@ _MAX_PARTS = 256  # of one message's content
 class TextPart(StrictBody):
     """One part of a message's content; images and sound are not supported yet."""
 
+    TYPES: ClassVar[OnlyTypes | None] = OnlyTypes("messages", "content", frozenset({"text"}))
     type: str
     text: str = ""
 
@@ -37,8 +38,6 @@ class ChatTurn(StrictBody):
         """The turn as the template sees it; several text parts stand on lines of their own."""
         content = self.content
         if isinstance(content, list):
-            if other := next((part.type for part in content if part.type != "text"), None):
-                raise InvalidRequest(f"content of type {other[:40]!r} is not supported yet", param="messages")
             content = "\n".join(part.text for part in content)
         if content is None and self.role != "assistant":
             raise InvalidRequest("messages: content is missing", param="messages")

@@ -7,7 +7,7 @@ import orjson
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
 
-from router.http.strict_body import StrictBody, at_most
+from router.http.strict_body import OnlyTypes, StrictBody, at_most
 from router.marked_prefixes import DEFAULT_MARK_TTL, MARK_TTL_S
 from router.tools import Tool, ToolCall, ToolUse, use_of
 from tandem.errors import InvalidRequest
@@ -115,6 +115,7 @@ Blocks: TypeAlias = Annotated[
 class ToolSpec(StrictBody):
     """A function of the client's; no tools of a server's are here."""
 
+    TYPES: ClassVar[OnlyTypes | None] = OnlyTypes("tools", "a tool", frozenset({"custom"}))
     name: str
     description: str | None = None
     input_schema: dict[str, Any]

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from router.asked import ClientFields
 from router.conversation import MAX_MESSAGES, Effort, Message, TemplateOptions
-from router.http.strict_body import NOT_YET, StrictBody, at_most
+from router.http.strict_body import NOT_YET, OnlyTypes, StrictBody, at_most
 from router.http.tool_schemas import FunctionSpec
 from router.structure import Shape, Structure
 from router.tools import MAX_TOOLS, ToolCall, ToolUse, use_of
@@ -22,11 +22,15 @@ _THINKING = "reasoning"
 """In place of a role, until it is known whose turn it was."""
 _LOGPROBS = "message.output_text.logprobs"
 _TEXTS = frozenset({"input_text", "output_text"})
+_PARTS = OnlyTypes("input", "content", _TEXTS | {"reasoning_text"})
+_ITEMS = OnlyTypes("input", "an item", frozenset({"message", "function_call", "function_call_output", "reasoning"}))
+_TOOLS = OnlyTypes("tools", "a tool", frozenset({"function"}))
 
 
 class ContentPart(StrictBody):
     """Text of a message or of a function's result. Log probabilities that this door showed with a text are a note."""
 
+    TYPES: ClassVar[OnlyTypes | None] = _PARTS
     NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = {"annotations": (None, [])}
     type: str
     text: str = ""
@@ -39,6 +43,7 @@ _Content = Annotated[str | list[ContentPart] | None, at_most(_MAX_PARTS)]
 class InputItem(StrictBody):
     """A message, a call of a function, or what it returned. Ids and states of items are notes of the client's."""
 
+    TYPES: ClassVar[OnlyTypes | None] = _ITEMS
     NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = {
         name: (None,) for name in ("phase", "caller", "namespace", "async", "created_by")
     }
@@ -70,9 +75,7 @@ class InputItem(StrictBody):
                 return Message(role="tool", content=_text(self.output), tool_call_id=self.call_id)
             case "reasoning" if given == {"content"} and isinstance(self.content, list):
                 return Message(role=_THINKING, content="\n".join(part.text for part in self.content))
-            case "message" | "function_call" | "function_call_output" | "reasoning":
-                raise InvalidRequest(f"input: an item of type {self.type} has other fields", param="input")
-        raise InvalidRequest(f"input: items of type {self.type[:40]!r} are not supported", param="input")
+        raise InvalidRequest(f"input: an item of type {self.type} has other fields", param="input")
 
 
 class TextFormat(StrictBody):
@@ -109,6 +112,7 @@ class ReasoningConfig(StrictBody):
 class FunctionTool(FunctionSpec):
     """A function; no other tool is there to be used."""
 
+    TYPES: ClassVar[OnlyTypes | None] = _TOOLS
     NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = {
         name: (None,) for name in ("allowed_callers", "async", "defer_loading", "output_schema")
     }
@@ -216,8 +220,6 @@ class ResponsesBody(StrictBody):
         )
 
     def _use(self, strict: bool) -> ToolUse | None:
-        if other := next((tool.type for tool in self.tools or () if tool.type != "function"), None):
-            raise InvalidRequest(f"tools: type {other[:40]!r} is not supported, function is", param="tools")
         tools = tuple(
             replace(tool.tool(), strict=strict if tool.strict is None else tool.strict) for tool in self.tools or ()
         )

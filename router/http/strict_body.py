@@ -67,8 +67,27 @@ class at_most:  # in annotations, like the words of annotated-types
         return value
 
 
+@dataclass(frozen=True, slots=True)
+class OnlyTypes:
+    """Those that are served of what has a `type`: said before anything else that is wrong with another one."""
+
+    param: str
+    what: str
+    served: frozenset[str]
+
+    def check(self, data: dict[str, Any]) -> None:
+        """Raises InvalidRequest."""
+        kind = data.get("type")
+        if isinstance(kind, str) and kind not in self.served:
+            only = ", ".join(sorted(self.served))
+            reason = f"{self.what} of type {kind[:40]!r} is not supported, only {only}"
+            raise InvalidRequest(f"{self.param}: {reason}", param=self.param)
+
+
 class StrictBody(BaseModel):
     """No value is turned into another type, no field is overlooked."""
+
+    TYPES: ClassVar[OnlyTypes | None] = None
 
     NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = NOT_YET
     """Fields of this body that are not served, with the values that ask for nothing."""
@@ -81,6 +100,8 @@ class StrictBody(BaseModel):
             return data
         if len(data) > _MAX_KEYS:
             raise InvalidRequest(f"more than {_MAX_KEYS} fields in one object")
+        if cls.TYPES is not None:
+            cls.TYPES.check(data)
         known = cls.__pydantic_fields__
         if data.keys() <= known.keys():
             return data

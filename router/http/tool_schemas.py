@@ -1,8 +1,8 @@
 """Tools, the choice among them, and calls, as OpenAI's chat writes them."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from router.http.strict_body import StrictBody, at_most
+from router.http.strict_body import OnlyTypes, StrictBody, at_most
 from router.tools import MAX_TOOLS, Tool, ToolCall, ToolUse, use_of
 from tandem.errors import InvalidRequest
 
@@ -26,13 +26,12 @@ class FunctionSpec(StrictBody):
 class ToolSpec(StrictBody):
     """One of `tools`."""
 
+    TYPES: ClassVar[OnlyTypes | None] = OnlyTypes("tools", "a tool", frozenset({"function"}))
     type: str
     function: FunctionSpec
 
     def tool(self) -> Tool:
-        """Raises InvalidRequest for what is no function."""
-        if self.type != "function":
-            raise InvalidRequest("tools: type must be function", param="tools")
+        """The same for every door."""
         return self.function.tool()
 
 
@@ -74,6 +73,7 @@ class CalledFunction(StrictBody):
 class CallPart(StrictBody):
     """One of an assistant message's `tool_calls`, as it was sent."""
 
+    TYPES: ClassVar[OnlyTypes | None] = OnlyTypes("messages", "a call", frozenset({"function"}))
     id: str
     type: str = "function"
     function: CalledFunction
@@ -81,8 +81,6 @@ class CallPart(StrictBody):
 
     def call(self) -> ToolCall:
         """The same for every door."""
-        if self.type != "function":
-            raise InvalidRequest("messages: type of a tool call must be function", param="messages")
         return ToolCall(id=self.id, name=self.function.name, arguments=self.function.arguments)
 
 

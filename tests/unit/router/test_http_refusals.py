@@ -14,6 +14,9 @@ from tandem.outputs import FinishReason
 from tests.unit.router import doors
 from tests.unit.router.http_doors import CHAT, HELLO, PLAIN, client_of, error_of, events
 
+IMAGE = {"type": "image_url", "image_url": {"url": "https://127.0.0.1/a.png"}}
+RESPONSES = "/v1/responses"
+
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
@@ -121,6 +124,31 @@ async def test_refused_fields(
     assert answer.status_code == (404 if param == "model" and change["model"] == "gpt-4" else 400)
     assert error_of(answer)["param"] == param
     assert not parts.generator.requests
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "words"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "content of type 'image_url' is not supported"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]}, "0.content.0.text: "),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "x": 3}]}]}, "content.0.x: unknown field"),
+        (CHAT, {"messages": [{"role": "user", "content": [3]}]}, "content.0: Input should be an object"),
+        (CHAT, {"messages": [{"role": "user", "content": 3}]}, "messages.0.content: Input should be a valid string"),
+        (CHAT, {"stop": ["a", 3]}, "stop.1: Input"),
+        (CHAT, {"str": 3}, "str: unknown field"),
+        (CHAT, {"tool_choice": {"type": "function", "function": "x"}}, "tool_choice.function: Input should be an obj"),
+        (CHAT, {"tools": [{"type": "web_search"}]}, "tools: a tool of type 'web_search' is not supported"),
+        (RESPONSES, {"input": [{"role": "user", "content": [IMAGE]}]}, "content of type 'image_url' is not supported"),
+        (RESPONSES, {"input": [{"type": "web_search_call", "action": {}}]}, "an item of type 'web_search_call' is"),
+        (RESPONSES, {"input": "a", "tools": [{"type": "web_search"}]}, "a tool of type 'web_search' is not"),
+    ],
+)
+async def test_what_is_said_to_be_wrong_is_what_was_meant(
+    client: httpx.AsyncClient, path: str, change: dict[str, Any], words: str
+) -> None:
+    answer = await client.post(path, json=(HELLO if path == CHAT else {}) | change)
+    assert answer.status_code == 400
+    assert words in error_of(answer)["message"]
 
 
 @pytest.mark.parametrize(
