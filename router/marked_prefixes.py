@@ -44,7 +44,7 @@ async def prepare_marked(
     prepared = await frontend.prepare_chat(messages, fields)
     request = prepared.request
     ids, tools = request.prompt_token_ids, fields.tools
-    options = TemplateOptions(variables=fields.template.variables)
+    options = replace(fields.template, continue_final=False)
     lengths = [await marked_tokens(frontend, messages, mark, ids, tools, options) for mark in marks]
     pins = tuple(
         PinWish(num_tokens=length // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS, ttl_s=mark.ttl_s)

@@ -2,10 +2,13 @@
 
 import pytest
 
+from router.asked import ClientFields
+from router.conversation import Message, TemplateOptions
 from router.http.messages_body import MessagesBody
 from router.http.schemas import validate
-from router.marked_prefixes import Mark, common_length
+from router.marked_prefixes import Mark, common_length, prepare_marked
 from router.tools import ToolCall
+from tests.unit.router import doors
 
 KEPT = {"type": "ephemeral"}
 
@@ -44,3 +47,14 @@ def test_calls_and_results_end_turns_and_marks_follow_them() -> None:
     assert shown == [("user", "hi"), ("assistant", "one\ntwo"), ("user", "before"), ("tool", "42"), ("user", "one")]
     assert talk.messages[1].tool_calls == (ToolCall(id="a", name="f", arguments="{}"),)
     assert talk.marks == [Mark(2, 3, 300.0), Mark(4, 2, 300.0), Mark(5, 3, 300.0)]
+
+
+async def test_a_template_that_begins_with_how_long_to_think() -> None:
+    """What is asked of the thinking stands before the mark, so it is there where the mark's place is found as well."""
+    template = "[{{ reasoning_effort }}]{% for m in messages %}{{ m.content }}{% endfor %}</think>"
+    parts = doors.make_doors(doors.make_tokenizer(template))
+    talk = [Message(role="user", content="the quick brown fox " * 20), Message(role="user", content="jumps")]
+    for options in (TemplateOptions(), TemplateOptions(thinks=False), TemplateOptions(effort="low")):
+        fields = ClientFields(template=options)
+        (pin,) = (await prepare_marked(parts.frontend, talk, [Mark(1, 380, 300.0)], fields)).request.pins
+        assert pin.num_tokens >= 64
