@@ -16,7 +16,6 @@ from tandem.errors import InvalidRequest, Unavailable
 from tandem.v1 import inference_pb2 as pb
 from tests.unit.client.test_client import HELLO, door_of, thread_of_a_door
 from tests.unit.router import doors
-from tests.unit.router.both_doors import AnyGrammar
 from tests.unit.router.test_tools_over_http import CALLS
 
 CITY = json.dumps({"type": "object", "properties": {"city": {"type": "string"}}})
@@ -27,7 +26,7 @@ __all__ = ["thread_of_a_door"]
 
 @pytest.fixture
 def parts() -> doors.Doors:
-    return doors.make_doors(doors.make_tokenizer(), grammars=AnyGrammar(), context=4096)  # type: ignore[arg-type]
+    return doors.make_doors(doors.make_tokenizer(), grammars=doors.AnyGrammar(), context=4096)
 
 
 def test_calls_and_how_a_conversation_goes_on_with_them(parts: doors.Doors, thread_of_a_door: str) -> None:

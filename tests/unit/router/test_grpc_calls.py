@@ -10,7 +10,7 @@ from tandem.outputs import FinishReason
 from tandem.v1 import common_pb2
 from tandem.v1 import inference_pb2 as pb
 from tests.unit.router import doors
-from tests.unit.router.both_doors import AnyGrammar, answers_of, in_grpcs_words, service_of
+from tests.unit.router.both_doors import answers_of, in_grpcs_words, service_of
 from tests.unit.router.http_doors import CHAT, HELLO, client_of
 from tests.unit.router.test_tools_over_http import CALLS, CLOCK, NAMED, TOOLS, WEATHER
 
@@ -24,7 +24,7 @@ def tokenizer() -> Tokenizer:
 
 
 def parts_of(tokenizer: Tokenizer, *, seed: int = 99, **script: Any) -> doors.Doors:
-    parts = doors.make_doors(tokenizer, mint_seed=lambda: seed, grammars=AnyGrammar(), context=4096)  # type: ignore[arg-type]
+    parts = doors.make_doors(tokenizer, mint_seed=lambda: seed, grammars=doors.AnyGrammar(), context=4096)
     parts.say(CALLS, **script)
     return parts
 

@@ -12,7 +12,7 @@ from router.tokenizer import Tokenizer
 from tandem.config import RouterConfig
 from tandem.outputs import FinishReason
 from tests.unit.router import doors
-from tests.unit.router.both_doors import AnyGrammar, answers_of, in_grpcs_words, service_of
+from tests.unit.router.both_doors import answers_of, in_grpcs_words, service_of
 from tests.unit.router.described import Described, events_of
 from tests.unit.router.http_doors import CHAT, HELLO, PLAIN, client_of, error_of, events
 
@@ -31,7 +31,7 @@ WORDS = {"model": doors.MODEL, "max_tokens": 200, "messages": [{"role": "user", 
 
 def parts_of(template: str, config: RouterConfig | None = None) -> doors.Doors:
     tokenizer = Tokenizer(doors.byte_level_spec(), ChatTemplate(template, {}))
-    return doors.make_doors(tokenizer, config, context=2048, grammars=AnyGrammar())  # type: ignore[arg-type]
+    return doors.make_doors(tokenizer, config, context=2048, grammars=doors.AnyGrammar())
 
 
 @pytest.fixture
