@@ -87,6 +87,26 @@ async def chat(client: ChatClient, conversation: Conversation, *, max_tokens: in
     return 1 if failed and not interactive else 0
 
 
+class _Thought:
+    """What the model thinks before it answers: beside the answer, where somebody watches."""
+
+    def __init__(self, err: Console) -> None:
+        self._err = err
+        self._is_open = False
+
+    def show(self, text: str) -> None:
+        """More of it."""
+        if self._err.is_terminal:
+            self._is_open = True
+            self._err.print(Text(without_controls(text), style="dim italic"), end="", soft_wrap=True)
+
+    def end(self) -> None:
+        """The answer begins on a line of its own."""
+        if self._is_open:
+            self._is_open = False
+            self._err.print()
+
+
 async def _exchange(
     client: ChatClient,
     conversation: Conversation,
@@ -98,11 +118,14 @@ async def _exchange(
 ) -> bool:
     """Ask and show; False when there was no whole answer."""
 
+    thought = _Thought(err)
+
     def show(text: str) -> None:
+        thought.end()
         out.out(without_controls(text), end="", highlight=False)
         out.file.flush()
 
-    task = asyncio.ensure_future(client.ask(conversation.asking(question), show, **body))
+    task = asyncio.ensure_future(client.ask(conversation.asking(question), show, thought.show, **body))
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, task.cancel)
     try:
@@ -118,6 +141,7 @@ async def _exchange(
         return False
     finally:
         loop.remove_signal_handler(signal.SIGINT)
+        thought.end()
     conversation.add(question, answer)
     out.out("")
     err.print(Text(answer.time_line(), style="dim"), soft_wrap=True)

@@ -52,7 +52,7 @@ class Answer:
     completion_tokens: int
     cached_tokens: int
     first_token_s: float | None
-    """Seen here: from sending the request to the first text."""
+    """Seen here: from sending the request to the first text, of thinking or answer."""
     total_s: float
     timing: Timing | None
 
@@ -144,8 +144,17 @@ class ChatClient:
         except (ValueError, LookupError, TypeError):
             raise ClientError(f"{self.url} answers, but not as a Tandem router does") from None
 
-    async def ask(self, messages: Sequence[dict[str, str]], on_text: Callable[[str], None], **body: Any) -> Answer:
-        """Stream one answer, passing text on as it comes. Cancelling it cancels the request. Raises ClientError."""
+    async def ask(
+        self,
+        messages: Sequence[dict[str, str]],
+        on_text: Callable[[str], None],
+        on_thought: Callable[[str], None] = lambda _: None,
+        **body: Any,
+    ) -> Answer:
+        """Stream one answer, passing on what comes of it: what the model thinks, and the text.
+
+        Cancelling it cancels the request. Raises ClientError.
+        """
         request = {"messages": list(messages), "stream": True, "stream_options": {"include_usage": True}, **body}
         got, started = _Collected(), time.monotonic()
         try:
@@ -156,8 +165,12 @@ class ChatClient:
                     await response.aread()
                     raise ClientError(_refusal(response))
                 async for chunk in _chunks(response.aiter_lines()):
-                    if text := _take(chunk, got):
+                    thought, text = _take(chunk, got)
+                    if thought or text:
                         got.first_at = got.first_at or time.monotonic()
+                    if thought:
+                        on_thought(thought)
+                    if text:
                         on_text(text)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from None
@@ -204,21 +217,23 @@ async def _chunks(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
     raise ClientError("the answer broke off before its end")
 
 
-def _take(chunk: dict[str, Any], got: _Collected) -> str:
-    """Note what a chunk says; the new text."""
+def _take(chunk: dict[str, Any], got: _Collected) -> tuple[str, str]:
+    """Note what a chunk says; what it brings of thinking and of text."""
     if "error" in chunk:
         raise ClientError(_message(chunk))
     if isinstance(chunk.get("usage"), dict):
         got.usage = chunk["usage"]
     if isinstance(chunk.get("timing"), dict):
         got.timing = Timing.from_json(chunk["timing"])
-    text = ""
+    thought = text = ""
     for choice in chunk.get("choices", ()):
-        text += choice.get("delta", {}).get("content") or ""
+        delta = choice.get("delta", {})
+        thought += delta.get("reasoning_content") or ""
+        text += delta.get("content") or ""
         got.finish_reason = choice.get("finish_reason") or got.finish_reason
     if text:
         got.pieces.append(text)
-    return text
+    return thought, text
 
 
 def _refusal(response: httpx.Response) -> str:

@@ -12,7 +12,7 @@ _TAIL_TOKENS = 16
 """Of a prompt: what a template writes last."""
 _GAP = r"/[ \t\r\n]{1,4}/"
 """Between thinking and a structure: bounded, for what may go on for ever does."""
-_ANSWER = "answer"
+_ANSWER = "behind_thinking"
 """Name of the grammar behind the thinking."""
 
 

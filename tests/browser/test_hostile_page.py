@@ -54,14 +54,15 @@ async def served(
 
 
 async def test_markup_of_workers_and_models_stays_text(browser):
-    async with served(names=(MARKUP,)) as router, tab(browser) as seen:
-        router.parts.say(f"hello {MARKUP} world")
+    async with served(RouterConfig(reasoning_parser="think"), names=(MARKUP,)) as router, tab(browser) as seen:
+        router.parts.say(f"<think>see {MARKUP}</think>hello {MARKUP} world")
         await seen.open(router.url)
         await seen.is_live()
         page = seen.page
         await expect(page.locator(".worker .name").get_by_text(MARKUP)).to_be_visible()
         await seen.ask(MARKUP)
-        await expect(page.locator("#answer")).to_have_text(f"hello {MARKUP} world")
+        await expect(page.locator("#answer .thought")).to_have_text(f"see {MARKUP}")
+        await expect(page.locator("#answer")).to_have_text(f"see {MARKUP}hello {MARKUP} world")
         await expect(page.locator("#ask-state")).to_contain_text("Done")
         assert await page.title() == "Tandem · tiny"
         assert await page.locator("main script, main img").count() == 0

@@ -37,7 +37,7 @@ export class Playground {
     const prompt = byId("prompt").value;
     if (this.stopping || !prompt.trim()) return;
     this.stopping = new AbortController();
-    const run = { started: performance.now(), first: null, usage: null, timing: null, reason: null, text: byId("answer"), shown: 0 };
+    const run = { started: performance.now(), first: null, usage: null, timing: null, reason: null, thought: null, state: "", text: byId("answer"), shown: 0 };
     this.busy(true);
     run.text.replaceChildren();
     this.say("Waiting for the first token …");
@@ -74,20 +74,31 @@ export class Playground {
     run.timing = chunk.timing ?? run.timing;
     for (const choice of chunk.choices) {
       run.reason = choice.finish_reason ?? run.reason;
-      const text = choice.delta?.content;
-      if (!text) continue;
-      if (run.first === null) (run.first = performance.now()), this.say("Answering …");
-      run.shown += text.length;
-      if (run.shown > MOST_CHARACTERS) throw new Error("the answer is too long to be shown here");
-      this.append(run.text, text);
+      const { content: text, reasoning_content: thought } = choice.delta ?? {};
+      if (thought) this.grow(run, thought, (run.thought ??= this.thoughtIn(run.text)), "Thinking …");
+      if (text) this.grow(run, text, run.text, "Answering …");
     }
   }
 
-  append(box, text) {
-    const follows = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
+  thoughtIn(box) {
+    const thought = el("p", { class: "thought" });
+    box.append(thought);
+    return thought;
+  }
+
+  grow(run, text, box, state) {
+    run.first ??= performance.now();
+    if (run.state !== state) (run.state = state), this.say(state);
+    run.shown += text.length;
+    if (run.shown > MOST_CHARACTERS) throw new Error("the answer is too long to be shown here");
+    this.append(run.text, box, text);
+  }
+
+  append(scrolled, box, text) {
+    const follows = scrolled.scrollHeight - scrolled.scrollTop - scrolled.clientHeight < 40;
     if (box.lastChild instanceof Text) box.lastChild.appendData(text);
     else box.append(document.createTextNode(text));
-    if (follows) box.scrollTop = box.scrollHeight;
+    if (follows) scrolled.scrollTop = scrolled.scrollHeight;
   }
 
   finish(run) {

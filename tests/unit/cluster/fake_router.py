@@ -13,9 +13,10 @@ def event(value: object) -> bytes:
     return f"data: {text}\n\n".encode()
 
 
-def answer_events(text: str) -> list[bytes]:
-    """A whole answer, a piece per character, with usage and the time line."""
+def answer_events(text: str, thought: str = "") -> list[bytes]:
+    """A whole answer, a piece per character, with usage and the time line; `thought`: before it, in one piece."""
     chunks = [event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})]
+    chunks += [event({"choices": [{"index": 0, "delta": {"reasoning_content": thought}}]})] if thought else []
     chunks += [event({"choices": [{"index": 0, "delta": {"content": piece}}]}) for piece in text]
     chunks.append(event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}))
     usage = {"prompt_tokens": 40, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 32}}

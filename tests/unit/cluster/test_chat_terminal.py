@@ -15,11 +15,12 @@ async def test_questions_are_answered_kept_and_found_again(tmp_path: Path) -> No
     path.parent.mkdir(parents=True)
     path.touch()
     path.chmod(0o666)  # made by somebody careless
-    async with fake_router(lambda _: answer_events("forty-two")) as router:
+    async with fake_router(lambda _: answer_events("forty-two", "let me see")) as router:
         async with terminal("chat", "--url", router.url, HOME=str(tmp_path)) as shown:
             await shown.shows("fake-model at")
             await shown.shows(ASKS)
             shown.press("what is it?\r")
+            await shown.shows("let me see")
             await shown.shows("forty-two")
             await shown.shows("tokens in")
             await shown.shows(ASKS)

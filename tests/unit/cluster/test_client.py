@@ -33,6 +33,19 @@ async def test_streams_an_answer_with_its_time_line():
     assert router.requests[0]["max_tokens"] == 5
 
 
+async def test_what_a_model_thinks_is_no_part_of_its_answer():
+    thoughts, pieces = [], []
+    async with fake_router(lambda _: answer_events("42", "hm")) as router, ChatClient(router.url) as client:
+        answer = await client.ask(QUESTION, pieces.append, thoughts.append)
+        assert (thoughts, pieces, answer.text) == (["hm"], ["4", "2"], "42")
+        answer = await client.ask(QUESTION, pieces.append)
+        assert answer.text == "42"
+    async with fake_router(lambda _: answer_events("", "hm")) as router, ChatClient(router.url) as client:
+        answer = await client.ask(QUESTION, pieces.append)
+    assert answer.text == ""
+    assert answer.first_token_s is not None
+
+
 @pytest.mark.parametrize(
     ("status", "reply", "message"),
     [
@@ -110,7 +123,7 @@ async def start_chat(url):
 
 
 async def test_chat_reads_one_question_per_line_from_a_pipe():
-    async with fake_router(lambda body: answer_events(f"{len(body['messages'])}!")) as router:
+    async with fake_router(lambda body: answer_events(f"{len(body['messages'])}!", "hm")) as router:
         process = await start_chat(router.url)
         out, err = await process.communicate(b"one\n\ntwo\n/stats\n/clear\nthree\n/exit\nfour\n")
     assert out == b"2!\n4!\n2!\n"
