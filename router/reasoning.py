@@ -61,8 +61,10 @@ class ReasoningParser:
         self._marks = marks
         self._phase = _Phase.THINKING if is_open else _Phase.BEFORE
         self._has_thought = is_open
+        self._white: list[str] = []
+        """What came last: it may stand at a mark."""
         self._held = ""
-        """May still become a mark, or is white space that may stand at one."""
+        """Behind it: may still become a mark. No longer than one, so that each character is looked at once."""
         self._is_first = True
         """Nothing of the thinking was told."""
 
@@ -80,50 +82,69 @@ class ReasoningParser:
         """What more of the answer says."""
         if self._phase is _Phase.ANSWER:
             return [Part(False, text)] if text else []
-        self._held += text
         parts: list[Part] = []
         if self._phase is _Phase.BEFORE:
-            self._begin(parts)
+            text = self._begin(text, parts)
         if self._phase is _Phase.THINKING:
-            self._think(parts)
-        if self._phase is _Phase.BETWEEN and (answer := self._held.lstrip(_WHITE)):
+            text = self._think(text, parts)
+        if self._phase is _Phase.BETWEEN and (answer := text.lstrip(_WHITE)):
             self._answer(answer, parts)
         return parts
 
     def flush(self) -> list[Part]:
         """The answer is over: what was held back."""
-        held, self._held = self._held, ""
+        parts: list[Part] = []
         if self._phase is _Phase.BEFORE:
-            return [Part(False, held)] if held else []
-        if self._phase is _Phase.THINKING and (told := held.rstrip(_WHITE)):
-            return [Part(True, told)]
-        return []
+            self._answer(self._taken(self._held), parts)
+        if self._phase is _Phase.THINKING and self._held:
+            parts.append(Part(True, self._taken(self._held)))
+        return parts
 
-    def _begin(self, parts: list[Part]) -> None:
-        begun = self._held.lstrip(_WHITE)
+    def _taken(self, text: str) -> str:
+        """What was held back, and then this text."""
+        self._held = ""
+        if self._white:
+            text = "".join((*self._white, text))
+            self._white.clear()
+        return text
+
+    def _begin(self, text: str, parts: list[Part]) -> str:
+        """What is left of a text when it is known whether it thinks."""
+        begun = self._held + text
+        if not self._held:
+            begun = text.lstrip(_WHITE)
+            self._white.append(text[: len(text) - len(begun)])
         if begun.startswith(self._marks.begin):
             self._phase, self._has_thought = _Phase.THINKING, True
-            self._held = begun.removeprefix(self._marks.begin)
-        elif not self._marks.begin.startswith(begun):
-            self._answer(self._held, parts)
+            self._taken("")
+            return begun.removeprefix(self._marks.begin)
+        if self._marks.begin.startswith(begun):
+            self._held = begun
+        else:
+            self._answer(self._taken(begun), parts)
+        return ""
 
-    def _think(self, parts: list[Part]) -> None:
-        if self._is_first:
-            self._held = self._held.lstrip(_WHITE)
-        told, mark, rest = self._held.partition(self._marks.end)
-        if not mark:
-            told = told[: len(told) - _common(told, self._marks.end)]
-        told = told.rstrip(_WHITE)
+    def _think(self, text: str, parts: list[Part]) -> str:
+        """What is left of a text when it has thought."""
+        thought, mark, rest = (self._held + text).partition(self._marks.end)
+        held = "" if mark else thought[len(thought) - _common(thought, self._marks.end) :]
+        thought = thought.removesuffix(held)
+        told = thought.rstrip(_WHITE)
         if told:
-            parts.append(Part(True, told))
+            shown = self._taken(told)
+            parts.append(Part(True, shown.lstrip(_WHITE) if self._is_first else shown))
             self._is_first = False
         if mark:
-            self._phase, self._held = _Phase.BETWEEN, rest
-        else:
-            self._held = self._held[len(told) :]
+            self._taken("")
+            self._phase = _Phase.BETWEEN
+            return rest
+        if len(told) < len(thought) and not self._is_first:
+            self._white.append(thought[len(told) :])
+        self._held = held
+        return ""
 
     def _answer(self, text: str, parts: list[Part]) -> None:
-        self._phase, self._held = _Phase.ANSWER, ""
+        self._phase = _Phase.ANSWER
         if text:
             parts.append(Part(False, text))
 

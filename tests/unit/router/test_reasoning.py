@@ -67,6 +67,15 @@ def test_every_family(marks: Marks) -> None:
     assert one.answer_in(text) == "It is 4."
 
 
+def test_white_space_without_end_is_looked_at_once() -> None:
+    """A model that loops writes it for as long as it may: each piece costs the same, however much was held back."""
+    pieces = ["\n" * 8] * 20_000
+    assert read([*pieces, "<think>", *pieces, "a", *pieces, "</think>", *pieces, "b"], is_open=False) == ("a", "b")
+    between = ["<think>a", *pieces, "b</think>c"]
+    assert read(between, is_open=False) == (f"a{''.join(pieces)}b", "c")
+    assert read([*pieces, "a"], is_open=False) == ("", f"{''.join(pieces)}a")
+
+
 def test_a_model_that_is_told_not_to_think() -> None:
     assert read(["<think>\n\n</think>\n\n", "hello"], is_open=False) == ("", "hello")
 
