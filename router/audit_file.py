@@ -39,7 +39,7 @@ class AuditFile:
         self._config = config
         self._os_write = write
         try:
-            self._fd, self._broken_line = self._opened()
+            self._fd = self._opened()
         except OSError as error:
             raise ConfigError(f"router.audit_log.path: {config.path}: {error.strerror}") from None
         self._lines: queue.Queue[bytes | None] = queue.Queue(_MOST_WAITING)
@@ -89,12 +89,12 @@ class AuditFile:
         written = 0
         try:
             self._follow()
+            # Of this process or another one that found the disk full.
+            is_broken = _ends_within_a_line(self._fd)
             for line in lines:
-                data = b"\n" + line if self._broken_line else line
-                count = self._os_write(self._fd, data)
-                self._broken_line = count < len(data)
-                if not self._broken_line:
-                    written += 1
+                data = b"\n" + line if is_broken else line
+                is_broken = self._os_write(self._fd, data) < len(data)
+                written += not is_broken
         except OSError as error:
             if time.monotonic() - self._warned_s >= _WARN_EVERY_S:
                 self._warned_s = time.monotonic()
@@ -125,15 +125,17 @@ class AuditFile:
         return (there.st_ino, there.st_dev) == (ours.st_ino, ours.st_dev)
 
     def _reopen(self) -> None:
-        opened, broken = self._opened()
+        opened = self._opened()
         os.close(self._fd)
-        self._fd, self._broken_line = opened, broken
+        self._fd = opened
 
     def _numbered(self, index: int) -> Path:
         return self._path.with_name(f"{self._path.name}.{index}")
 
-    def _opened(self) -> tuple[int, bool]:
-        """A descriptor, and whether somebody was cut off in the middle of the last line there."""
-        fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        size = os.fstat(fd).st_size
-        return fd, size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+    def _opened(self) -> int:
+        return os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _ends_within_a_line(fd: int) -> bool:
+    size = os.fstat(fd).st_size
+    return size > 0 and os.pread(fd, 1, size - 1) != b"\n"

@@ -1,6 +1,7 @@
 """What the doors show in TLS, and whom they believe. Tried out by a handshake with oneself before it is used."""
 
 import ssl
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ def read_identity(config: DoorTls) -> DoorIdentity:
     _try(context, cert)
     if config.client_ca is not None:
         trust(context, Path(config.client_ca), f"{_SETTING}.client_ca")
+        _check_dates(context, config.client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
     if _texts(config) != texts:
         raise ConfigError(f"{_SETTING}: the files change while they are read")
@@ -54,6 +56,14 @@ def _try(server: ssl.SSLContext, cert: Path) -> None:
         raise ConfigError(f"{_SETTING}.cert: {cert}: no client would take it: {error.verify_message}") from None
     except ssl.SSLError as error:
         raise ConfigError(f"{_SETTING}: no handshake is possible: {error.reason}") from None
+
+
+def _check_dates(context: ssl.SSLContext, path: str) -> None:
+    """Authorities whose time is over let nobody in, whatever clients have. Raises ConfigError."""
+    now_s, read_s = time.time(), ssl.cert_time_to_seconds
+    found = context.get_ca_certs()
+    if found and not any(read_s(str(one["notBefore"])) <= now_s <= read_s(str(one["notAfter"])) for one in found):
+        raise ConfigError(f"{_SETTING}.client_ca: {path}: no client would be let in: no authority there is valid now")
 
 
 def _texts(config: DoorTls) -> tuple[str, str, str | None]:

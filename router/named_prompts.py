@@ -84,14 +84,16 @@ class NamedPrompts:
         )
         fields = ClientFields(sampling=SamplingParams(), max_tokens=1, tenant=tenant, reads_along=False)
         (prepared,) = await self._frontend.prepare_prompts([cache.token_ids], fields)
-        is_added = False
+        is_added = is_over = False
         try:
-            outcome = await self._kept(tenant, cache, compute(self._with_pin(prepared, cache)))
+            asked = self._with_pin(prepared, cache, lambda: None if is_over else self._ends_s(cache))
+            outcome = await self._kept(tenant, cache, compute(asked))
             if outcome is not PinOutcome.HELD:
                 raise Overloaded(f"no worker can keep this now ({outcome.value})", retry_after_s=_ANSWER_S)
             self.caches.add(tenant, cache)
             is_added = True
         finally:
+            is_over = True
             if not is_added:
                 # Nobody could name it, so nobody could end it before its time.
                 self._pins.release(tenant, cache.name)
@@ -130,14 +132,14 @@ class NamedPrompts:
         if any(one.role in _SYSTEM for one in cache.messages) and any(one.role in _SYSTEM for one in messages):
             raise InvalidRequest("messages: the cached content says already what the system is", param="messages")
         prepared = await self._frontend.prepare_chat([*cache.messages, *messages], fields)
-        return self._with_pin(prepared, cache)
+        return self._with_pin(prepared, cache, lambda: self._find_end_s(fields.tenant, name))
 
-    def _with_pin(self, prepared: Prepared, cache: NamedCache) -> Prepared:
-        """Kept where it is needed now if whoever kept it is gone; its end stays the same."""
+    def _with_pin(self, prepared: Prepared, cache: NamedCache, find_end_s: Callable[[], float | None]) -> Prepared:
+        """Kept where it is needed now if whoever kept it is gone; it ends no later."""
         request, num_tokens = prepared.request, cache.num_tokens
         if request.prompt_token_ids[:num_tokens] != cache.token_ids[:num_tokens]:
             return prepared  # this template puts together what came in two parts; nothing is found then
-        wish = PinWish(name=cache.name, num_tokens=num_tokens, ends_s=self._ends_s(cache))
+        wish = PinWish(name=cache.name, num_tokens=num_tokens, find_end_s=find_end_s)
         return replace(prepared, request=replace(request, pins=(wish,)))
 
     async def prolong(self, tenant: str, name: str, expires_s: float) -> NamedCache:
@@ -156,6 +158,11 @@ class NamedPrompts:
     async def _told(self, tenant: str, name: str) -> None:
         if self._tell is not None:
             await self._tell(tenant, name)
+
+    def _find_end_s(self, tenant: str, name: str) -> float | None:
+        """None: it has been removed."""
+        cache = self.caches.find(tenant, name)
+        return None if cache is None else self._ends_s(cache)
 
     def _ends_s(self, cache: NamedCache) -> float:
         return self._frontend.clock() + cache.expires_s - self.caches.clock()

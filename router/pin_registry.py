@@ -23,13 +23,15 @@ _SPARE = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinWish:
-    """A request's first tokens are to stay; either for so long from now on, or until a time on the router's clock."""
+    """A request's first tokens are to stay for so long from now on, or until a time that somebody knows."""
 
     num_tokens: int
     name: str = ""
     """Else it is named after the prefix and its time."""
     ttl_s: float = 0.0
-    ends_s: float | None = None
+    find_end_s: Callable[[], float | None] | None = None
+    """That time on the router's clock, asked for once the prompt is there: until then it may change. None: it is not
+    wanted any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,9 @@ class PinRegistry:
 
     def _use(self, key: PinKey, wish: PinWish, computed: WorkerKey, names: Sequence[BlockHash]) -> None:
         now_s = self._clock()
-        ends_s = now_s + wish.ttl_s if wish.ends_s is None else wish.ends_s
+        ends_s = now_s + wish.ttl_s if wish.find_end_s is None else wish.find_end_s()
+        if ends_s is None:
+            return
         record = self._records.pop(key, None)
         worker, site = computed, None
         if record is not None and record.outcome in (None, PinOutcome.HELD) and record.ends_s > now_s:

@@ -115,10 +115,12 @@ class BatchStore:
             created_s=int(now_s),
             expires_s=int(now_s + self._keep_s),
         )
-        folder = self._of(tenant, "files")
-        content.replace(folder / f"{name}.data")
-        shown = {"filename": filename, "purpose": purpose, "created_s": file.created_s, "expires_s": file.expires_s}
-        _write(folder / f"{name}.json", shown)
+        told = self._of(tenant, "files") / f"{name}.json"
+        # Before its content: where the disk is full there, or the process ends, nothing is left that has no end.
+        _write(
+            told, {"filename": filename, "purpose": purpose, "created_s": file.created_s, "expires_s": file.expires_s}
+        )
+        content.replace(told.with_suffix(".data"))
         return file
 
     def file(self, tenant: str, name: str) -> StoredFile:
@@ -158,7 +160,11 @@ class BatchStore:
             live = sum(not one.status.is_final for one in self.batches(batch.tenant))
             if live >= most:
                 raise Overloaded(f"{live} batches have not ended, at most {most}", retry_after_s=60.0)
-            self.save(batch)
+            try:
+                self.save(batch)
+            except OSError:
+                shutil.rmtree(self._of(batch.tenant, "batches") / batch.id, ignore_errors=True)
+                raise
 
     def save(self, batch: Batch) -> None:
         """As it is now."""
@@ -329,5 +335,9 @@ def _batches(folder: Path, pattern: str) -> Iterator[tuple[Path, Batch]]:
 def _write(path: Path, data: dict[str, Any]) -> None:
     """As a whole or not at all."""
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    fresh.write_bytes(orjson.dumps(data))
-    fresh.replace(path)
+    try:
+        fresh.write_bytes(orjson.dumps(data))
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise

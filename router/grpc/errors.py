@@ -1,7 +1,12 @@
-"""The gRPC door's one interceptor: it asks for a key before any handler is called, errors of `tandem.errors` become
-status codes, and every answer is counted.
+"""The gRPC door's one interceptor: it asks for a key before anything is read, errors of `tandem.errors` become status
+codes, and every answer is counted.
+
+All our calls take one message. gRPC would wait for it without end and before anybody is asked for a key, and answer
+bytes that are no message with its own words and a trace in the log: so it is told that there may be several, and the
+one is read here.
 """
 
+import asyncio
 import logging
 import secrets
 import time
@@ -11,29 +16,42 @@ from urllib.parse import unquote
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from router.audit import NO_AUDIT, AuditEntry, AuditLog, enter, leave
 from router.auth import ApiKeys, Caller
 from router.grpc.status_details import status_details
 from router.metrics import RouterMetrics
-from tandem.errors import InternalError, ServingError
+from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, ServingError
 from tandem.rpc_details import DETAILS_KEY
 
 MAX_METADATA_BYTES = 32 << 10
+MESSAGE_TIMEOUT_S = 30.0
+"""For a call's message to come, as for a body over HTTP."""
 _RETRY_AFTER = "retry-after"
 _PARAM = "tandem-error-param"
 _OWN_SERVICE = "/tandem.v1."
 _log = logging.getLogger(__name__)
+_Reading = Callable[[bytes], Any]
 _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
     """Wraps the handlers of our own services; health and reflection answer for themselves."""
 
-    def __init__(self, metrics: RouterMetrics, keys: ApiKeys, audit: AuditLog = NO_AUDIT) -> None:
+    def __init__(
+        self,
+        metrics: RouterMetrics,
+        keys: ApiKeys,
+        audit: AuditLog = NO_AUDIT,
+        *,
+        message_timeout_s: float = MESSAGE_TIMEOUT_S,
+    ) -> None:
+        """`message_timeout_s`: for a call's message to come."""
         self._metrics = metrics
         self._keys = keys
         self._audit = audit
+        self._message_timeout_s = message_timeout_s
 
     async def intercept_service(self, continuation: _Continuation, details: grpc.HandlerCallDetails) -> Any:
         """The handler, with its errors translated."""
@@ -41,18 +59,17 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
         if handler is None or not details.method.startswith(_OWN_SERVICE):
             return handler
         method = details.method.rpartition("/")[2]
-        codecs = {
-            "request_deserializer": handler.request_deserializer,
-            "response_serializer": handler.response_serializer,
-        }
+        read, write = handler.request_deserializer, handler.response_serializer
         if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(self._translated(method, handler.unary_stream), **codecs)
-        return grpc.unary_unary_rpc_method_handler(self._translated(method, handler.unary_unary), **codecs)
+            call = self._translated(method, read, handler.unary_stream)
+            return grpc.stream_stream_rpc_method_handler(call, response_serializer=write)
+        call = self._translated(method, read, handler.unary_unary)
+        return grpc.stream_unary_rpc_method_handler(call, response_serializer=write)
 
-    def _translated(self, method: str, call: Callable[[Any, Any], Awaitable[Any]]) -> Any:
+    def _translated(self, method: str, read: _Reading, call: Callable[[Any, Any], Awaitable[Any]]) -> Any:
         """One answer returned, or many written to the context."""
 
-        async def translated(request: Any, context: Any) -> Any:
+        async def translated(_messages: Any, context: Any) -> Any:
             entry = AuditEntry(
                 door="grpc",
                 request_id=secrets.token_hex(16),
@@ -64,7 +81,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
             token = enter(entry)
             try:
                 entry.caller = caller_of(context, self._keys)
-                answer = await call(request, context)
+                answer = await call(await self._message(read, context), context)
             except ServingError as error:
                 await self._abort(entry, context, error)
             except Exception:  # noqa: BLE001  # the interceptor: a bug becomes INTERNAL, its trace goes to the log
@@ -80,6 +97,20 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
                 self._audit.keep(entry)
 
         return translated
+
+    async def _message(self, read: _Reading, context: Any) -> Any:
+        """The call's. Raises InvalidRequest, and DeadlineExceeded when it does not come."""
+        try:
+            async with asyncio.timeout(self._message_timeout_s):
+                sent = await context.read()
+        except TimeoutError:
+            raise DeadlineExceeded(f"no message came within {self._message_timeout_s:g} s") from None
+        if sent is grpc.aio.EOF:
+            raise InvalidRequest("the call ended without a message")
+        try:
+            return read(sent)
+        except DecodeError:
+            raise InvalidRequest("what was sent is no message of this call's kind") from None
 
     def _bug(self, method: str) -> ServingError:
         _log.exception("%s failed", method)

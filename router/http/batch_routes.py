@@ -1,6 +1,8 @@
 """/v1/files and /v1/batches, as OpenAI's clients ask for them. What is wrong is refused by the name of its field."""
 
 import asyncio
+import functools
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, Protocol, TypeVar
@@ -10,20 +12,23 @@ from starlette.responses import FileResponse, Response
 
 from router.batches.store import BatchStore
 from router.batches.values import WINDOW_S, Batch, Endpoint, ObjectNotFound, StoredFile
-from router.http.guard import public
+from router.http.guard import Handler, public
 from router.http.json_body import BodyBounds, read_object
 from router.http.multipart import read_upload
 from router.http.routes import Routes
 from router.http.schemas import validate
 from router.http.strict_body import StrictBody, at_most
 from tandem.batch_config import BatchesConfig
-from tandem.errors import InvalidRequest
+from tandem.errors import InvalidRequest, Unavailable
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
 _CONTENT, _CANCEL = "/content", "/cancel"
 _PURPOSES = ("batch",)
 MOST_LISTED = 1000
 _BOUNDS = BodyBounds(max_bytes=64 << 10, max_values=1 << 12)
+_FULL_S = 30.0
+"""A full disk is looked after by somebody, or by time."""
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T", Batch, StoredFile)
 
 
@@ -57,15 +62,15 @@ class BatchRoutes:
 
     def add_to(self, routes: Routes) -> None:
         """For whoever has a key."""
-        routes.add("POST", FILES, public(self.upload))
+        routes.add("POST", FILES, public(_writing(self.upload)))
         routes.add("GET", FILES, public(self.files))
         routes.add("GET", f"{FILES}/*", public(self.file))
-        routes.add("DELETE", f"{FILES}/*", public(self.delete))
+        routes.add("DELETE", f"{FILES}/*", public(_writing(self.delete)))
         routes.add("GET", f"{FILES}/*{_CONTENT}", public(self.content))
-        routes.add("POST", BATCHES, public(self.create))
+        routes.add("POST", BATCHES, public(_writing(self.create)))
         routes.add("GET", BATCHES, public(self.batches))
         routes.add("GET", f"{BATCHES}/*", public(self.batch))
-        routes.add("POST", f"{BATCHES}/*{_CANCEL}", public(self.cancel))
+        routes.add("POST", f"{BATCHES}/*{_CANCEL}", public(_writing(self.cancel)))
 
     async def upload(self, request: Request) -> dict[str, Any]:
         """A file, for later."""
@@ -160,6 +165,20 @@ class BatchRoutes:
 
     def _shown(self, batch: Batch) -> dict[str, Any]:
         return batch.shown(is_cancelled=not batch.status.is_final and self._store.is_cancelled(batch))
+
+
+def _writing(handler: Handler) -> Handler:
+    """Where nothing can be written, as on a full disk, its client may come again."""
+
+    @functools.wraps(handler)
+    async def written(request: Request) -> Response | dict[str, Any]:
+        try:
+            return await handler(request)
+        except OSError as error:
+            _log.error("files and batches cannot be written: %s", error.strerror)  # no trace: no bug of ours
+            raise Unavailable("files cannot be kept now", retry_after_s=_FULL_S) from None
+
+    return written
 
 
 def _page(

@@ -16,6 +16,8 @@ from tandem.errors import DeadlineExceeded, ServingError
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceStub
 
+_HARMLESS = frozenset({"Embed", "Tokenize", "Detokenize", "ListModels", "GetCachedContent", "ListCachedContents"})
+"""Calls that may be made twice."""
 Trailing = Iterable[tuple[str, str | bytes]] | None
 
 
@@ -58,6 +60,13 @@ class ClientBase:
     def _call(self, progress: StreamProgress, ends_s: float | None) -> Any:
         """The next attempt at a streamed answer. Raises DeadlineExceeded."""
         return self._stub().Generate(progress.request(), metadata=self._routers.metadata, timeout=_left_s(ends_s))
+
+    def _asks_next(self, method: str, error: Any, num_asked: int) -> bool:
+        """Whether another router is asked after a connection broke; if not, what is asked next begins there."""
+        if error.code() is not grpc.StatusCode.UNAVAILABLE or came_from_server(error.trailing_metadata()):
+            return False
+        self._current += 1
+        return method in _HARMLESS and num_asked < len(self._channels)
 
     def _begin(self, request: pb.GenerateRequest, options: Options) -> tuple[StreamProgress, float | None]:
         progress = StreamProgress(request, max_reconnects=self._max_reconnects, rng=self._rng)

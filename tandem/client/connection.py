@@ -12,6 +12,8 @@ _OPTIONS: tuple[tuple[str, int | str], ...] = (
     # Within what a router allows; only while a call is under way, so that idle clients cost nothing.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # For a connection to come about: a router that hangs takes it and says nothing, and another one may be there.
+    ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )

@@ -106,10 +106,14 @@ class Client(ClientBase):
         self._ask("DeleteCachedContent", pb.DeleteCachedContentRequest(name=name))
 
     def _ask(self, method: str, request: Any) -> Any:
-        try:
-            return getattr(self._stub(), method)(request, metadata=self._routers.metadata)
-        except grpc.RpcError as error:
-            raise failure_of(error) from None
+        num_asked = 0
+        while True:
+            num_asked += 1
+            try:
+                return getattr(self._stub(), method)(request, metadata=self._routers.metadata)
+            except grpc.RpcError as error:
+                if not self._asks_next(method, error, num_asked):
+                    raise failure_of(error) from None
 
     def _whole(self, request: pb.GenerateRequest, options: Options) -> Answer:
         timing: dict[str, Any] = {}

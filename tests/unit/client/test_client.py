@@ -1,6 +1,7 @@
 """tandem.client against the real gRPC door: answers whole and streamed, typed errors, keys, certificates, breaks."""
 
 import asyncio
+import socket
 import subprocess
 import sys
 import threading
@@ -193,6 +194,33 @@ async def test_a_stream_goes_on_at_the_next_router(parts: doors.Doors) -> None:
     assert "".join(piece.text for piece in pieces) == TEXT
     assert len({piece.id for piece in pieces}) == 1
     assert other.generator.requests[0].sampling.seed == first.generator.requests[0].sampling.seed
+
+
+async def test_what_does_no_harm_twice_is_asked_of_the_next_router(parts: doors.Doors, thread_of_a_door: str) -> None:
+    async with door_of(parts) as gone:
+        pass
+    addresses = [gone, thread_of_a_door]
+    async with AsyncClient(addresses) as client:
+        assert [model.id for model in await client.models()] == [doors.MODEL]
+    async with AsyncClient([gone, gone]) as client:
+        with pytest.raises(Unavailable):
+            await client.models()
+    async with AsyncClient(addresses) as client:
+        with pytest.raises(Unavailable):
+            await client.delete_cached("cachedContents/0")
+        assert [model.id for model in await client.models()] == [doors.MODEL]
+    with Client(addresses) as threads:
+        assert (await asyncio.to_thread(threads.tokenize, HELLO))[-1] == doors.ASSISTANT
+
+
+@pytest.mark.slow
+async def test_a_router_that_takes_connections_and_says_nothing_is_left(parts: doors.Doors) -> None:
+    """Within the answer's own time."""
+    parts.say(TEXT)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent_address = f"127.0.0.1:{silent.getsockname()[1]}"
+        async with door_of(parts) as address, AsyncClient([silent_address, address]) as client:
+            assert (await client.chat(HELLO, Options(timeout_s=15.0))).text == TEXT
 
 
 async def test_the_time_of_a_call_is_its_own(parts: doors.Doors) -> None:

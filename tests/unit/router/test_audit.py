@@ -126,15 +126,18 @@ def test_a_full_disk_costs_lines_alone_and_they_are_counted(tmp_path: Path) -> N
         # The last that fits is cut in the middle.
         return os.write(fd, data if disk["room"] else data[: len(data) // 2])
 
+    of_another_process = AuditFile(AuditConfig(path=str(path)))
     log = AuditFile(AuditConfig(path=str(path)), write=write)
     for route in "abc":
         log.keep(entry(route))
     log.close()
     assert (log.num_written, log.num_lost) == (0, 3)
+    of_another_process.keep(entry("d"))
+    of_another_process.close()
     again = AuditFile(AuditConfig(path=str(path)))
-    again.keep(entry("d"))
+    again.keep(entry("e"))
     again.close()
-    assert json.loads(path.read_bytes().splitlines()[-1])["route"] == "d"
+    assert [json.loads(line)["route"] for line in path.read_bytes().splitlines()[1:]] == ["d", "e"]
     (family,) = log.collect()
     assert {sample.labels["result"]: sample.value for sample in family.samples} == {"written": 0.0, "lost": 3.0}
 

@@ -129,6 +129,40 @@ def test_a_full_disk_leaves_no_half_line(store: BatchStore, tmp_path: Path) -> N
     assert path.read_bytes() == first + second
 
 
+def test_results_that_find_a_full_disk_become_files_later(store: BatchStore) -> None:
+    made = batch(0)
+    store.save(made)
+    line = f'{{"id":"batch_req_{0:032x}_0"}}\n'.encode()
+    store.results(made).add(0, line, is_error=False)
+    with full_disk(0), pytest.raises(OSError, match="File too large"):
+        store.publish(made, 100.0)
+    assert store.files("acme") == []
+    output, _ = store.publish(made, 100.0)
+    assert output is not None
+    assert store.content("acme", output).read_bytes() == line
+
+
+def found_in(folder: Path) -> set[Path]:
+    """All but the locks."""
+    found = {*folder.glob("tenants/*/*/*"), *folder.glob("incoming/*")}
+    return {path for path in found if path.name != "alone" and not path.name.isdigit()}
+
+
+async def test_a_full_disk_is_told_and_keeps_nothing_of_what_was_refused(parts: doors.Doors, tmp_path: Path) -> None:
+    async with running(parts, tmp_path) as world:
+        name = await world.upload({"custom_id": "a"})
+        before = found_in(tmp_path)
+        asked = {"input_file_id": name, "endpoint": "/v1/completions", "completion_window": "24h"}
+        with full_disk(0):
+            refused = [
+                await world.http.post("/v1/files", files={"file": ("f", b"x")}, data={"purpose": "batch"}),
+                await world.http.post("/v1/batches", json=asked),
+            ]
+        assert [(answer.status_code, answer.headers["retry-after"]) for answer in refused] == [(503, "30")] * 2
+        assert found_in(tmp_path) == before
+        assert (await world.http.post("/v1/batches", json=asked)).status_code == 200
+
+
 async def test_uploads_on_their_way_are_bounded_by_tenant_for_all_processes(parts: doors.Doors, tmp_path: Path) -> None:
     released = asyncio.Event()
 

@@ -33,6 +33,19 @@ WAIT_S = 20.0
 LOCAL = "127.0.0.1"
 LIMITS = ConnectionLimits(most=8, head_timeout_s=WAIT_S, keep_alive_s=WAIT_S, write_timeout_s=WAIT_S)
 
+EXPIRED_AUTHORITY = """\
+-----BEGIN CERTIFICATE-----
+MIIBHjCBxqADAgECAgEBMAoGCCqGSM49BAMCMA8xDTALBgNVBAMMBHBhc3QwHhcN
+MDEwMTAxMDAwMDAwWhcNMDIwMTAxMDAwMDAwWjAPMQ0wCwYDVQQDDARwYXN0MFkw
+EwYHKoZIzj0CAQYIKoZIzj0DAQcDQgAEA3dg5wS7hb7/h0NVDmXSAykNfHue/6cY
+3kF8U0gZ2uV8YkcScsLhQmzHMnz8tF/D4bK7HSeO8iyqV/MqJ1uzC6MTMBEwDwYD
+VR0TAQH/BAUwAwEB/zAKBggqhkjOPQQDAgNHADBEAiAYTBs8/wyD5+hw+lhRtOLP
+qgLEbySuWFw+EchEkL1uyAIgOTH9PNpjIK+SSCSp8Japqng3b4nBZ+i0IE1toe1P
+Vh4=
+-----END CERTIFICATE-----
+"""
+"""Of the year 2001."""
+
 
 @pytest.fixture(scope="module")
 def authority() -> Authority:
@@ -233,19 +246,21 @@ async def test_handshakes_are_bounded_in_time_and_number(tls: DoorTls, tmp_path:
             writer.close()
 
 
-@pytest.mark.parametrize("what", ["expired", "mismatch", "no key", "no cert", "no ca", "absent"])
+@pytest.mark.parametrize("what", ["expired", "mismatch", "no key", "no cert", "no ca", "ca of the past", "absent"])
 def test_files_that_no_client_could_trust_stop_the_start(what: str, authority: Authority, tmp_path: Path) -> None:
     past = datetime.now(UTC) - timedelta(days=1)
     files = authority.issue(tmp_path, name=LOCAL, not_after=past if what == "expired" else None)
     other = tmp_path / "other"
     other.mkdir()
     (tmp_path / "ca2.pem").write_text("nothing")
+    (tmp_path / "ca3.pem").write_text(EXPIRED_AUTHORITY)
     changed = {
         "expired": ({}, "router.tls.cert: .*certificate has expired"),
         "mismatch": ({"key": authority.issue(other, name=LOCAL).key}, "is not the key of"),
         "no key": ({"key": files.ca}, "router.tls.key: .*no private key"),
         "no cert": ({"cert": tmp_path / "ca2.pem"}, "router.tls.cert: .*no certificate in PEM"),
         "no ca": ({"client_ca": tmp_path / "ca2.pem"}, "router.tls.client_ca: .*no certificates"),
+        "ca of the past": ({"client_ca": tmp_path / "ca3.pem"}, "router.tls.client_ca: .*no client would be let in"),
         "absent": ({"key": tmp_path / "absent"}, "router.tls.key: .*No such file"),
     }
     update, told = changed[what]

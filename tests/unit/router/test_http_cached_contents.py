@@ -1,7 +1,7 @@
 """Named caches at the HTTP door, in process: made, found, used, prolonged, deleted, bounded, each tenant's own."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -58,8 +58,12 @@ class PinningGenerator(doors.FakeGenerator):
     """Has every prompt computed by the one worker."""
 
     pins: PinRegistry
+    meanwhile: Callable[[], Awaitable[Any]] | None = None
+    """Done while a prompt is computed."""
 
     async def run(self, request: RoutedRequest, reader: Reader) -> None:
+        if self.meanwhile is not None:
+            await self.meanwhile()
         names: list[BlockHash] = []
         BlockHasher(doors.SECRET).extend(request.hash_root, names, request.prompt_token_ids)
         self.pins.used(request.tenant, request.pins, WORKER, names)
@@ -134,6 +138,27 @@ async def test_one_is_made_kept_looked_at_and_deleted(world: World, client: http
     assert world.keeper.unpinned == [order.key]
     gone = await client.get(f"/v1beta/{cache['name']}")
     assert (gone.status_code, gone.json()["error"]["status"]) == (404, "NOT_FOUND")
+
+
+async def test_a_chat_under_way_when_it_is_deleted_does_not_keep_it_again(
+    world: World, client: httpx.AsyncClient
+) -> None:
+    cache = await made(client)
+    world.parts.generator.meanwhile = lambda: client.delete(f"/v1beta/{cache['name']}")  # type: ignore[attr-defined]
+    answer = await client.post(CHAT, json=ASK | {"cached_content": cache["name"]})
+    assert answer.status_code == 200
+    assert len(world.keeper.orders) == 1
+    assert [key.name for key in world.keeper.unpinned] == [cache["name"]]
+
+
+async def test_a_chat_under_way_when_its_end_is_brought_forward_does_not_put_it_off(
+    world: World, client: httpx.AsyncClient
+) -> None:
+    cache = await made(client, ttl="300s")
+    sooner = {"ttl": "20s"}
+    world.parts.generator.meanwhile = lambda: client.patch(f"/v1beta/{cache['name']}", json=sooner)  # type: ignore[attr-defined]
+    assert (await client.post(CHAT, json=ASK | {"cached_content": cache["name"]})).status_code == 200
+    assert [order.ttl_s for order in world.keeper.orders] == [300.0, 20.0, 20.0]
 
 
 async def test_a_chat_begins_with_it_and_keeps_it_where_it_is_until_its_own_end(

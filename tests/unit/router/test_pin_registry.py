@@ -119,7 +119,7 @@ def test_time_ends_a_pin_here_as_there() -> None:
 
 def test_a_wish_that_ends_at_a_time_is_not_prolonged_by_use() -> None:
     world = World()
-    wish = PinWish(name="n", num_tokens=16, ends_s=1100.0)
+    wish = PinWish(name="n", num_tokens=16, find_end_s=lambda: 1100.0)
     world.pins.used("t", [wish], P0, NAMES)
     world.now_s += 60.0
     world.pins.used("t", [wish], P0, NAMES)
@@ -127,6 +127,12 @@ def test_a_wish_that_ends_at_a_time_is_not_prolonged_by_use() -> None:
     world.now_s += 40.0
     world.pins.used("t", [wish], P0, NAMES)
     assert len(world.ports[P0].pins) == 2
+
+
+def test_what_is_not_wanted_any_more_once_it_is_computed_is_not_made() -> None:
+    world = World()
+    world.pins.used("t", [PinWish(name="n", num_tokens=16, find_end_s=lambda: None)], P0, NAMES)
+    assert (world.ports[P0].pins, len(world.pins)) == ([], 0)
 
 
 def test_a_pin_is_taken_back_where_it_is() -> None:
