@@ -76,6 +76,28 @@ class Lifetime:
             raise self.fault
 
 
+class OneAtATime:
+    """Does something in a thread, since a file system that hangs must not hang the loop. However often it is asked for
+    meanwhile, it is done once more: a storm of signals costs two turns.
+    """
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+        self._turns: asyncio.Task[None] | None = None
+        self._again = False
+
+    def __call__(self) -> None:
+        """Ask for it, on the loop."""
+        self._again = True
+        if self._turns is None or self._turns.done():
+            self._turns = asyncio.get_running_loop().create_task(self._take_turns())
+
+    async def _take_turns(self) -> None:
+        while self._again:
+            self._again = False
+            await asyncio.to_thread(self._work)
+
+
 def load_progress(ready_fd: int | None) -> LoadProgress:
     """Tells whoever started this process how its weights load, in JSON lines before the one that says that it serves.
 
@@ -153,9 +175,7 @@ def _run(path: Path, name: str, main: Callable[["ClusterConfig", Lifetime], Awai
         configure(config.log_level, name)
 
         def begin(lifetime: Lifetime) -> Awaitable[None]:
-            loop = asyncio.get_running_loop()
-            # In a thread: a file system that hangs must not hang the loop.
-            lifetime.on_reread(lambda: loop.run_in_executor(None, _reread_log_level, path, name))
+            lifetime.on_reread(OneAtATime(lambda: _reread_log_level(path, name)))
             return main(config, lifetime)
 
         _runner()(_with_signals(begin))

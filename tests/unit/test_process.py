@@ -3,13 +3,14 @@
 import asyncio
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
 
 from tandem.errors import ConfigError
 from tandem.hangup import on_hangup
-from tandem.process import Lifetime, router_main
+from tandem.process import Lifetime, OneAtATime, router_main
 
 
 async def _fail_in_a_task_group(*_: object) -> None:
@@ -100,3 +101,24 @@ def test_who_was_told_to_ignore_a_hangup_does(monkeypatch: pytest.MonkeyPatch) -
             raise AssertionError
 
     assert not on_hangup(Untouched(), closed=lambda: None, reread=lambda: None)
+
+
+def test_however_often_files_are_to_be_read_again_they_are_read_once_more():
+    begun, go_on, turns = threading.Event(), threading.Event(), []
+
+    def work() -> None:
+        turns.append(None)
+        begun.set()
+        assert go_on.wait(10)
+
+    async def storm() -> None:
+        read_again = OneAtATime(work)
+        read_again()
+        await asyncio.to_thread(begun.wait, 10)
+        for _ in range(300):
+            read_again()
+        go_on.set()
+        await read_again._turns
+
+    asyncio.run(storm())
+    assert len(turns) == 2
