@@ -26,7 +26,7 @@ _NUMBER = re.compile(
 )
 _TEXT = re.compile(
     r"""(?P<prefix>[rRuU]?)(?P<text>"{3}(?:[^"\\]|\\.|"{1,2}(?!"))*+"{3}|'{3}(?:[^'\\]|\\.|'{1,2}(?!'))*+'{3}"""
-    r"""|"(?:[^"\\\n]|\\.)*+"|'(?:[^'\\\n]|\\.)*+')""",
+    r"""|"(?!"")(?:[^"\\\n]|\\.)*+"|'(?!'')(?:[^'\\\n]|\\.)*+')""",
     re.DOTALL,
 )
 _PLAIN = re.compile(r"""(?:[^\\\r]|\\[nrt"'\\])*+""")
@@ -65,11 +65,13 @@ class _Reader:
     def call(self) -> tuple[str, dict[str, Any]]:
         """All of the text."""
         name = self._name()
+        if name in _CONSTANTS:
+            raise _NoCall
         self._expect("(")
         values: dict[str, Any] = {}
         while not self._has(")"):
-            key = self._name()
-            if key in values:
+            key = self._name()  # Python's other words may stand here: tools do have an argument `from`
+            if key in values or key in _CONSTANTS:
                 raise _NoCall
             self._expect("=")
             values[key] = self._value(1)

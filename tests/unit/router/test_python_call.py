@@ -69,6 +69,10 @@ PIECES = st.sampled_from(
 @example("'a' \"b\" r'\\n'")
 @example('"""a"b\\"""""')
 @example("'\\d\\u00e9\\101\\\n'")
+@example("''''")
+@example('""""')
+@example("'' ''")
+@example("1, True=2")
 @example("(1,)")
 @example("(1)")
 @example("()")
@@ -168,3 +172,7 @@ def test_nothing_that_repeats_is_dear(what: str) -> None:
     text = "f(a=" + (what * MAX_CALL_CHARS)[: MAX_CALL_CHARS - 5] + ")"
     found = read_call(text)
     assert found is None
+
+
+def test_an_argument_may_be_called_what_is_a_word_of_pythons():
+    assert read_call('travel(from="Oslo", to="Bergen")') == ("travel", '{"from": "Oslo", "to": "Bergen"}')
