@@ -154,8 +154,9 @@ function makePrefix(prefix) {
   const holders = el("span", { class: "holders" });
   const item = el("li", { class: "prefix" }, el("code", { class: "name" }, prefix.name), told, holders);
   item.update = (now) => {
-    setText(told, `${plural(now.tokens, "token")} · asked ${count(now.asked)}× · load ${percent(now.busy_share)}`);
-    setText(holders, now.holders.length ? `held by ${now.holders.join(", ")}` : "held by nobody any more");
+    setText(told, `${plural(now.tokens, "token")} · asked ${count(now.asked)}×`);
+    const held = now.holders.length ? `held by ${now.holders.join(", ")}` : "held by nobody any more";
+    setText(holders, `${held} · load ${percent(now.busy_share)}`);
   };
   return item;
 }
