@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
+from cluster.hub import download
 from cluster.supervisor import ProcessPlan, Role
 from tandem.config import ENV_PREFIX, ClusterConfig, PoolConfig, RouterConfig, dump
 from tandem.errors import ConfigError
@@ -23,7 +24,6 @@ from tandem.hosts import hold, join, split
 from tandem.model_path import BUILTIN
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 ROUTER_NAME = "router"
 STOP_MARGIN_S = 5.0
 """A process that drains to its own bound needs a little more to close what it opened."""
@@ -202,22 +202,8 @@ def resolve_model(config: ClusterConfig) -> ClusterConfig:
         return _with_model(config, str(directory), config.model.name or directory.name)
     if not _HUB_ID.fullmatch(path):
         raise ConfigError(f"model.path: {path} is neither a directory nor a hub id such as Qwen/Qwen3-0.6B")
-    return _with_model(config, _download(path), config.model.name or path.rpartition("/")[2])
+    return _with_model(config, download(path), config.model.name or path.rpartition("/")[2])
 
 
 def _with_model(config: ClusterConfig, path: str, name: str) -> ClusterConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path, "name": name})})
-
-
-def _download(hub_id: str) -> str:
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise ConfigError(
-            f"model.path: {hub_id} is not a directory; for hub ids `pip install huggingface-hub`"
-        ) from None
-    try:
-        return str(snapshot_download(hub_id, allow_patterns=_MODEL_FILES))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"model.path: cannot fetch {hub_id}: {reason}") from None

@@ -25,7 +25,6 @@ from tandem.process import Lifetime, announce, load_progress, worker_main
 from tandem.roles import WorkerRole
 from tandem.rpc import ClusterAuth, listen, make_server
 from tandem.telemetry import open_tracer
-from tandem.v1.session_pb2_grpc import add_WorkerServicer_to_server
 from tandem.worker_config import cluster_secret, free_address
 from tandem.worker_identity import WorkerIdentity, draw_incarnation
 from tandem.worker_session import WorkerSessions
@@ -60,7 +59,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         host.start(on_output=worker.on_output, ports=lambda: sessions.event_sinks)
         stack.push_async_callback(host.stop)
         await _with_fabric(stack, server, worker, host, config, tcp, tasks.create_task)
-        add_WorkerServicer_to_server(sessions, server)  # type: ignore[no-untyped-call]
+        sessions.register(server)
         await server.start()
         stack.push_async_callback(server.stop, 0.5)
         stack.callback(sessions.finish)

@@ -13,7 +13,7 @@ def engine_spec(config: ClusterConfig) -> EngineSpec:
         model_path=model_directory(config.model.path),
         dtype=config.model.dtype,
         max_model_len=config.model.max_model_len,
-        num_workers_here=num_ranks(config),
+        num_workers_here=num_ranks(config, config.decode),
         secret=cluster_secret(config),
         tensor_parallel_size=config.decode.tensor_parallel_size,
     )

@@ -211,6 +211,9 @@ class PoolConfig(Section):
     replicas: int = Field(default=1, ge=0, le=MAX_REPLICAS)
     host: Host = "127.0.0.1"
     """Where a worker of this pool listens."""
+    port: Port = 0
+    """Without `addresses`: at which port each worker listens, at a `host` of its own. Routers then hear of it from
+    Redis; so it is where nobody knows addresses beforehand, as in Kubernetes."""
     addresses: tuple[str, ...] = ()
     """host:port of each worker; `tandem up` fills it in, a hand-made cluster states it."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=MAX_TENSOR_PARALLEL)

@@ -1,6 +1,8 @@
 """The part of the router's configuration that says who may come in, and what is written down of it."""
 
 import ipaddress
+import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -14,7 +16,7 @@ from tandem.plain_yaml import read_mapping
 
 Host = Annotated[str, AfterValidator(checked_host)]
 Openness = Literal["open", "key"]
-_OTHERS = 0o077
+_GROUP, _GROUP_READS, _OTHERS = 0o070, 0o040, 0o007
 
 
 class OperatorAccess(Section):
@@ -124,11 +126,22 @@ class KeysFile(Section):
     limits: LimitsConfig | None = None
 
 
+def is_shared(about: os.stat_result, *, user: int, groups: Collection[int]) -> bool:
+    """Whether others than its owner may look into a file that `user` of `groups` has.
+
+    What belongs to root and only our group reads was given to us that way: Kubernetes mounts secrets so, and no process
+    without root's rights could open them otherwise.
+    """
+    given = about.st_uid == 0 and user != 0 and about.st_gid in groups
+    of_group = _GROUP & ~_GROUP_READS if given else _GROUP
+    return bool(about.st_mode & (of_group | _OTHERS))
+
+
 def read_keys(path: Path, limits: LimitsConfig) -> tuple[tuple[BearerKey, ...], LimitsConfig]:
     """Keys and limits of such a file; `limits` when it has none. Raises ConfigError, with no key in it."""
     what = f"router.api_keys_file: {path}"
     try:
-        if path.stat().st_mode & _OTHERS:
+        if is_shared(path.stat(), user=os.geteuid(), groups=(os.getegid(), *os.getgroups())):
             raise ConfigError(f"{path}: others than its owner have access; chmod 600 it")
         said = read_mapping(path)
     except ConfigError as error:

@@ -14,13 +14,26 @@ def cluster_secret(config: ClusterConfig) -> bytes:
     return config.secret.get_secret_value().encode()
 
 
-def num_ranks(config: ClusterConfig) -> int:
-    """Processes that compute, of all workers together."""
+def num_ranks(config: ClusterConfig, pool: PoolConfig) -> int:
+    """Processes that compute and may share this machine with a worker of `pool`, its own included.
+
+    A worker with a host of its own shares it with nobody; where addresses are stated all may be of one machine.
+    """
+    if _has_own_host(pool):
+        return pool.tensor_parallel_size
     return sum(pool.replicas * pool.tensor_parallel_size for pool in (config.prefill, config.decode))
+
+
+def _has_own_host(pool: PoolConfig) -> bool:
+    return pool.port != 0 and not pool.addresses
 
 
 def listen_address(pool: PoolConfig, name: str, index: int) -> tuple[str, int]:
     """Host and port of one worker of the pool. Raises ConfigError naming the setting."""
+    if _has_own_host(pool):
+        if pool.host in ("0.0.0.0", "::"):  # noqa: S104 - refused
+            raise ConfigError(f"{name}.host: {pool.host} is not where a peer can reach this worker; name one address")
+        return f"[{pool.host}]" if ":" in pool.host else pool.host, pool.port
     if not 0 <= index < len(pool.addresses):
         raise ConfigError(f"{name}.addresses names {len(pool.addresses)} workers, there is no index {index}")
     host, _, port = pool.addresses[index].rpartition(":")

@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 import grpc
 
+from tandem.health import health_handler
 from tandem.ids import Incarnation
 from tandem.session_port import LOAD_PERIOD_S, PROTOCOL_VERSION, EventSink, SessionPort, orders_of
 from tandem.v1 import session_pb2 as pb
-from tandem.v1.session_pb2_grpc import WorkerServicer
+from tandem.v1.session_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +63,11 @@ class WorkerSessions(WorkerServicer):
         self._report_numbers = count(1)
         self._ports: set[SessionPort] = set()
         self._draining: str | None = None
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Serve sessions, and tell whoever asks for the worker's health whether it takes work."""
+        add_WorkerServicer_to_server(self, server)  # type: ignore[no-untyped-call]
+        server.add_generic_rpc_handlers((health_handler(lambda: self._draining is None),))
 
     @property
     def ports(self) -> frozenset[SessionPort]:

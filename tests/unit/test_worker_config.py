@@ -5,7 +5,7 @@ from pydantic import SecretStr
 
 from tandem.config import ClusterConfig, PoolConfig
 from tandem.errors import ConfigError
-from tandem.worker_config import cluster_secret, listen_address
+from tandem.worker_config import cluster_secret, listen_address, num_ranks
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "*"])
@@ -33,3 +33,21 @@ def test_no_cluster_without_a_secret() -> None:
     with pytest.raises(ConfigError, match="secret is not set"):
         cluster_secret(ClusterConfig())
     assert cluster_secret(ClusterConfig(secret=SecretStr("0123456789abcdef"))) == b"0123456789abcdef"
+
+
+def test_a_worker_with_a_host_of_its_own_needs_no_list() -> None:
+    assert listen_address(PoolConfig(host="10.1.2.3", port=7000), "decode", 5) == ("10.1.2.3", 7000)
+    assert listen_address(PoolConfig(host="fd00::3", port=7000), "decode", 0) == ("[fd00::3]", 7000)
+    stated = PoolConfig(host="10.1.2.3", port=7000, addresses=("10.0.0.2:4001",))
+    assert listen_address(stated, "decode", 0) == ("10.0.0.2", 4001)
+    with pytest.raises(ConfigError, match=r"decode\.host: 0\.0\.0\.0 is not where"):
+        listen_address(PoolConfig(host="0.0.0.0", port=7000), "decode", 0)
+
+
+def test_a_host_of_its_own_is_shared_with_nobody() -> None:
+    together = ClusterConfig(prefill=PoolConfig(replicas=3), decode=PoolConfig(replicas=2, tensor_parallel_size=2))
+    assert num_ranks(together, together.prefill) == 7
+    apart = ClusterConfig(
+        prefill=PoolConfig(replicas=3, port=7000), decode=PoolConfig(replicas=2, tensor_parallel_size=2, port=7000)
+    )
+    assert (num_ranks(apart, apart.prefill), num_ranks(apart, apart.decode)) == (1, 2)

@@ -21,6 +21,7 @@ from tandem.admission_config import ApiKey, LimitsConfig
 from tandem.api_key import entry_of, kept_of, key_id, new_key
 from tandem.config import RouterConfig
 from tandem.errors import ConfigError, Overloaded, Unauthenticated
+from tandem.lock_config import is_shared
 from tests.unit.router import doors
 
 KEYED = RouterConfig(api_keys=("a-key",))
@@ -275,3 +276,24 @@ async def test_a_file_of_keys_that_cannot_be_used_stops_the_start(
     with pytest.raises(ConfigError, match=r"router\.api_keys_file"):
         async with Doorkeeper(RouterConfig(api_keys_file=str(tmp_path / "absent"))):
             pass
+
+
+def _about(mode: int, user: int, group: int) -> os.stat_result:
+    return os.stat_result((0o100000 | mode, 0, 0, 1, user, group, 0, 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "group", "shared"),
+    [
+        (0o600, 10001, 10001, False),
+        (0o640, 10001, 10001, True),
+        (0o440, 0, 10001, False),  # as Kubernetes mounts a secret for fsGroup 10001
+        (0o444, 0, 10001, True),
+        (0o460, 0, 10001, True),
+        (0o440, 0, 100, True),
+        (0o440, 7, 10001, True),
+    ],
+)
+def test_root_may_give_keys_to_our_group(mode: int, owner: int, group: int, shared: bool) -> None:
+    assert is_shared(_about(mode, owner, group), user=10001, groups=(10001,)) is shared
+    assert is_shared(_about(mode, owner, group), user=0, groups=(0, 10001)) is bool(mode & 0o077)

@@ -1,0 +1,26 @@
+"""What a worker tells of its health: `grpc.health.v1`, which the kubelet and load balancers ask.
+
+Such callers have no token of the cluster, so nothing that they send is read: the answer is the same for every service.
+Whether the engine gives tokens is not said here. Routers' canaries find that out, and a worker whose engine hangs ends.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+_SERVICE = "grpc.health.v1.Health"
+HEALTH_METHOD = f"/{_SERVICE}/Check"
+# HealthCheckResponse{status}: machines that run workers need not have the package with its stubs.
+_SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
+
+
+def health_handler(takes_work: Callable[[], bool]) -> grpc.GenericRpcHandler:
+    """Answers `Check`: SERVING while the process's event loop turns and `takes_work`, from then on NOT_SERVING."""
+
+    async def check(_unread: Any, _context: Any) -> bytes:
+        return _SERVING if takes_work() else _NOT_SERVING
+
+    # A stream of requests, which on the wire looks the same, is read when somebody asks for it: never.
+    handler = grpc.stream_unary_rpc_method_handler(check)
+    return grpc.method_handlers_generic_handler(_SERVICE, {"Check": handler})
