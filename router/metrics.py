@@ -80,14 +80,11 @@ class RouterMetrics:
             "tandem_dispatch_retries", "Attempts after the first", ("reason",), registry=self.registry
         )
         self._workers = Gauge("tandem_workers", "Workers by role and state", ("role", "state"), registry=self.registry)
-        self._pool = Gauge(
-            "tandem_worker_kv_blocks", "KV blocks by state", ("worker", "role", "state"), registry=self.registry
-        )
-        self._requests = Gauge(
-            "tandem_worker_requests", "Requests by state", ("worker", "role", "state"), registry=self.registry
-        )
+        self._pool = self._of_worker("tandem_worker_kv_blocks", "KV blocks by state", "state")
+        self._requests = self._of_worker("tandem_worker_requests", "Requests by state", "state")
+        self._backlog = self._of_worker("tandem_worker_backlog_tokens", "Tokens accepted and not yet computed")
         age, text = "tandem_worker_step_age_seconds", "For how long the engine has been in the same step"
-        self._step_age = Gauge(age, text, ("worker", "role"), registry=self.registry)
+        self._step_age = self._of_worker(age, text)
         self._kv_usage = Gauge(
             "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", _LABELS, registry=self.registry
         )
@@ -158,6 +155,7 @@ class RouterMetrics:
         self._requests.clear()
         self._kv_usage.clear()
         self._step_age.clear()
+        self._backlog.clear()
         self._transfers.show(snapshots)
         self._tiers.show(snapshots)
         self._pins.show(snapshots)
@@ -173,9 +171,13 @@ class RouterMetrics:
             ):
                 self._pool.labels(*worker, state).set(count)
             self._step_age.labels(*worker).set(load.step_age_s)
+            self._backlog.labels(*worker).set(load.backlog_tokens)
             self._requests.labels(*worker, "running").set(load.num_running)
             self._requests.labels(*worker, "waiting").set(load.num_waiting)
             self._kv_usage.labels(self._model[0], info.key.worker_id).set(used / info.num_blocks)
+
+    def _of_worker(self, name: str, text: str, *more: str) -> Gauge:
+        return Gauge(name, text, ("worker", "role", *more), registry=self.registry)
 
     def _counter(self, name: str, text: str) -> Total:
         return self._registered(Total(name, text, CounterMetricFamily, dict(zip(_LABELS, self._model, strict=True))))

@@ -59,6 +59,7 @@ def test_cache_tiers_are_shown_as_workers_count_them() -> None:
         "damaged_total": 2,
     }
     assert value(metrics, "tandem_worker_step_age_seconds", worker="w", role="decode") == 2.5
+    assert value(metrics, "tandem_worker_backlog_tokens", worker="w", role="decode") == 1
     assert value(metrics, "tandem_worker_cache_hits_total", **labels | {"tier": "other"}) == 0
     assert "tandem_worker_cache_hits_total" in metrics.render().decode()
     metrics.worker_loads([])
