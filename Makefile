@@ -90,6 +90,11 @@ nightly: setup browser ## The full counts of the long proofs
 bench: setup ## Every done-when figure of the spine, as tables and JSON
 	$(BIN)/tandem bench spine --json bench-spine.json $(ARGS)
 
+.PHONY: chart
+chart: setup ## The Helm chart: every value set rendered, linted, checked against Kubernetes 1.31-1.33 and by meaning
+	$(BIN)/python -m cluster.chart_schema --check
+	$(BIN)/pytest -q tests/chart $(ARGS)
+
 .PHONY: clean
 clean: ## Remove what the targets above made
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,170 @@
+{{/* The cluster's whole configuration as a dict in YAML: Tandem's defaults, then `config`. Only to compute with. */}}
+{{- define "tandem.effective" -}}
+{{- $defaults := .Files.Get "files/defaults.yaml" | fromYaml -}}
+{{- toYaml (mustMergeOverwrite $defaults (deepCopy .Values.config)) -}}
+{{- end -}}
+
+{{/* What this chart decides, because it follows from the pods: beside `config`, never in it. */}}
+{{- define "tandem.clusterYaml" -}}
+{{- $v := .Values -}}
+{{- $own := dict
+      "model" (dict "path" (include "tandem.modelPath" .))
+      "router" (dict "host" $v.router.listen "port" (int $v.router.ports.http) "grpc_port" (int $v.router.ports.grpc))
+      "prefill" (dict "port" (int $v.prefill.port))
+      "decode" (dict "port" (int $v.decode.port))
+      "redis" (dict) -}}
+{{- if $v.secrets.apiKeys.enabled -}}
+{{- $_ := set $own.router "api_keys_file" "/etc/tandem/api-keys/api-keys.yaml" -}}
+{{- end -}}
+{{- if $v.tls.door.enabled -}}
+{{- $_ := set $own.router "tls" (dict "cert" "/etc/tandem/door-tls/tls.crt" "key" "/etc/tandem/door-tls/tls.key") -}}
+{{- end -}}
+{{- if $v.tls.kv.enabled -}}
+{{- $_ := set $own "transfer" (dict "tls" (dict
+      "cert" "/etc/tandem/kv-tls/tls.crt" "key" "/etc/tandem/kv-tls/tls.key" "ca" "/etc/tandem/kv-tls/ca.crt")) -}}
+{{- end -}}
+{{- if $v.redis.enabled -}}
+{{- $_ := set $own.redis "url" (printf "redis://%s-redis:6379/0" (include "tandem.fullname" .)) -}}
+{{- else if $v.redis.external.caSecret -}}
+{{- $_ := set $own.redis "ca" "/etc/tandem/redis-ca/ca.crt" -}}
+{{- end -}}
+{{- toYaml (mustMergeOverwrite (deepCopy $v.config) $own) -}}
+{{- end -}}
+
+{{/* Where the model's files are in every pod. */}}
+{{- define "tandem.modelPath" -}}
+{{- if eq .Values.model.source "builtin" -}}
+builtin
+{{- else if eq .Values.model.source "volume" -}}
+{{- printf "/models/%s" (trimPrefix "/" .Values.model.path) | trimSuffix "/" -}}
+{{- else -}}
+{{- /* Another model or revision is another directory: running pods may still read the one before. The last part is its name. */ -}}
+{{- $m := .Values.model.hub -}}
+{{- printf "/models/%s/%s/%s" ($m.id | replace "/" "--") ($m.revision | default "main" | replace "/" "--") ($m.id | splitList "/" | last) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A dict of `root`, `drain`, `pre` (preStop), `stated`, `name`: seconds from SIGTERM's preStop to SIGKILL. */}}
+{{- define "tandem.grace" -}}
+{{- $needed := add (int .pre) (int (ceil (float64 .drain))) (int .root.Values.terminationMarginSeconds) -}}
+{{- if kindIs "invalid" .stated -}}
+{{- $needed -}}
+{{- else if lt (int .stated) (int $needed) -}}
+{{- fail (printf "%s.terminationGracePeriodSeconds: %d s are too few: preStop %d s + drain %v s + terminationMarginSeconds %d s = %d s" .name (int .stated) (int .pre) .drain (int .root.Values.terminationMarginSeconds) (int $needed)) -}}
+{{- else -}}
+{{- int .stated -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Everything that would render into something that does not work is refused here, by name. */}}
+{{- define "tandem.check" -}}
+{{- $v := .Values -}}
+{{- $c := include "tandem.effective" . | fromYaml -}}
+{{- include "tandem.checkDoors" (dict "root" . "c" $c) -}}
+{{- include "tandem.checkModel" . -}}
+{{- if and (not $v.redis.enabled) (not $v.redis.external.urlSecret) -}}
+{{- fail "redis.enabled: false needs redis.external.urlSecret: without Redis no router hears of a worker" -}}
+{{- end -}}
+{{- if and (has $c.transfer.transport (list "shm" "cuda_ipc" "memory")) -}}
+{{- fail (printf "config.transfer.transport: %s joins processes of one network namespace; workers here are pods, take auto, tcp or nixl" $c.transfer.transport) -}}
+{{- end -}}
+{{- if and $v.tls.kv.enabled (has $c.transfer.transport (list "nixl" "torch_dist")) -}}
+{{- fail (printf "tls.kv.enabled: %s carries KV unencrypted; TLS is for tcp" $c.transfer.transport) -}}
+{{- end -}}
+{{- range $name := list "prefill" "decode" -}}
+{{- include "tandem.checkPool" (dict "root" $ "c" $c "name" $name "pool" (index $v $name) "settings" (index $c $name)) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A dict of `root`, `c`. */}}
+{{- define "tandem.checkDoors" -}}
+{{- $v := .root.Values -}}
+{{- $access := .c.router.operator_access -}}
+{{- if and (not $v.secrets.apiKeys.enabled) (not .c.router.allow_open) -}}
+{{- fail "secrets.apiKeys.enabled: false opens the doors to everybody who reaches them; config.router.allow_open: true says that this is meant" -}}
+{{- end -}}
+{{- range $page := list "health" "readyz" -}}
+{{- if ne (index $access $page) "open" -}}
+{{- fail (printf "config.router.operator_access.%s: the kubelet has no key, so no router would ever be ready; leave it open" $page) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (ne $v.monitoring.scrape "none") $v.secrets.apiKeys.enabled (ne (default "key" $access.metrics) "open") (not $v.monitoring.bearerSecret.name) -}}
+{{- fail "monitoring.scrape: /metrics asks for a key: name one in monitoring.bearerSecret, or open it with config.router.operator_access.metrics: open" -}}
+{{- end -}}
+{{- if eq (int $v.router.ports.http) (int $v.router.ports.grpc) -}}
+{{- fail (printf "router.ports: http and grpc are both %d" (int $v.router.ports.http)) -}}
+{{- end -}}
+{{- if and $v.ingress.enabled (not $v.ingress.host) -}}
+{{- fail "ingress.host: an Ingress needs the name that clients use" -}}
+{{- end -}}
+{{- if and $v.gateway.enabled (not $v.gateway.parentRefs) -}}
+{{- fail "gateway.parentRefs: routes need the Gateway that they belong to" -}}
+{{- end -}}
+{{- range $name, $tls := $v.tls -}}
+{{- if and $tls.enabled (not $tls.existingSecret) (not $tls.certManager.issuerRef.name) -}}
+{{- fail (printf "tls.%s: needs existingSecret, or certManager.issuerRef.name for a Certificate" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $v.router.autoscaling.enabled (gt (int $v.router.autoscaling.minReplicas) (int $v.router.autoscaling.maxReplicas)) -}}
+{{- fail "router.autoscaling.minReplicas is above maxReplicas" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.checkModel" -}}
+{{- $m := .Values.model -}}
+{{- if and (eq $m.source "volume") (not $m.cache.existingClaim) -}}
+{{- fail "model.cache.existingClaim: model.source volume is a directory of an existing claim" -}}
+{{- end -}}
+{{- if and (eq $m.source "volume") (not (trimAll "/" $m.path)) -}}
+{{- fail "model.path: the model's directory inside the claim" -}}
+{{- end -}}
+{{- if and (eq $m.source "hub") (not $m.hub.id) -}}
+{{- fail "model.hub.id: which model, such as Qwen/Qwen3-0.6B" -}}
+{{- end -}}
+{{- if and $m.cache.create $m.cache.existingClaim -}}
+{{- fail "model.cache.create and model.cache.existingClaim: one of them is the cache" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A dict of `root`, `c`, `name`, `pool` (the chart's values), `settings` (the configuration's). */}}
+{{- define "tandem.checkPool" -}}
+{{- if gt (int .pool.nodesPerWorker) 1 -}}
+{{- fail (printf "%s.nodesPerWorker: %d: the ranks of a worker are processes of one host (docs/adr/0008), so no group can span nodes" .name (int .pool.nodesPerWorker)) -}}
+{{- end -}}
+{{- if and .pool.gpu.enabled (gt (int .settings.tensor_parallel_size) 1) (gt (int .c.prefill.replicas) 0) -}}
+{{- fail (printf "config.%s.tensor_parallel_size: %d: KV in the memory of several GPUs cannot be handed over yet: one GPU per worker, or config.prefill.replicas: 0" .name (int .settings.tensor_parallel_size)) -}}
+{{- end -}}
+{{- if and .pool.gpu.enabled (ne .c.engine.quantization "none") -}}
+{{- fail (printf "config.engine.quantization: %s is for the CPU kernels, and %s.gpu.enabled is true" .c.engine.quantization .name) -}}
+{{- end -}}
+{{- if and .pool.rdma.enabled (not .c.transfer.isolated_network) -}}
+{{- fail (printf "%s.rdma.enabled: KV over RDMA is neither encrypted nor authenticated; config.transfer.isolated_network: true says that nobody else reaches that network" .name) -}}
+{{- end -}}
+{{- if and .pool.gpu.enabled (eq .c.transfer.transport "nixl") -}}
+{{- fail (printf "config.transfer.transport: nixl cannot write into GPU memory, and %s.gpu.enabled is true; take auto, tcp or torch_dist" .name) -}}
+{{- end -}}
+{{- if and .pool.gpu.enabled .pool.rdma.enabled (ne .c.transfer.transport "torch_dist") -}}
+{{- fail (printf "%s.rdma.enabled: KV in GPU memory takes RDMA with config.transfer.transport: torch_dist alone" .name) -}}
+{{- end -}}
+{{- if and (has .c.transfer.transport (list "nixl" "torch_dist")) (not .c.transfer.isolated_network) -}}
+{{- fail (printf "config.transfer.transport: %s neither encrypts nor authenticates KV; config.transfer.isolated_network: true says that nobody else reaches that network" .c.transfer.transport) -}}
+{{- end -}}
+{{- if and .c.engine.disk_cache_path (not .pool.diskCache.size) -}}
+{{- fail (printf "%s.diskCache.size: config.engine.disk_cache_path needs a volume" .name) -}}
+{{- end -}}
+{{- $auto := .pool.autoscaling -}}
+{{- if ne $auto.mode "none" -}}
+{{- if gt (int $auto.minReplicas) (int $auto.maxReplicas) -}}
+{{- fail (printf "%s.autoscaling.minReplicas is above maxReplicas" .name) -}}
+{{- end -}}
+{{- if and (eq $auto.mode "keda") (not .root.Values.monitoring.prometheusUrl) -}}
+{{- fail (printf "%s.autoscaling.mode: keda asks Prometheus: set monitoring.prometheusUrl" .name) -}}
+{{- end -}}
+{{- if eq .root.Values.monitoring.scrape "none" -}}
+{{- fail (printf "%s.autoscaling.mode: %s goes by what routers tell Prometheus: set monitoring.scrape" .name $auto.mode) -}}
+{{- end -}}
+{{- if and (eq $auto.mode "hpa") (not .root.Values.monitoring.rules.enabled) -}}
+{{- fail (printf "%s.autoscaling.mode: hpa reads recorded metrics: set monitoring.rules.enabled" .name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,63 @@
+{{- define "tandem.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains (.Values.nameOverride | default "tandem") .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (.Values.nameOverride | default "tandem") | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What every object carries. Call with the root context. */}}
+{{- define "tandem.labels" -}}
+{{ include "tandem.instance" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{/* What never changes, and so may stand in a selector. */}}
+{{- define "tandem.instance" -}}
+app.kubernetes.io/name: {{ .Values.nameOverride | default "tandem" }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{/* Selects the pods of one component: a dict of `root` and `component`. */}}
+{{- define "tandem.selector" -}}
+{{ include "tandem.instance" .root }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{/* A dict of `root`, `component`: labels of a component's objects. */}}
+{{- define "tandem.componentLabels" -}}
+{{ include "tandem.labels" .root }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{/* A dict of `image` and `root`; by digest where there is one. */}}
+{{- define "tandem.image" -}}
+{{- if .image.digest -}}
+{{- printf "%s@%s" .image.repository .image.digest -}}
+{{- else if .root.Values.requireDigests -}}
+{{- fail (printf "requireDigests: the image %s has no digest" .image.repository) -}}
+{{- else -}}
+{{- printf "%s:%s" .image.repository (.image.tag | default .root.Chart.AppVersion) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Names of the secrets, whether they stand already or are made here. */}}
+{{- define "tandem.clusterSecret" -}}
+{{- .Values.secrets.cluster.existingSecret | default (printf "%s-cluster" (include "tandem.fullname" .)) -}}
+{{- end -}}
+{{- define "tandem.apiKeysSecret" -}}
+{{- .Values.secrets.apiKeys.existingSecret | default (printf "%s-api-keys" (include "tandem.fullname" .)) -}}
+{{- end -}}
+{{- define "tandem.redisSecret" -}}
+{{- .Values.redis.existingSecret | default (printf "%s-redis" (include "tandem.fullname" .)) -}}
+{{- end -}}
+{{- define "tandem.doorTlsSecret" -}}
+{{- .Values.tls.door.existingSecret | default (printf "%s-door-tls" (include "tandem.fullname" .)) -}}
+{{- end -}}
+{{- define "tandem.kvTlsSecret" -}}
+{{- .Values.tls.kv.existingSecret | default (printf "%s-kv-tls" (include "tandem.fullname" .)) -}}
+{{- end -}}

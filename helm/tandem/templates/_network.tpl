@@ -1,0 +1,36 @@
+{{/* A dict of `pool`, `kv`: a worker's sessions and hand-offs come in at its port; KV comes in at a port that each receiver is given
+     by the system and tells its peer, so the range of those is open between workers, and to nobody else. */}}
+{{- define "tandem.kvPorts" -}}
+- {port: {{ int .pool.port }}, protocol: TCP}
+- {port: {{ int .kv.first }}, endPort: {{ int .kv.last }}, protocol: TCP}
+{{- end -}}
+
+{{/* A dict of `root`, `c`: what routers and workers both reach. */}}
+{{- define "tandem.sharedEgress" -}}
+{{- $v := .root.Values -}}
+- to: {{- toYaml $v.networkPolicy.dns | nindent 4 }}
+  ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}]
+{{- if $v.redis.enabled }}
+- to:
+    - podSelector:
+        matchLabels: {{- include "tandem.selector" (dict "root" .root "component" "redis") | nindent 10 }}
+  ports: [{port: 6379, protocol: TCP}]
+{{- else }}
+- {{- with $v.networkPolicy.redis }}
+  to: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  ports: [{port: {{ int $v.redis.external.port }}, protocol: TCP}]
+{{- end }}
+{{- with .c.telemetry.otlp_endpoint }}
+- {{- with $v.networkPolicy.collector }}
+  to: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  ports: [{port: {{ regexFind ":[0-9]+$" . | trimPrefix ":" | default (ternary "443" "80" (hasPrefix "https:" .)) }}, protocol: TCP}]
+{{- end }}
+{{- if eq $v.model.source "hub" }}
+- {{- with $v.networkPolicy.hub }}
+  to: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  ports: [{port: 443, protocol: TCP}]
+{{- end }}
+{{- end -}}

@@ -1,0 +1,169 @@
+{{/* Pod Security "restricted". Nobody in these pods talks to the API server. */}}
+{{- define "tandem.podSecurity" -}}
+automountServiceAccountToken: false
+# Variables like TANDEM_PORT, which the kubelet makes of Services, would be taken for settings.
+enableServiceLinks: false
+securityContext:
+  runAsNonRoot: true
+  runAsUser: {{ int .Values.securityContext.user }}
+  runAsGroup: {{ int .Values.securityContext.group }}
+  # Secrets and claims are then readable by the process's group.
+  fsGroup: {{ int .Values.securityContext.group }}
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile: {type: RuntimeDefault}
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+runAsNonRoot: true
+capabilities: {drop: [ALL]}
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{/* A dict of `root`, `pool`, `component`: where the pods go. */}}
+{{- define "tandem.scheduling" -}}
+{{- with .pool.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .pool.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .pool.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if .pool.priorityClassName }}
+priorityClassName: {{ .pool.priorityClassName }}
+{{- else if .root.Values.priorityClasses.create }}
+priorityClassName: {{ include "tandem.fullname" .root }}-{{ .component }}
+{{- end }}
+{{- if or (ne .pool.spread.nodes "none") (ne .pool.spread.zones "none") }}
+topologySpreadConstraints:
+  {{- range $key, $when := dict "kubernetes.io/hostname" .pool.spread.nodes "topology.kubernetes.io/zone" .pool.spread.zones }}
+  {{- if ne $when "none" }}
+  - topologyKey: {{ $key }}
+    maxSkew: 1
+    whenUnsatisfiable: {{ $when }}
+    labelSelector:
+      matchLabels: {{- include "tandem.selector" (dict "root" $.root "component" $.component) | nindent 8 }}
+  {{- end }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Root context: what only a secret may hold, for every process. Quoted, so that YAML makes no number of it. */}}
+{{- define "tandem.secretEnv" -}}
+- name: CLUSTER_SECRET
+  valueFrom:
+    secretKeyRef: {name: {{ include "tandem.clusterSecret" . }}, key: {{ .Values.secrets.cluster.key }}}
+- name: TANDEM_SECRET
+  value: "'$(CLUSTER_SECRET)'"
+{{- if .Values.redis.enabled }}
+- name: REDIS_PASSWORD
+  valueFrom:
+    secretKeyRef: {name: {{ include "tandem.redisSecret" . }}, key: {{ .Values.redis.passwordKey }}}
+- name: TANDEM_REDIS__PASSWORD
+  value: "'$(REDIS_PASSWORD)'"
+{{- else }}
+- name: REDIS_URL
+  valueFrom:
+    secretKeyRef: {name: {{ .Values.redis.external.urlSecret }}, key: {{ .Values.redis.external.urlKey }}}
+- name: TANDEM_REDIS__URL
+  value: "'$(REDIS_URL)'"
+{{- end }}
+{{- with .Values.telemetry.headersSecret }}
+- name: OTLP_HEADERS
+  valueFrom:
+    secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
+- name: TANDEM_TELEMETRY__OTLP_HEADERS
+  value: "$(OTLP_HEADERS)"
+{{- end }}
+{{- end -}}
+
+{{/* A dict of `root`, `image`, `tokenizerOnly`, `resources`: fetches the model before anything serves it. */}}
+{{- define "tandem.fetch" -}}
+{{- $m := .root.Values.model -}}
+{{- if eq $m.source "hub" }}
+initContainers:
+  - name: fetch-model
+    image: {{ include "tandem.image" (dict "image" .image "root" .root) }}
+    imagePullPolicy: {{ .image.pullPolicy }}
+    command: [python, -m, cluster.hub]
+    args:
+      - {{ $m.hub.id }}
+      - --into={{ include "tandem.modelPath" .root }}
+      {{- with $m.hub.revision }}
+      - --revision={{ . }}
+      {{- end }}
+      {{- if .tokenizerOnly }}
+      - --tokenizer-only
+      {{- end }}
+    env:
+      - {name: HOME, value: /tmp}
+      - {name: HF_HOME, value: /tmp/hub}
+      {{- with $m.hub.tokenSecret }}
+      - name: HF_TOKEN
+        valueFrom:
+          secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
+      {{- end }}
+    securityContext: {{- include "tandem.containerSecurity" .root | nindent 6 }}
+    resources: {{- toYaml $m.hub.resources | nindent 6 }}
+    volumeMounts:
+      - {name: models, mountPath: /models}
+      - {name: tmp, mountPath: /tmp}
+{{- end }}
+{{- end -}}
+
+{{/* A dict of `root`, `size` (of the model's own volume in this pod): volumes of routers and workers alike. */}}
+{{- define "tandem.volumes" -}}
+- name: config
+  configMap: {name: {{ include "tandem.fullname" .root }}}
+- name: tmp
+  emptyDir: {sizeLimit: {{ .root.Values.tmpSize }}}
+{{- if and (not .root.Values.redis.enabled) .root.Values.redis.external.caSecret }}
+- name: redis-ca
+  secret: {secretName: {{ .root.Values.redis.external.caSecret }}, defaultMode: 0440}
+{{- end }}
+{{- if ne .root.Values.model.source "builtin" }}
+- name: models
+  {{- if .root.Values.model.cache.existingClaim }}
+  persistentVolumeClaim: {claimName: {{ .root.Values.model.cache.existingClaim }}}
+  {{- else if .root.Values.model.cache.create }}
+  persistentVolumeClaim: {claimName: {{ include "tandem.fullname" .root }}-models}
+  {{- else }}
+  emptyDir: {sizeLimit: {{ .size }}}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Root context: where these are seen by the process that serves. */}}
+{{- define "tandem.mounts" -}}
+- {name: config, mountPath: /etc/tandem/cluster, readOnly: true}
+- {name: tmp, mountPath: /tmp}
+{{- if and (not .Values.redis.enabled) .Values.redis.external.caSecret }}
+- {name: redis-ca, mountPath: /etc/tandem/redis-ca, readOnly: true}
+{{- end }}
+{{- if ne .Values.model.source "builtin" }}
+- {name: models, mountPath: /models, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{/* A dict of `root`, `component`, `extra`: a pod template's metadata. A changed configuration starts new pods. */}}
+{{- define "tandem.podMetadata" -}}
+labels:
+  {{- include "tandem.selector" . | nindent 2 }}
+  {{- with .pool.podLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+annotations:
+  checksum/config: {{ include "tandem.clusterYaml" .root | sha256sum }}
+  {{- with .pool.podAnnotations }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end -}}

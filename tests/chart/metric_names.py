@@ -1,0 +1,27 @@
+"""Names of the series that a router emits, from its own registry; and those that a PromQL expression asks for."""
+
+import re
+from functools import cache
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.admission_metrics import AdmissionMetrics
+from router.metrics import RouterMetrics
+from tests.unit.router.desk import Desk
+from tests.unit.router.overload_world import snapshot
+
+_SERIES = re.compile(r"\b(?:tandem_|vllm:)[a-z0-9_:]+")
+
+
+@cache
+def emitted() -> frozenset[str]:
+    """With one worker in sight."""
+    metrics = RouterMetrics("m")
+    metrics.registry.register(AdmissionMetrics(Desk().admission))
+    metrics.worker_loads([snapshot()])
+    families = text_string_to_metric_families(metrics.render().decode())
+    return frozenset(sample.name for family in families for sample in family.samples)
+
+
+def named_in(expression: str) -> set[str]:
+    return set(_SERIES.findall(expression))

@@ -1,0 +1,71 @@
+"""The checks of what is rendered can fail: each notices a chart that was spoilt for it."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.chart_schema import CHART
+from tests.chart import test_rendered as checks
+from tests.chart.pods import read_by
+from tests.chart.rendering import render
+from tests.chart.value_sets import GOOD
+
+pytestmark = pytest.mark.slow
+_EDGES, _PODS = checks.test_exactly_the_needed_edges_are_open, checks.test_every_pod_is_restricted
+_OBJECTS = checks.test_every_object_is_one_that_kubernetes_takes
+_ENDS = checks.test_services_and_selectors_find_their_pods
+_SIZES = checks.test_memory_gpus_and_shared_memory_fit_the_ranks
+_PROMETHEUS = checks.test_what_is_asked_of_prometheus_is_emitted
+SPOILT = [
+    ("networkpolicy.yaml", "policyTypes: [Ingress, Egress]", "policyTypes: [Ingress]", "defaults", _EDGES),
+    ("networkpolicy.yaml", 'range concat (list "router") $roles', 'range list "router"', "defaults", _EDGES),
+    ("_network.tpl", "port: 53, protocol: TCP", "port: 54, protocol: TCP", "defaults", _EDGES),
+    ("_network.tpl", "endPort: {{ int .kv.last }}", "endPort: 65535", "defaults", _EDGES),
+    ("_pod.tpl", "readOnlyRootFilesystem: true", "readOnlyRootFilesystem: false", "defaults", _PODS),
+    ("_pod.tpl", "enableServiceLinks: false", "enableServiceLinks: true", "defaults", _PODS),
+    ("_pod.tpl", "- {name: tmp, mountPath: /tmp}", "- {name: temp, mountPath: /tmp}", "laptop", _PODS),
+    ("redis.yaml", "emptyDir: {sizeLimit: 64Mi}", "emptyDir: {}", "defaults", _PODS),
+    ("router.yaml", "preStop:", "prestop:", "defaults", _OBJECTS),
+    ("routes.yaml", "type: PathPrefix", "type: Prefix", "gateway", _OBJECTS),
+    ("monitoring.yaml", "podTargetLabels:", "targetLabels:", "pod monitor with open metrics", _OBJECTS),
+    ("workers.yaml", "targetPort: grpc", "targetPort: http", "defaults", _ENDS),
+    ("workers.yaml", '{{- if eq $pool.autoscaling.mode "none" }}', "{{- if true }}", "keda", _ENDS),
+    ("_signals.tpl", "tandem_worker_backlog_tokens", "tandem_worker_backlog", "keda", _PROMETHEUS),
+    ("autoscaling.yaml", '"tandem_pool_waiting_tokens"', '"tandem_pool_tokens"', "hpa", _PROMETHEUS),
+    ("_config.tpl", "(int .root.Values.terminationMarginSeconds)", "0", "defaults", checks.test_graces_add_up),
+    ("workers.yaml", "(mul 256 $ranks)", "64", "ranks on a CPU", _SIZES),
+    ("router.yaml", "path: /readyz", "path: /health", "defaults", checks.test_probes_allow_each_phase_its_time),
+    ("_pod.tpl", "\"'$(CLUSTER_SECRET)'\"", "$(CLUSTER_SECRET)", "defaults", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("file", "right", "wrong", "name", "check"), SPOILT)
+def test_a_spoilt_chart_is_noticed(
+    file: str,
+    right: str,
+    wrong: str,
+    name: str,
+    check: Callable[..., Any] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copied = tmp_path / "tandem"
+    shutil.copytree(CHART, copied)
+    template = copied / "templates" / file
+    text = template.read_text(encoding="utf-8")
+    assert right in text
+    template.write_text(text.replace(right, wrong), encoding="utf-8")
+    release = render(GOOD[name], copied)
+    if check is None:  # secrets of digits alone: YAML would make a number of them
+        with pytest.raises(Exception, match="secret"):
+            read_by(release, "router", tmp_path, monkeypatch)
+        return
+    needs = check.__code__.co_varnames[: check.__code__.co_argcount]
+    told: dict[str, Any] = {"release": release}
+    if "config" in needs:
+        told["config"] = read_by(release, "router", tmp_path, monkeypatch)
+    with pytest.raises((AssertionError, KeyError)):
+        check(**told)

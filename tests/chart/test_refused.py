@@ -1,0 +1,111 @@
+"""A value that makes no sense is refused, and the message names it; and the values' file keeps its promises."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import helm_python as helm
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from cluster.chart_schema import CHART, DECIDED_BY_THE_CHART, rendered
+from cluster.chart_values import ChartValues
+from tandem.config import ClusterConfig
+from tests.chart.rendering import chart, preset, render
+from tests.chart.schemas import mistakes
+from tests.chart.value_sets import BAD
+
+VALUES = (CHART / "values.yaml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_wrong_value_is_named(name: str) -> None:
+    values, told = BAD[name]
+    with pytest.raises(helm.HelmError, match=re.escape(told)):
+        render(values)
+
+
+def test_the_committed_files_are_what_the_models_say() -> None:
+    for path, text in rendered().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}: python -m cluster.chart_schema"
+
+
+def test_no_object_takes_what_it_does_not_know() -> None:
+    def closed(schema: Any, where: str) -> None:
+        if isinstance(schema, dict):
+            if "properties" in schema and where != "#/properties/global":
+                assert schema.get("additionalProperties") is False, where
+            for key, value in schema.items():
+                closed(value, f"{where}/{key}")
+
+    schema = chart().schema
+    assert schema is not None
+    closed(schema, "#")
+
+
+def test_what_the_chart_decides_is_a_setting() -> None:
+    settings = ClusterConfig().model_dump()
+    for dotted in DECIDED_BY_THE_CHART:
+        found: Any = settings
+        for key in dotted.split("."):
+            assert key in found, dotted
+            found = found[key]
+
+
+def test_every_value_stands_in_the_file() -> None:
+    def compare(model: type[BaseModel], values: dict[str, Any], where: str) -> None:
+        assert values.keys() == model.model_fields.keys(), where
+        for name, field in model.model_fields.items():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+                compare(field.annotation, values[name], f"{where}{name}.")
+
+    values = yaml.safe_load(VALUES)
+    assert values.pop("config") == {}
+    compare(ChartValues, values, "")
+
+
+def test_every_value_is_explained() -> None:
+    lines = VALUES.splitlines()
+    silent = []
+    for number, line in enumerate(lines):
+        found = re.match(r"( *)([A-Za-z]\w*):(.*)", line)
+        if found is None:
+            continue
+        after = lines[number + 1] if number + 1 < len(lines) else ""
+        begins_section = re.fullmatch(r"( &\w+)?", found[3]) and after.startswith(found[1] + " ")
+        of_resources = number > 0 and any(above.strip() == "resources:" for above in lines[max(0, number - 2) : number])
+        if not begins_section and not of_resources and not lines[number - 1].lstrip().startswith("#"):
+            silent.append(line.strip())
+    assert silent == []
+
+
+def test_presets_and_schemas_tell_right_from_wrong() -> None:
+    for name in ("laptop", "h100-8x", "70b-2p4d"):
+        assert preset(name)["config"]
+    release = render(preset("70b-2p4d"))
+    for one in release.objects:
+        wrong = one | {"spec": {**one.get("spec", {}), "noSuchField": 1}} if "spec" in one else one | {"noSuchField": 1}
+        assert list(mistakes(wrong, "1.31.0")), one["kind"]
+
+
+def test_rules_and_dashboards_of_the_chart_are_put_in_as_they_are(tmp_path: Path) -> None:
+    copied = tmp_path / "tandem"
+    for path in CHART.rglob("*"):
+        if path.is_file() and path.parent.name not in ("rules", "dashboards"):
+            into = copied / path.relative_to(CHART)
+            into.parent.mkdir(parents=True, exist_ok=True)
+            into.write_bytes(path.read_bytes())
+    (copied / "rules").mkdir()
+    (copied / "dashboards").mkdir()
+    alarm = {"alert": "TandemSlow", "expr": "up == 0", "annotations": {"summary": "{{ $value }} is slow"}}
+    (copied / "rules" / "slo_burn.yaml").write_text(yaml.safe_dump({"groups": [{"name": "slo", "rules": [alarm]}]}))
+    (copied / "dashboards" / "overview.json").write_text('{\n  "title": "{{ name }}",\n  "uid": "a"\n}\n')
+    monitoring = {"rules": {"enabled": True}, "dashboards": {"enabled": True}}
+    release = render({"monitoring": monitoring}, copied)
+    [rule] = release.named("PrometheusRule", "-slo-burn")["spec"]["groups"][0]["rules"]
+    assert rule == alarm
+    dashboard = release.named("ConfigMap", "-dashboard-overview")
+    assert yaml.safe_load(dashboard["data"]["overview.json"]) == {"title": "{{ name }}", "uid": "a"}
+    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert [told for one in release.objects for told in mistakes(one, "1.33.0")] == []

@@ -1,0 +1,273 @@
+"""What the chart renders is what Kubernetes takes, is closed where it should be, and works as the processes need it."""
+
+import math
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import helm_python as helm
+import pytest
+
+from cluster.chart_schema import CHART
+from tandem.config import ClusterConfig
+from tandem.worker_config import cluster_secret, listen_address, num_ranks
+from tests.chart.edges import allowed, isolated, needed
+from tests.chart.metric_names import emitted, named_in
+from tests.chart.pods import (
+    POD_IP,
+    containers,
+    lapses,
+    loose_ends,
+    mount_of,
+    read_by,
+    secrets_of,
+)
+from tests.chart.rendering import Rendered, render
+from tests.chart.schemas import KUBERNETES, mistakes
+from tests.chart.value_sets import GOOD, IN_CI
+
+LEAST_SETS = 30
+SETS = [pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow) for name in GOOD]
+_MEMORY = {"Mi": 1 << 20, "Gi": 1 << 30}
+
+
+@cache
+def release_of(name: str) -> Rendered:
+    return render(GOOD[name])
+
+
+@pytest.fixture(params=SETS)
+def release(request: pytest.FixtureRequest) -> Rendered:
+    return release_of(request.param)
+
+
+@pytest.fixture
+def config(release: Rendered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterConfig:
+    return read_by(release, "router", tmp_path, monkeypatch)
+
+
+def test_there_are_enough_sets() -> None:
+    assert len(GOOD) >= LEAST_SETS
+    assert set(IN_CI) <= GOOD.keys()
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_chart_lints_strictly(name: str) -> None:
+    report = helm.lint(CHART, GOOD[name], strict=True, kube_version="v1.31.0")
+    assert [one["error"] for one in report["messages"] if one["severity"] >= 2] == []
+    assert report["errors"] == []
+
+
+def test_every_object_is_one_that_kubernetes_takes(release: Rendered) -> None:
+    assert [told for version in KUBERNETES for one in release.objects for told in mistakes(one, version)] == []
+    names = [(one["kind"], one["metadata"]["name"]) for one in release.objects]
+    assert len(names) == len(set(names))
+    assert all("namespace" not in one["metadata"] for one in release.objects)
+
+
+def test_every_pod_is_restricted(release: Rendered) -> None:
+    assert [(name, told) for name, pod in release.pods() for told in lapses(pod)] == []
+    assert [(name, told) for name, pod in release.pods() for told in loose_ends(release, pod)] == []
+    assert all(one["automountServiceAccountToken"] is False for one in release.of("ServiceAccount"))
+    assert not {"Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"} & {one["kind"] for one in release.objects}
+
+
+def test_secrets_are_there_or_named_by_the_user(release: Rendered) -> None:
+    made = {
+        one["metadata"]["name"]: {**one.get("data", {}), **one.get("stringData", {})} for one in release.of("Secret")
+    }
+    issued = {one["spec"]["secretName"] for one in release.of("Certificate")}
+    for component, pod in release.pods():
+        for name, key in secrets_of(pod):
+            assert name in made or name in issued or name in str(release.values), (component, name)
+            assert name not in made or key in made[name]
+    # Keys in the clear are for the test alone.
+    first = {component for component, pod in release.pods() if any("first-key" in name for name, _ in secrets_of(pod))}
+    assert first <= {"test"}
+
+
+def test_services_and_selectors_find_their_pods(release: Rendered) -> None:
+    pods = dict(release.pods())
+    for service in release.of("Service"):
+        found = [
+            pod for pod in pods.values() if service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+        ]
+        assert len(found) == 1, service["metadata"]["name"]
+        ports = {port["name"] for one in containers(found[0]) for port in one.get("ports", ())}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+    for kind, path in _SELECTING:
+        for one in release.of(kind):
+            wanted = _at(one["spec"], path)["matchLabels"]
+            assert sum(wanted.items() <= pod["metadata"]["labels"].items() for pod in pods.values()) == 1
+    for monitor in release.of("ServiceMonitor"):
+        wanted = monitor["spec"]["selector"]["matchLabels"]
+        assert [one for one in release.of("Service") if wanted.items() <= one["metadata"]["labels"].items()]
+    targets = {(one["kind"], one["metadata"]["name"]) for one in release.objects}
+    for scaler in (*release.of("HorizontalPodAutoscaler"), *release.of("ScaledObject")):
+        reference = scaler["spec"]["scaleTargetRef"]
+        assert (reference["kind"], reference["name"]) in targets
+        # Two who set the same number would fight over it.
+        assert "replicas" not in release.named(reference["kind"], reference["name"].removeprefix("chat-tandem"))["spec"]
+
+
+_SELECTING = [
+    ("Deployment", "selector"),
+    ("StatefulSet", "selector"),
+    ("PodDisruptionBudget", "selector"),
+    ("PodMonitor", "selector"),
+]
+
+
+def _at(spec: Any, path: str) -> Any:
+    for key in path.split("."):
+        spec = spec[key]
+    return spec
+
+
+def test_exactly_the_needed_edges_are_open(release: Rendered, config: ClusterConfig) -> None:
+    if not release.values["networkPolicy"]["enabled"]:
+        assert release.of("NetworkPolicy") == []
+        return
+    every = {(component, kind) for component, _ in release.pods() for kind in ("Ingress", "Egress")}
+    assert isolated(release) == every
+    assert allowed(release) == needed(release, config)
+
+
+def test_each_process_reads_the_configuration_that_is_meant(
+    release: Rendered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roles = {component for component, _ in release.pods()} - {"redis", "test"}
+    assert {"router", "decode"} <= roles
+    for role in roles:
+        told = read_by(release, role, tmp_path, monkeypatch)
+        assert cluster_secret(told) == b"7" * 20
+        assert told.redis.url is not None
+        assert told.router.host == release.values["router"]["listen"]
+        if role == "router":
+            continue
+        pool = getattr(told, role)
+        assert listen_address(pool, role, 1) == (f"[{POD_IP}]", release.values[role]["port"])
+        assert num_ranks(told, pool) == pool.tensor_parallel_size
+        assert told.engine.device == ("cuda" if release.values[role]["gpu"]["enabled"] else "cpu")
+
+
+def test_files_that_the_configuration_names_are_mounted(release: Rendered, config: ClusterConfig) -> None:
+    router = release.pod("router")
+    files = [config.router.api_keys_file, config.router.batches.path]
+    files += [config.router.tls.cert, config.router.tls.key] if config.router.tls else []
+    files += [config.router.audit_log.path] if config.router.audit_log else []
+    _assert_mounted(router, [*files, config.redis.ca])
+    for role, pod in release.pods():
+        if role not in ("prefill", "decode"):
+            continue
+        tls = config.transfer.tls
+        _assert_mounted(pod, [tls.cert, tls.key, tls.ca] if tls else [])
+        _assert_mounted(pod, [config.redis.ca, config.engine.disk_cache_path])
+        if config.model.path != "builtin":
+            assert mount_of(pod, "/models") is not None
+
+
+def _assert_mounted(pod: Any, files: list[str | None]) -> None:
+    [container] = pod["spec"]["containers"]
+    places = [mount["mountPath"] for mount in container["volumeMounts"]]
+    for file in files:
+        assert file is None or any(Path(file).is_relative_to(place) for place in places), file
+
+
+def test_graces_add_up(release: Rendered, config: ClusterConfig) -> None:
+    margin = release.values["terminationMarginSeconds"]
+    for role, pod in release.pods():
+        if role in ("redis", "test"):
+            continue
+        [container] = pod["spec"]["containers"]
+        pre = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        assert (pre > 0) == (role == "router")
+        drain = config.prefill.drain_s if role == "prefill" else config.decode.drain_s
+        assert pod["spec"]["terminationGracePeriodSeconds"] >= pre + math.ceil(drain) + margin
+        stated = release.values[role].get("terminationGracePeriodSeconds")
+        assert pod["spec"]["terminationGracePeriodSeconds"] == (stated or pre + math.ceil(drain) + margin)
+
+
+def test_probes_allow_each_phase_its_time(release: Rendered) -> None:
+    for role, pod in release.pods():
+        if role in ("redis", "test"):
+            continue
+        [container] = pod["spec"]["containers"]
+        startup = container["startupProbe"]
+        assert startup["periodSeconds"] * startup["failureThreshold"] >= release.values[role]["startupSeconds"]
+        if role == "router":
+            assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+            assert container["livenessProbe"]["httpGet"]["path"] == "/health"
+        else:
+            assert container["readinessProbe"]["grpc"] == {"port": release.values[role]["port"]}
+
+
+def test_memory_gpus_and_shared_memory_fit_the_ranks(release: Rendered, config: ClusterConfig) -> None:
+    for role in ("prefill", "decode"):
+        ranks = getattr(config, role).tensor_parallel_size
+        values = release.values[role]
+        for component, pod in release.pods():
+            if component != role:
+                continue
+            [container] = pod["spec"]["containers"]
+            limits = container["resources"]["limits"]
+            assert limits.get(values["gpu"]["resource"]) == (ranks if values["gpu"]["enabled"] else None)
+            assert limits.get(values["rdma"]["resource"]) == (
+                values["rdma"]["count"] if values["rdma"]["enabled"] else None
+            )
+            shm = mount_of(pod, "/dev/shm")
+            assert (shm is not None) == (ranks > 1 or values["rdma"]["enabled"])
+            if shm is not None:
+                assert shm["emptyDir"]["medium"] == "Memory"
+                size = values.get("shmSize") or f"{256 * ranks}Mi"
+                assert shm["emptyDir"]["sizeLimit"] == size
+                assert _bytes(size) < _bytes(limits["memory"])
+
+
+def _bytes(quantity: str) -> int:
+    number, unit = re.fullmatch(r"(\d+)(Mi|Gi)", quantity).groups()  # type: ignore[union-attr]
+    return int(number) * _MEMORY[unit]
+
+
+def test_what_is_asked_of_prometheus_is_emitted(release: Rendered) -> None:
+    known = emitted()
+    recorded = set()
+    for rule in _rules(release):
+        assert named_in(rule["expr"]) <= known, rule["expr"]
+        recorded.add(rule["record"])
+    for scaler in release.of("ScaledObject"):
+        for trigger in scaler["spec"]["triggers"]:
+            assert named_in(trigger["metadata"]["query"]) <= known
+    asked = {
+        metric["external"]["metric"]["name"]
+        for scaler in release.of("HorizontalPodAutoscaler")
+        for metric in scaler["spec"]["metrics"]
+        if metric["type"] == "External"
+    }
+    assert asked <= recorded
+
+
+def _rules(release: Rendered) -> Iterator[dict[str, Any]]:
+    scaling = [one for one in release.of("PrometheusRule") if one["metadata"]["name"].endswith("-scaling")]
+    for one in scaling:
+        for group in one["spec"]["groups"]:
+            yield from group["rules"]
+
+
+def test_no_variable_but_a_setting_begins_like_one(release: Rendered) -> None:
+    for role, pod in release.pods():
+        for container in containers(pod):
+            for name in (variable["name"] for variable in container.get("env", ())):
+                assert not name.startswith("TANDEM_") or name.startswith(_SETTINGS), (role, name)
+
+
+_SETTINGS = (
+    "TANDEM_SECRET",
+    "TANDEM_REDIS__",
+    "TANDEM_PREFILL__HOST",
+    "TANDEM_DECODE__HOST",
+    "TANDEM_ENGINE__DEVICE",
+    "TANDEM_TELEMETRY__OTLP_HEADERS",
+)

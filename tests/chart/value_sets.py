@@ -1,0 +1,253 @@
+"""Values that somebody may give the chart, and values that make no sense. Each set is the smallest that shows it."""
+
+from typing import Any
+
+from tests.chart.rendering import preset
+
+Values = dict[str, Any]
+_KEDA = {"mode": "keda"}
+_HPA = {"mode": "hpa"}
+_WATCHED: Values = {
+    "scrape": "service",
+    "bearerSecret": {"name": "metrics-key"},
+    "rules": {"enabled": True},
+    "prometheusUrl": "http://prometheus:9090",
+}
+_ISSUED: Values = {"enabled": True, "certManager": {"issuerRef": {"name": "ours", "kind": "ClusterIssuer"}}}
+_PEERS = [{"namespaceSelector": {"matchLabels": {"team": "apps"}}}]
+_DIGEST = "sha256:" + "0123456789abcdef" * 4
+
+GOOD: dict[str, Values] = {
+    "defaults": {},
+    "laptop": preset("laptop"),
+    "h100-8x": preset("h100-8x"),
+    "70b-2p4d": preset("70b-2p4d"),
+    "one pool": {"config": {"prefill": {"replicas": 0}, "decode": {"replicas": 3}}},
+    "one pool of several GPUs": {
+        "config": {"prefill": {"replicas": 0}, "decode": {"tensor_parallel_size": 4}},
+        "decode": {"gpu": {"enabled": True}},
+    },
+    "ranks on a CPU": {"config": {"prefill": {"tensor_parallel_size": 2}, "decode": {"tensor_parallel_size": 4}}},
+    "stated shm": {"config": {"decode": {"tensor_parallel_size": 2}}, "decode": {"shmSize": "2Gi"}},
+    "other GPUs": {
+        "prefill": {"gpu": {"enabled": True, "resource": "amd.com/gpu"}, "runtimeClassName": "nvidia"},
+        "decode": {"gpu": {"enabled": True, "resource": "amd.com/gpu"}},
+    },
+    "rdma by nixl": {
+        "config": {"transfer": {"transport": "nixl", "isolated_network": True}},
+        "prefill": {"rdma": {"enabled": True}},
+        "decode": {"rdma": {"enabled": True, "count": 2}},
+    },
+    "rdma by nccl": {
+        "config": {"transfer": {"transport": "torch_dist", "isolated_network": True}},
+        "prefill": {"rdma": {"enabled": True}, "gpu": {"enabled": True}},
+        "decode": {"rdma": {"enabled": True}, "gpu": {"enabled": True}},
+    },
+    "redis elsewhere": {"redis": {"enabled": False, "external": {"urlSecret": "shared-redis", "port": 6380}}},
+    "redis elsewhere with its own authority": {
+        "redis": {"enabled": False, "external": {"urlSecret": "shared-redis", "caSecret": "redis-ca"}},
+        "networkPolicy": {"redis": [{"ipBlock": {"cidr": "10.9.0.0/16"}}]},
+    },
+    "secrets that stand": {
+        "secrets": {
+            "cluster": {"existingSecret": "c", "key": "k"},
+            "apiKeys": {"existingSecret": "a", "key": "f.yaml"},
+        },
+        "redis": {"existingSecret": "r", "passwordKey": "p"},
+        "test": {"keySecret": {"name": "one-key", "key": "k"}},
+    },
+    "secrets that stand, and no key to test with": {"secrets": {"apiKeys": {"existingSecret": "a"}}},
+    "open doors": {"secrets": {"apiKeys": {"enabled": False}}, "config": {"router": {"allow_open": True}}},
+    "model of a claim": {"model": {"source": "volume", "path": "/qwen/3", "cache": {"existingClaim": "models"}}},
+    "model of the hub": {"model": {"source": "hub", "hub": {"id": "Qwen/Qwen3-0.6B", "revision": "a1b2c3"}}},
+    "model of the hub with a token and a claim": {
+        "model": {
+            "source": "hub",
+            "hub": {"id": "org/name", "tokenSecret": {"name": "hub", "key": "token"}},
+            "cache": {"create": True, "storageClass": "nfs", "size": "200Gi"},
+        },
+        "networkPolicy": {"hub": [{"ipBlock": {"cidr": "0.0.0.0/0"}}]},
+    },
+    "tls of cert-manager": {"tls": {"door": _ISSUED, "kv": _ISSUED}},
+    "tls of secrets": {
+        "tls": {"door": {"enabled": True, "existingSecret": "d"}, "kv": {"enabled": True, "existingSecret": "k"}},
+        "monitoring": _WATCHED | {"caSecret": {"name": "ca"}},
+    },
+    "ingress": {"ingress": {"enabled": True, "host": "llm.example.com", "className": "nginx", "tlsSecret": "t"}},
+    "gateway": {"gateway": {"enabled": True, "parentRefs": [{"name": "g"}], "hostnames": ["llm.example.com"]}},
+    "gateway without grpc": {
+        "gateway": {"enabled": True, "grpc": False, "parentRefs": [{"name": "g", "namespace": "edge"}]},
+        "config": {"router": {"request_timeout_s": 0.5}},
+    },
+    "service monitor": {
+        "monitoring": _WATCHED | {"labels": {"release": "prometheus"}, "dashboards": {"enabled": True}}
+    },
+    "pod monitor with open metrics": {
+        "monitoring": {"scrape": "pod"},
+        "config": {"router": {"operator_access": {"metrics": "open"}}},
+    },
+    "hpa": {"monitoring": _WATCHED, "prefill": {"autoscaling": _HPA}, "decode": {"autoscaling": _HPA}},
+    "keda": {"monitoring": _WATCHED, "prefill": {"autoscaling": _KEDA}, "decode": {"autoscaling": _KEDA}},
+    "one pool grows": {"monitoring": _WATCHED, "decode": {"autoscaling": _KEDA | {"maxReplicas": 32}}},
+    "routers grow": {"router": {"autoscaling": {"enabled": True, "maxReplicas": 3}}},
+    "named clients": {"networkPolicy": {"clients": _PEERS}, "monitoring": _WATCHED},
+    "no policies": {"networkPolicy": {"enabled": False}},
+    "traces": {
+        "config": {"telemetry": {"otlp_endpoint": "http://otel.monitoring:4317", "sample_ratio": 0.1}},
+        "telemetry": {"headersSecret": {"name": "otel", "key": "headers"}},
+        "networkPolicy": {"collector": _PEERS},
+    },
+    "traces to a port that is not said": {"config": {"telemetry": {"otlp_endpoint": "https://otel.example.com"}}},
+    "long drains": {
+        "config": {"prefill": {"drain_s": 90.5}, "decode": {"drain_s": 600}},
+        "router": {"preStopSeconds": 45},
+    },
+    "stated graces": {
+        "router": {"terminationGracePeriodSeconds": 55},
+        "prefill": {"terminationGracePeriodSeconds": 45},
+        "decode": {"terminationGracePeriodSeconds": 300},
+    },
+    "disk cache": {
+        "config": {"engine": {"host_cache_bytes": 1 << 30, "disk_cache_bytes": 8 << 30, "disk_cache_path": "/kv"}},
+        "prefill": {"diskCache": {"size": "10Gi"}},
+        "decode": {"diskCache": {"size": "10Gi", "storageClass": "local"}},
+    },
+    "priorities": {"priorityClasses": {"create": True}, "decode": {"priorityClassName": "mine"}},
+    "scheduling": {
+        "router": {"affinity": {"nodeAffinity": {}}, "spread": {"nodes": "none", "zones": "none"}},
+        "decode": {"tolerations": [{"operator": "Exists"}], "nodeSelector": {"a": "b"}, "podLabels": {"x": "y"}},
+        "imagePullSecrets": ["registry"],
+    },
+    "digests": {
+        "requireDigests": True,
+        "images": {"router": {"digest": _DIGEST}, "worker": {"digest": _DIGEST}},
+        "redis": {"image": {"digest": _DIGEST}},
+    },
+    "audit and batches": {
+        "config": {"router": {"audit_log": {"path": "/var/log/tandem/audit"}, "batches": {"path": "/batches"}}},
+        "router": {
+            "extraVolumes": [
+                {"name": "audit", "emptyDir": {"sizeLimit": "1Gi"}},
+                {"name": "batches", "persistentVolumeClaim": {"claimName": "batches"}},
+            ],
+            "extraVolumeMounts": [
+                {"name": "audit", "mountPath": "/var/log/tandem"},
+                {"name": "batches", "mountPath": "/batches"},
+            ],
+        },
+    },
+    "IPv6, other ports, another name": {
+        "router": {"listen": "::", "ports": {"http": 8080, "grpc": 9090}},
+        "prefill": {"port": 7100},
+        "decode": {"port": 7200},
+        "nameOverride": "tandem",
+        "networkPolicy": {"kvPorts": {"first": 40000, "last": 50000}},
+    },
+    "much of the cluster's YAML": {
+        "config": {
+            "log_level": "debug",
+            "engine": {"kv_dtype": "int8", "memory_bytes": 17179869184, "eviction": "lfu"},
+            "router": {"max_inflight_requests": 4096, "processes": 8, "hedging": {}, "max_body_bytes": 16777216},
+            "prices": {},
+        },
+    },
+    "no test": {"test": {"enabled": False}, "networkPolicy": {"clients": _PEERS}},
+}
+IN_CI = ("defaults", "70b-2p4d", "tls of cert-manager", "gateway", "named clients", "hpa")
+
+BAD: dict[str, tuple[Values, str]] = {
+    "no such value": ({"replicas": 2}, "replicas"),
+    "no such value below": ({"router": {"replica": 2}}, "replica"),
+    "no such setting": ({"config": {"engine": {"blok_size": 16}}}, "blok_size"),
+    "no such section": ({"config": {"routr": {}}}, "routr"),
+    "a secret in the clear": ({"config": {"secret": "0123456789abcdef"}}, "secret"),
+    "keys in the clear": ({"config": {"router": {"api_keys": ["a"]}}}, "api_keys"),
+    "an address": ({"config": {"decode": {"addresses": ["a:1"]}}}, "addresses"),
+    "a Redis in the clear": ({"config": {"redis": {"url": "redis://x"}}}, "url"),
+    "block size": ({"config": {"engine": {"block_size": 24}}}, "/config/engine/block_size"),
+    "transport": ({"config": {"transfer": {"transport": "pigeon"}}}, "/config/transfer/transport"),
+    "too many workers": ({"config": {"decode": {"replicas": 257}}}, "/config/decode/replicas"),
+    "a text for a number": ({"config": {"router": {"max_queue_s": "long"}}}, "/config/router/max_queue_s"),
+    "a low port": ({"router": {"ports": {"http": 80}}}, "/router/ports/http"),
+    "a digest that is none": ({"images": {"worker": {"digest": "latest"}}}, "/images/worker/digest"),
+    "root": ({"securityContext": {"user": 0}}, "/securityContext/user"),
+    "a size that is none": ({"tmpSize": "big"}, "/tmpSize"),
+    "pull policy": ({"images": {"router": {"pullPolicy": "Sometimes"}}}, "/images/router/pullPolicy"),
+    "a tag where digests are asked for": (
+        {"requireDigests": True},
+        "requireDigests: the image tandem-router has no digest",
+    ),
+    "a group over nodes": ({"decode": {"nodesPerWorker": 2}}, "decode.nodesPerWorker: 2"),
+    "several GPUs hand over": (
+        {"config": {"decode": {"tensor_parallel_size": 2}}, "decode": {"gpu": {"enabled": True}}},
+        "config.decode.tensor_parallel_size: 2",
+    ),
+    "int8 on a GPU": (
+        {"config": {"engine": {"quantization": "int8"}}, "decode": {"gpu": {"enabled": True}}},
+        "config.engine.quantization: int8",
+    ),
+    "shared memory between pods": ({"config": {"transfer": {"transport": "shm"}}}, "config.transfer.transport: shm"),
+    "nixl into a GPU": (
+        {
+            "config": {"transfer": {"transport": "nixl", "isolated_network": True}},
+            "decode": {"gpu": {"enabled": True}},
+        },
+        "config.transfer.transport: nixl cannot write into GPU memory",
+    ),
+    "nixl over everybody's network": (
+        {"config": {"transfer": {"transport": "nixl"}}},
+        "config.transfer.isolated_network",
+    ),
+    "rdma over everybody's network": ({"prefill": {"rdma": {"enabled": True}}}, "prefill.rdma.enabled"),
+    "tls of what has none": (
+        {
+            "config": {"transfer": {"transport": "nixl", "isolated_network": True}},
+            "tls": {"kv": {"enabled": True, "existingSecret": "k"}},
+        },
+        "tls.kv.enabled: nixl",
+    ),
+    "no Redis": ({"redis": {"enabled": False}}, "redis.external.urlSecret"),
+    "a router's grace": (
+        {"router": {"terminationGracePeriodSeconds": 54}},
+        "router.terminationGracePeriodSeconds: 54 s",
+    ),
+    "a worker's grace": (
+        {"config": {"decode": {"drain_s": 31}}, "decode": {"terminationGracePeriodSeconds": 45}},
+        "decode.terminationGracePeriodSeconds: 45 s",
+    ),
+    "margin": ({"terminationMarginSeconds": 1}, "/terminationMarginSeconds"),
+    "open doors unsaid": ({"secrets": {"apiKeys": {"enabled": False}}}, "secrets.apiKeys.enabled"),
+    "locked probes": (
+        {"config": {"router": {"operator_access": {"readyz": "key"}}}},
+        "config.router.operator_access.readyz",
+    ),
+    "locked metrics": ({"monitoring": {"scrape": "service"}}, "monitoring.bearerSecret"),
+    "one port for two": ({"router": {"ports": {"http": 8001}}}, "router.ports: http and grpc are both 8001"),
+    "ingress without a name": ({"ingress": {"enabled": True}}, "ingress.host"),
+    "routes without a gateway": ({"gateway": {"enabled": True}}, "gateway.parentRefs"),
+    "tls of nobody": ({"tls": {"door": {"enabled": True}}}, "tls.door"),
+    "a volume without a claim": ({"model": {"source": "volume", "path": "m"}}, "model.cache.existingClaim"),
+    "a claim without a directory": (
+        {"model": {"source": "volume", "cache": {"existingClaim": "m"}}},
+        "model.path",
+    ),
+    "a hub without a model": ({"model": {"source": "hub"}}, "model.hub.id"),
+    "two caches": ({"model": {"cache": {"create": True, "existingClaim": "m"}}}, "model.cache.create"),
+    "scaling unseen": ({"decode": {"autoscaling": _HPA}}, "decode.autoscaling.mode: hpa"),
+    "scaling unrecorded": (
+        {"monitoring": _WATCHED | {"rules": {"enabled": False}}, "decode": {"autoscaling": _HPA}},
+        "monitoring.rules.enabled",
+    ),
+    "keda with nobody to ask": (
+        {"monitoring": _WATCHED | {"prometheusUrl": ""}, "prefill": {"autoscaling": _KEDA}},
+        "monitoring.prometheusUrl",
+    ),
+    "more at least than at most": (
+        {"monitoring": _WATCHED, "decode": {"autoscaling": _HPA | {"minReplicas": 9}}},
+        "decode.autoscaling.minReplicas",
+    ),
+    "a disk without a volume": (
+        {"config": {"engine": {"host_cache_bytes": 1, "disk_cache_bytes": 1, "disk_cache_path": "/kv"}}},
+        "prefill.diskCache.size",
+    ),
+}
