@@ -37,6 +37,12 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
     return min([_left_on_machine(root), *_left_in_groups(root)])
 
 
+def resident_bytes(root: Path = Path("/")) -> int:
+    """Memory of this process that is not paged out, what it shares included; 0 where nobody says."""
+    fields = (_text(root / "proc/self/statm") or "").split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") if len(fields) > 1 else 0
+
+
 def _left_on_machine(root: Path) -> int:
     kilobytes = _field(root / "proc/meminfo", "MemAvailable:")
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if kilobytes is None else kilobytes * 1024

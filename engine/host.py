@@ -15,6 +15,7 @@ from typing import TypeVar
 from engine.assembly import EngineParts
 from engine.constraints import AllOf, AllowedTokens, BannedSequences
 from engine.engine import Engine
+from engine.free_memory import resident_bytes
 from engine.guide import TokenGuide
 from engine.kv_events import KVEventBatch
 from engine.rates import RateMeter
@@ -23,7 +24,8 @@ from engine.scheduler import Scheduler
 from engine.stall import EngineStalled, StallWatch
 from engine.step import LayersDone, Load, StepOutput
 from engine.tier_assembly import keep_cached
-from engine.wire import events_to_pb, load_to_pb, stored_to_pb
+from engine.wire import events_to_pb, load_to_pb, stored_to_pb, work_to_pb
+from engine.work_meter import WorkMeter
 from tandem.errors import InvalidRequest, ServingError
 from tandem.prefix_pin import PinOrder, PinTold
 from tandem.session_port import LOAD_PERIOD_S, EventSink
@@ -45,6 +47,7 @@ class EngineHost:
         """`on_fatal` runs on the event loop when the engine has failed: the process must end."""
         self.parts = parts
         self.rates = RateMeter()
+        self._work = WorkMeter()
         self.kv_bytes_per_s = 0.0
         self._on_output: Callable[[StepOutput], None] = _ignore
         self._on_layers: Callable[[LayersDone], None] | None = None
@@ -153,6 +156,7 @@ class EngineHost:
             decode_step_s=self.rates.decode_step_s,
             kv_bytes_per_s=self.kv_bytes_per_s,
             step_age_s=self._stall_watch.age_s,
+            work=work_to_pb(self._work, self.parts, resident_bytes=resident_bytes()),
         )
 
     def _look_for_stall(self) -> None:
@@ -193,6 +197,7 @@ class EngineHost:
             self._load = output.load
             if output.timings is not None:
                 self.rates.observe(output.timings)
+            self._work.observe(output)
             self._publish(output.kv_events)
             self._on_output(output)
         except Exception as error:  # noqa: BLE001 - a callback of the loop: nobody else would be told

@@ -62,6 +62,12 @@ class ModelConfig:
         """Query heads that share one key-value head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def flops_per_token(self) -> int:
+        """Multiplications and additions of one token in the layers' products: neither attention nor the output head."""
+        projected = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return 2 * self.num_layers * self.hidden_size * (projected + 3 * self.intermediate_size)
+
     def digest(self) -> bytes:
         """Hash of all that changes the computation: not the end tokens, not the stored dtype."""
         values = asdict(self)

@@ -7,6 +7,7 @@ from engine.assembly import EngineParts
 from engine.kv_events import Cleared, Evicted, KVEvent, Stored
 from engine.request import SampledToken
 from engine.step import Load
+from engine.work_meter import WorkMeter
 from tandem.pin_wire import totals_to_pb
 from tandem.roles import WorkerRole
 from tandem.session_port import PROTOCOL_VERSION
@@ -37,7 +38,13 @@ def events_to_pb(events: Sequence[KVEvent]) -> list[pb.KVEvent] | None:
 
 
 def load_to_pb(
-    load: Load, *, prefill_tokens_per_s: float, decode_step_s: float, kv_bytes_per_s: float, step_age_s: float = 0.0
+    load: Load,
+    *,
+    prefill_tokens_per_s: float,
+    decode_step_s: float,
+    kv_bytes_per_s: float,
+    step_age_s: float = 0.0,
+    work: pb.WorkReport | None = None,
 ) -> pb.LoadSnapshot:
     """A load report."""
     return pb.LoadSnapshot(
@@ -53,6 +60,21 @@ def load_to_pb(
         num_quarantined_blocks=load.num_quarantined_blocks,
         cache_tiers=[pb.CacheTier(**asdict(counts)) for counts in load.tiers],
         pins=totals_to_pb(load.pins),
+        work=work,
+    )
+
+
+def work_to_pb(done: WorkMeter, parts: EngineParts, *, resident_bytes: int) -> pb.WorkReport:
+    """What the engine has done so far, and what it holds."""
+    size = parts.layout.tp_size
+    return pb.WorkReport(
+        prefill=pb.StepTotals(**asdict(done.prefill)),
+        decode=pb.StepTotals(**asdict(done.decode)),
+        preemptions=done.preemptions,
+        resident_bytes=resident_bytes,
+        weights_bytes=parts.budget.weights_bytes * size,
+        kv_bytes=parts.budget.kv_bytes * size,
+        flops_per_token=parts.model.flops_per_token,
     )
 
 

@@ -99,7 +99,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         decisions = DecisionLog(config.router.decisions_kept, clock=time.monotonic)
         admission = Admission(max_inflight=config.router.max_inflight_requests, clock=time.monotonic)
         dispatcher = make_dispatcher(config, registry, metrics, secret, decisions, admission)
-        gate = make_gate(config, dispatcher, admission, registry, time.monotonic, limits.limiter, metrics.registry)
+        gate = make_gate(config, dispatcher, admission, registry, time.monotonic, limits.limiter, metrics)
         frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret, tracer=tracer)
         _complete(stack, frontend, config, await _kept_prompts(stack, config, registry, place))
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))

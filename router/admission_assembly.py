@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry
-
 from router.admission import Admission
 from router.admission_metrics import AdmissionMetrics
 from router.admission_values import AdmissionPolicy
@@ -14,6 +12,7 @@ from router.dispatch import Dispatcher
 from router.fair_admission import FairAdmission
 from router.gate import Gate
 from router.health_metrics import HealthMetrics
+from router.metrics import RouterMetrics
 from router.shared_limits import SharedLimits, tenant_tags
 from router.surroundings import HedgingSettings
 from router.tenant_limits import Limiter
@@ -57,7 +56,7 @@ def make_gate(
     registry: WorkerRegistry,
     clock: Callable[[], float],
     limiter: Limiter,
-    metrics: CollectorRegistry,
+    metrics: RouterMetrics,
 ) -> Gate:
     """The gate of one router; `admission`: that of `dispatcher`, whose places bound what runs.
 
@@ -75,8 +74,8 @@ def make_gate(
         policy=admission_policy(config.router, max_running=config.engine.max_running_requests),
         clock=clock,
     )
-    metrics.register(AdmissionMetrics(fair))
-    metrics.register(HealthMetrics(dispatcher.health, clock))
+    metrics.registry.register(AdmissionMetrics(fair, metrics.tenants))
+    metrics.registry.register(HealthMetrics(dispatcher.health, clock))
     continuations = Continuations(
         most=config.router.max_inflight_requests, remembered_s=config.router.request_timeout_s, clock=clock
     )

@@ -7,20 +7,16 @@ from prometheus_client.registry import Collector
 
 from router.admission_counts import Rejection, TenantCounts
 from router.fair_admission import FairAdmission
-
-MAX_TENANTS = 1000
-"""Label values; further tenants are shown together, as `other`."""
-_OTHER = "other"
-_DIGEST_CHARS = 32
-_SHOWN_CHARS = 8
+from router.tenant_labels import TenantLabels
 
 
 class AdmissionMetrics(Collector):
     """Read from the books at each scrape."""
 
-    def __init__(self, admission: FairAdmission) -> None:
+    def __init__(self, admission: FairAdmission, labels: TenantLabels) -> None:
+        """`labels`: those of all metrics that name tenants."""
         self._admission = admission
-        self._labels: dict[str, str] = {}
+        self._labels = labels
 
     def collect(self) -> Iterable[Metric]:
         """The figures of now."""
@@ -54,21 +50,12 @@ class AdmissionMetrics(Collector):
     def _shown(self, tenants: Mapping[str, TenantCounts]) -> dict[str, TenantCounts]:
         shown: dict[str, TenantCounts] = {}
         for tenant, counts in tenants.items():
-            sums = shown.setdefault(self._label(tenant), TenantCounts())
+            sums = shown.setdefault(self._labels.of(tenant), TenantCounts())
             sums.requests += counts.requests
             sums.rejected += counts.rejected
             sums.input_tokens += counts.input_tokens
             sums.output_tokens += counts.output_tokens
         return shown
-
-    def _label(self, tenant: str) -> str:
-        """A tenant keeps the label that it had first. Of a key without a name the beginning of its digest is enough."""
-        if (label := self._labels.get(tenant)) is None:
-            if len(self._labels) >= MAX_TENANTS:
-                return _OTHER
-            label = f"key-{tenant[:_SHOWN_CHARS]}" if len(tenant) == _DIGEST_CHARS else tenant or "default"
-            self._labels[tenant] = label
-        return label
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from router.asked import ClientFields, Prepared
 from router.frontend import Frontend
-from router.metrics import RequestMeter
 from router.reading import ReadAsk
+from router.request_meter import RequestMeter
 from router.requests import Generator
 from router.text_stream import WholeText, read_text
 from router.usage import Usage

@@ -46,11 +46,12 @@ class Total(Collector):
 class Totals(Collector):
     """A counter by labels, whose values must be few."""
 
-    def __init__(self, name: str, text: str, labels: Sequence[str]) -> None:
+    def __init__(self, name: str, text: str, labels: Sequence[str], *, known: Iterable[tuple[str, ...]] = ()) -> None:
+        """`known`: label values that are shown from the beginning, so that a rate sees their first increment."""
         self._name = name
         self._text = text
         self._labels = tuple(labels)
-        self._values: dict[tuple[str, ...], float] = {}
+        self._values: dict[tuple[str, ...], float] = dict.fromkeys(known, 0.0)
 
     def inc(self, *values: str, amount: float = 1.0) -> None:
         """Add, under the labels' values in their order."""
@@ -97,11 +98,45 @@ class Spread(Collector):
     def collect(self) -> Iterable[Metric]:
         """See Collector."""
         family = HistogramMetricFamily(self._name, self._text, labels=tuple(self._labels))
-        buckets, reached = [], 0
-        for index, count in enumerate(self._counts):
-            reached += count
-            if (bound := self._shown.get(index)) is not None:
-                buckets.append((bound, reached))
-        buckets.append(("+Inf", reached))
-        family.add_metric(tuple(self._labels.values()), buckets, self._sum)
+        family.add_metric(tuple(self._labels.values()), _buckets(self._counts, self._shown), self._sum)
         yield family
+
+
+class Spreads(Collector):
+    """A histogram by labels, whose values must be few."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float], labels: Sequence[str]) -> None:
+        """`bounds`: upper ends of buckets, ascending, without infinity."""
+        self._name = name
+        self._text = text
+        self._bounds = tuple(bounds)
+        self._shown = dict(enumerate(map(floatToGoString, bounds)))
+        self._labels = tuple(labels)
+        self._counts: dict[tuple[str, ...], list[int]] = {}
+        self._sums: dict[tuple[str, ...], float] = {}
+
+    def observe(self, value: float, *labels: str) -> None:
+        """One observation, under the labels' values in their order."""
+        if (counts := self._counts.get(labels)) is None:
+            counts = self._counts[labels] = [0] * (len(self._bounds) + 1)
+            self._sums[labels] = 0.0
+        counts[bisect_left(self._bounds, value)] += 1
+        self._sums[labels] += value
+
+    def collect(self) -> Iterable[Metric]:
+        """See Collector."""
+        family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
+        for labels, counts in self._counts.items():
+            family.add_metric(labels, _buckets(counts, self._shown), self._sums[labels])
+        yield family
+
+
+def _buckets(counts: Sequence[int], shown: Mapping[int, str]) -> list[tuple[str, float]]:
+    """Cumulative; `shown`: the upper ends of those that are."""
+    buckets: list[tuple[str, float]] = []
+    reached = 0
+    for index, count in enumerate(counts):
+        reached += count
+        if (bound := shown.get(index)) is not None:
+            buckets.append((bound, reached))
+    return [*buckets, ("+Inf", reached)]

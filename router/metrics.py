@@ -1,32 +1,34 @@
 """Every metric of the router, in its own registry: nothing is global, so tests and processes may hold several.
 
 Names under `vllm:` mean what they mean in vLLM (buckets too), so that existing dashboards work; `tandem_` names are
-ours. The doors measure requests through `RequestMeter`; `RouterMetrics` is dispatch's observer as well.
+ours. The doors measure requests through `router.request_meter`; `RouterMetrics` is dispatch's observer as well.
 Label values are ours alone, never a client's words.
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
-from typing import Self, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import islice
+from typing import Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from router.audit import current_entry
+from router.attempts import RetryReason
 from router.board_metrics import PublishMetrics
 from router.instruments import Spread, Total, Totals
 from router.pin_metrics import PinMetrics
+from router.placement import PlacementReason
 from router.placement_metrics import PlacementMetrics
-from router.requests import ChoiceFinish, RoutedRequest
-from router.spending import Spent
+from router.request_slices import SliceMetrics
 from router.status.quantiles import FINE_BOUNDS_S
+from router.tenant_labels import TenantLabels
 from router.tenant_usage import TenantUsage
 from router.tier_metrics import TierMetrics
 from router.transfer_metrics import TransferMetrics
+from router.usage_metrics import UsageMetrics
+from router.work_metrics import WorkMetrics
 from router.worker_view import WorkerSnapshot
-from tandem.errors import Code, ServingError
-from tandem.tracing import Span
+from tandem.errors import Code
+from tandem.outputs import FinishReason
 
 _TTFT = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -44,6 +46,15 @@ _TRANSFER = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 
 _LABELS = ("model_name", "engine")
 _ENGINE = "router"
 _I = TypeVar("_I", Total, Totals, Spread)
+
+
+class _Aging(Protocol):
+    """A request that has not ended."""
+
+    @property
+    def age_s(self) -> float:
+        """Since it came."""
+        ...
 
 
 class RouterMetrics:
@@ -71,14 +82,48 @@ class RouterMetrics:
         self.prompt_size = self._histogram("vllm:request_prompt_tokens", "Prompt tokens per request", _TOKENS)
         self.answer_size = self._histogram("vllm:request_generation_tokens", "Tokens per choice", _TOKENS)
         self.transfer_time = self._histogram("tandem_transfer_seconds", "KV transfer not hidden by prefill", _TRANSFER)
-        self._success = self._counters("vllm:request_success", "Choices that ended well", (*_LABELS, "finished_reason"))
-        self._failures = self._counters("tandem_request_failures", "Requests that failed", ("code",))
+        self._add_outcomes()
+        self._add_workers()
+        self._transfers, self._tiers, self._publishing = TransferMetrics(), TierMetrics(), PublishMetrics()
+        self._pins, self._work = PinMetrics(), WorkMetrics(model_name)
+        self.tenants = TenantLabels()
+        shown = (self._transfers, self._tiers, self._publishing, self._pins, self._work)
+        for collector in (*shown, UsageMetrics(self.usage, self.tenants)):
+            self.registry.register(collector)
+        self.placement = PlacementMetrics(self.registry)
+        self.slices = SliceMetrics(self.registry, self.tenants)
+        self._open: dict[_Aging, None] = {}
+        oldest = Gauge("tandem_oldest_request_seconds", "Age of the oldest unfinished request", registry=self.registry)
+        oldest.set_function(lambda: max((meter.age_s for meter in islice(self._open, 1)), default=0.0))
+
+    def _add_outcomes(self) -> None:
+        """How requests, calls and attempts ended."""
+        self._success = self._counters(
+            "vllm:request_success",
+            "Choices that ended well",
+            (*_LABELS, "finished_reason"),
+            known=[(*self._model, reason.value) for reason in (FinishReason.STOP, FinishReason.LENGTH)],
+        )
+        self._failures = self._counters(
+            "tandem_request_failures", "Requests that failed", ("code",), known=[(code.value,) for code in Code]
+        )
         self._http = self._counters("tandem_http_requests", "HTTP answers", ("route", "method", "status"))
         self._rpcs = Counter("tandem_grpc_requests", "gRPC answers", ("method", "code"), registry=self.registry)
-        self._placements = self._counters("tandem_placements", "Where prompts were computed", ("reason",))
-        self._retries = Counter(
-            "tandem_dispatch_retries", "Attempts after the first", ("reason",), registry=self.registry
+        self._placements = self._counters(
+            "tandem_placements",
+            "Where prompts were computed",
+            ("reason",),
+            known=[(reason.value,) for reason in PlacementReason],
         )
+        self._retries = self._counters(
+            "tandem_dispatch_retries",
+            "Attempts after the first",
+            ("reason",),
+            known=[(reason.value,) for reason in RetryReason],
+        )
+
+    def _add_workers(self) -> None:
+        """What each worker says of itself, but for what collectors of their own show."""
         self._workers = Gauge("tandem_workers", "Workers by role and state", ("role", "state"), registry=self.registry)
         self._pool = self._of_worker("tandem_worker_kv_blocks", "KV blocks by state", "state")
         self._requests = self._of_worker("tandem_worker_requests", "Requests by state", "state")
@@ -88,11 +133,6 @@ class RouterMetrics:
         self._kv_usage = Gauge(
             "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", _LABELS, registry=self.registry
         )
-        self._transfers, self._tiers, self._publishing = TransferMetrics(), TierMetrics(), PublishMetrics()
-        self._pins = PinMetrics()
-        for collector in (self._transfers, self._tiers, self._publishing, self._pins):
-            self.registry.register(collector)
-        self.placement = PlacementMetrics(self.registry)
 
     def on_render(self, refresh: Callable[[], None]) -> None:
         """`refresh` brings gauges up to date before each scrape."""
@@ -143,7 +183,7 @@ class RouterMetrics:
 
     def retried(self, reason: str) -> None:
         """Dispatch tries again; a value of RetryReason."""
-        self._retries.labels(reason).inc()
+        self._retries.inc(reason)
 
     def workers(self, role: str, state: str, count: int) -> None:
         """How many workers of a role are in a state, such as (`decode`, `healthy`)."""
@@ -159,6 +199,7 @@ class RouterMetrics:
         self._transfers.show(snapshots)
         self._tiers.show(snapshots)
         self._pins.show(snapshots)
+        self._work.show(snapshots)
         self._publishing.show(tuple(snapshots))
         for snapshot in snapshots:
             info, load = snapshot.info, snapshot.load
@@ -182,8 +223,18 @@ class RouterMetrics:
     def _counter(self, name: str, text: str) -> Total:
         return self._registered(Total(name, text, CounterMetricFamily, dict(zip(_LABELS, self._model, strict=True))))
 
-    def _counters(self, name: str, text: str, labels: Sequence[str]) -> Totals:
-        return self._registered(Totals(name, text, labels))
+    def _counters(
+        self, name: str, text: str, labels: Sequence[str], *, known: Iterable[tuple[str, ...]] = ()
+    ) -> Totals:
+        return self._registered(Totals(name, text, labels, known=known))
+
+    def opened(self, meter: _Aging) -> None:
+        """A request came."""
+        self._open[meter] = None
+
+    def closed(self, meter: _Aging) -> None:
+        """It has ended."""
+        self._open.pop(meter, None)
 
     def _gauge(self, name: str, text: str) -> Total:
         return self._registered(Total(name, text, GaugeMetricFamily, dict(zip(_LABELS, self._model, strict=True))))
@@ -202,136 +253,3 @@ class RouterMetrics:
 
 def _nothing() -> None:
     """Until somebody refreshes gauges."""
-
-
-class RequestMeter:
-    """One request's measurements; a context manager around its stream."""
-
-    def __init__(
-        self,
-        metrics: RouterMetrics,
-        clock: Callable[[], float],
-        *,
-        prompt_tokens: int,
-        choices: int,
-        span: Span | None = None,
-        tenant: str = "",
-    ) -> None:
-        """`span`: of the request; ends with it. `tenant`: whose totals it counts for."""
-        self._metrics = metrics
-        self._tenant = tenant
-        self._span = span
-        self._finishes: list[ChoiceFinish] = []
-        self._clock = clock
-        self._prompt_tokens = prompt_tokens
-        self._start = clock()
-        self._last: list[float | None] = [None] * choices
-        self._counts = [0] * choices
-        self._began = False
-
-    @classmethod
-    def of(cls, request: RoutedRequest, metrics: RouterMetrics, clock: Callable[[], float]) -> Self:
-        """Of one request of a client."""
-        return cls(
-            metrics,
-            clock,
-            prompt_tokens=len(request.prompt_token_ids),
-            choices=request.num_choices,
-            span=request.span,
-            tenant=request.tenant,
-        )
-
-    def __enter__(self) -> Self:
-        self._metrics.waiting.inc()
-        self._metrics.prompt_tokens.inc(self._prompt_tokens)
-        self._metrics.prompt_size.observe(self._prompt_tokens)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        (self._metrics.running if self._began else self._metrics.waiting).dec()
-        if (entry := current_entry()) is not None:
-            entry.prompt_tokens += self._prompt_tokens
-            entry.completion_tokens += sum(self._counts)
-        code = _code_of(error)
-        if code is not None:
-            self._metrics.failed(code)
-        if self._began or self._finishes:
-            self._metrics.usage.add(self._tenant, self._spent())
-        if self._span is not None:
-            self._end_span(self._span, code)
-
-    def tokens(self, choice: int, count: int) -> None:
-        """`count` tokens of one choice arrived together."""
-        if count == 0:
-            return
-        now = self._clock()
-        if not self._began:
-            self._began = True
-            self._metrics.waiting.dec()
-            self._metrics.running.inc()
-            self._metrics.ttft.observe(now - self._start)
-            if self._span is not None:
-                self._span.event("first_token", now)
-        if (last := self._last[choice]) is not None:
-            self._metrics.itl.observe((now - last) / count, count)
-        self._last[choice] = now
-        self._counts[choice] += count
-        self._metrics.generation_tokens.value += count
-
-    def choice_finished(self, choice: int, finish: ChoiceFinish) -> None:
-        """One choice ended; its phase times are the workers' own."""
-        metrics, times = self._metrics, finish.times
-        self._finishes.append(finish)
-        metrics.succeeded(finish.reason.value)
-        metrics.answer_size.observe(self._counts[choice])
-        metrics.prefix_queries.inc(self._prompt_tokens)
-        metrics.prefix_hits.inc(finish.cached_tokens)
-        metrics.queue_time.observe(times.prefill_queue_s + times.decode_queue_s)
-        metrics.prefill_time.observe(times.prefill_s)
-        metrics.transfer_time.observe(times.transfer_s)
-        metrics.decode_time.observe(times.transfer_s + times.decode_queue_s + times.decode_s)
-
-    def succeeded(self) -> None:
-        """All choices ended."""
-        self._metrics.e2e.observe(self._clock() - self._start)
-
-    def _spent(self) -> Spent:
-        """By choices that have ended; of the others the tokens alone are known."""
-        whole = Spent(
-            requests=1,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._least_cached(),
-            completion_tokens=sum(self._counts),
-        )
-        for finish in self._finishes:
-            whole = whole.with_choice(
-                finish.times, computed_tokens=finish.computed_tokens, needed_tokens=finish.needed_tokens
-            )
-        return whole
-
-    def _least_cached(self) -> int:
-        return min((finish.cached_tokens for finish in self._finishes), default=0)
-
-    def _end_span(self, span: Span, code: Code | None) -> None:
-        span.attributes.update(
-            {
-                "gen_ai.usage.input_tokens": self._prompt_tokens,
-                "gen_ai.usage.output_tokens": sum(self._counts),
-                "gen_ai.usage.cache_read.input_tokens": self._least_cached(),
-                "gen_ai.response.finish_reasons": tuple(finish.reason.value for finish in self._finishes),
-            }
-        )
-        if code is not None:
-            span.attributes["error.type"] = code.value
-            span.fail(code.value)
-        span.end(self._clock())
-
-
-def _code_of(error: BaseException | None) -> Code | None:
-    if isinstance(error, ServingError):
-        return error.code
-    if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
-        return Code.CANCELLED
-    return None if error is None else Code.INTERNAL

@@ -16,7 +16,16 @@ from router.session_events import (
     TransferFailed,
 )
 from router.transfer_wire import transfers_from_pb
-from router.worker_view import BoardReport, CacheTierLoad, PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
+from router.worker_view import (
+    BoardReport,
+    CacheTierLoad,
+    PrefixChange,
+    StepTotals,
+    WorkerInfo,
+    WorkerKey,
+    WorkerLoad,
+    WorkReport,
+)
 from tandem.cached_chain import chains_from_pb, chains_to_pb
 from tandem.errors import InvalidRequest
 from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
@@ -236,7 +245,24 @@ def load_from_pb(load: pb.LoadSnapshot) -> WorkerLoad:
         step_age_s=load.step_age_s,
         pins=totals_from_pb(load.pins),
         board=_board_from_pb(load.board) if load.HasField("board") else None,
+        work=_work_from_pb(load.work) if load.HasField("work") else None,
     )
+
+
+def _work_from_pb(work: pb.WorkReport) -> WorkReport:
+    return WorkReport(
+        prefill=_steps_from_pb(work.prefill),
+        decode=_steps_from_pb(work.decode),
+        preemptions=work.preemptions,
+        resident_bytes=work.resident_bytes,
+        weights_bytes=work.weights_bytes,
+        kv_bytes=work.kv_bytes,
+        flops_per_token=work.flops_per_token,
+    )
+
+
+def _steps_from_pb(totals: pb.StepTotals) -> StepTotals:
+    return StepTotals(steps=totals.steps, seconds=totals.seconds, tokens=totals.tokens, requests=totals.requests)
 
 
 def _board_from_pb(board: pb.BoardReport) -> BoardReport:

@@ -30,6 +30,11 @@ class TenantUsage:
             tenant = OTHERS
         self._spent[tenant] = self._spent.get(tenant, Spent()).plus(spent)
 
+    @property
+    def spent(self) -> Mapping[str, Spent]:
+        """By tenant, in this process."""
+        return self._spent
+
     def collect_with(self, others: Callable[[], Awaitable[list[bytes]]]) -> None:
         """`others` brings the books of the processes beside this one."""
         self._others = others

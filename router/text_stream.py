@@ -12,8 +12,8 @@ from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 from router.asked import Prepared
-from router.metrics import RequestMeter
 from router.reading import PromptReading
+from router.request_meter import RequestMeter
 from router.requests import ChoiceDelta, ChoiceFinish, Generator
 from router.stop_strings import StopMatcher
 from router.stream_ids import ChoicePosition
@@ -211,14 +211,22 @@ class TextReader(Protocol):
 class _AlongReader:
     """A `Reader` that shows each delta's text at once."""
 
-    def __init__(self, text: RequestText, show: TextReader) -> None:
+    def __init__(self, text: RequestText, show: TextReader, meter: RequestMeter | None = None) -> None:
+        """`meter`: hears when the first tokens were shown."""
         self._feed = text.feed
         self._show = show.take
+        self._unshown = meter
         self.ready = show.ready
 
     def take(self, delta: ChoiceDelta) -> bool:
         shown = self._feed(delta)
-        return shown is not None and self._show(shown)
+        if shown is None:
+            return False
+        is_enough = self._show(shown)
+        if self._unshown is not None and shown.tokens:
+            self._unshown.first_shown()
+            self._unshown = None
+        return is_enough
 
 
 class _EndReader:
@@ -301,7 +309,9 @@ async def _read(
     """`refusal`: of the whole call, which each of its requests counts."""
     request, show = showing.prepared.request, showing.show
     text = RequestText(generator, showing.prepared, tokenizer, meter, showing.first_index)
-    reader = _AlongReader(text, show) if request.reads_along else _EndReader(text, meter, show, request.num_choices)
+    reader = (
+        _AlongReader(text, show, meter) if request.reads_along else _EndReader(text, meter, show, request.num_choices)
+    )
     with meter:
         if refusal is not None:
             raise refusal

@@ -149,6 +149,34 @@ class BoardReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepTotals:
+    """Steps of one kind: totals since the worker's start."""
+
+    steps: int
+    seconds: float
+    tokens: int
+    requests: int
+    """Summed over steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkReport:
+    """What a worker's engine has done, and what it holds."""
+
+    prefill: StepTotals
+    """Steps that computed prompts."""
+    decode: StepTotals
+    """Steps that only made one token for each request."""
+    preemptions: int
+    resident_bytes: int
+    """Host memory of the worker's first process; 0: not known."""
+    weights_bytes: int
+    kv_bytes: int
+    flops_per_token: int
+    """In the layers' products alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
     """A worker's latest word on its work. A rate of 0 was not measured yet."""
 
@@ -175,6 +203,8 @@ class WorkerLoad:
     step_age_s: float = 0.0
     """For how long its engine has been in the same step."""
     pins: PinTotals = NO_PINS
+    work: WorkReport | None = None
+    """None of a worker that does not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

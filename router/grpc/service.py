@@ -24,9 +24,10 @@ from router.grpc.conversation_asked import check_unmarked, marks_of, messages_of
 from router.grpc.errors import caller_of
 from router.grpc.unknown_fields import check_known
 from router.marked_prefixes import prepare_marked
-from router.metrics import RequestMeter, RouterMetrics
+from router.metrics import RouterMetrics
 from router.named_prompts import NamedPrompts, prepare_named
 from router.pattern_search import PatternSearch
+from router.request_meter import RequestMeter
 from router.requests import Generator
 from router.selected import check_selection
 from router.slow_reader import WRITE_TIMEOUT_S

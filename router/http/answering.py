@@ -9,7 +9,8 @@ from starlette.requests import Request
 from router.asked import Prepared
 from router.frontend import Frontend
 from router.http.json_body import BodyBounds, read_object
-from router.metrics import RequestMeter, RouterMetrics
+from router.metrics import RouterMetrics
+from router.request_meter import RequestMeter
 from router.requests import Generator
 from router.text_stream import TextReader, read_text
 

@@ -19,7 +19,8 @@ from router.http.link import WhileConnected
 from router.http.schemas import validate
 from router.http.strict_body import StrictBody
 from router.http.whole_answer import WholeResponse
-from router.metrics import RequestMeter, RouterMetrics
+from router.metrics import RouterMetrics
+from router.request_meter import RequestMeter
 from router.requests import Generator
 from tandem.config import RouterConfig
 from tandem.errors import InvalidRequest

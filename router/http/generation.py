@@ -23,9 +23,10 @@ from router.http.sse import EventStream, SseResponse
 from router.http.tool_answer import CallingChatAnswer
 from router.http.usage_json import usage_object
 from router.http.whole_answer import WholeResponse, whole_content
-from router.metrics import RequestMeter, RouterMetrics
+from router.metrics import RouterMetrics
 from router.named_prompts import NamedPrompts, prepare_named
 from router.pattern_search import PatternSearch
+from router.request_meter import RequestMeter
 from router.request_names import check_request_id
 from router.requests import Generator
 from router.selected import Selected, check_selection, renumbered, select

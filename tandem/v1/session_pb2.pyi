@@ -331,7 +331,7 @@ class KVEvent(_message.Message):
     def __init__(self, block_hash: _Optional[bytes] = ..., stored: bool = ...) -> None: ...
 
 class LoadSnapshot(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "backlog_tokens", "num_free_blocks", "num_total_blocks", "prefill_tokens_per_s", "decode_step_s", "kv_bytes_per_s", "num_quarantined_blocks", "cache_tiers", "context_tokens", "transfers", "report_number", "board", "step_age_s", "pins")
+    __slots__ = ("num_running", "num_waiting", "backlog_tokens", "num_free_blocks", "num_total_blocks", "prefill_tokens_per_s", "decode_step_s", "kv_bytes_per_s", "num_quarantined_blocks", "cache_tiers", "context_tokens", "transfers", "report_number", "board", "step_age_s", "pins", "work")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     BACKLOG_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -348,6 +348,7 @@ class LoadSnapshot(_message.Message):
     BOARD_FIELD_NUMBER: _ClassVar[int]
     STEP_AGE_S_FIELD_NUMBER: _ClassVar[int]
     PINS_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     backlog_tokens: int
@@ -364,7 +365,38 @@ class LoadSnapshot(_message.Message):
     board: BoardReport
     step_age_s: float
     pins: _pins_pb2.PinReport
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., kv_bytes_per_s: _Optional[float] = ..., num_quarantined_blocks: _Optional[int] = ..., cache_tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ..., context_tokens: _Optional[int] = ..., transfers: _Optional[_Union[TransferReport, _Mapping]] = ..., report_number: _Optional[int] = ..., board: _Optional[_Union[BoardReport, _Mapping]] = ..., step_age_s: _Optional[float] = ..., pins: _Optional[_Union[_pins_pb2.PinReport, _Mapping]] = ...) -> None: ...
+    work: WorkReport
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., kv_bytes_per_s: _Optional[float] = ..., num_quarantined_blocks: _Optional[int] = ..., cache_tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ..., context_tokens: _Optional[int] = ..., transfers: _Optional[_Union[TransferReport, _Mapping]] = ..., report_number: _Optional[int] = ..., board: _Optional[_Union[BoardReport, _Mapping]] = ..., step_age_s: _Optional[float] = ..., pins: _Optional[_Union[_pins_pb2.PinReport, _Mapping]] = ..., work: _Optional[_Union[WorkReport, _Mapping]] = ...) -> None: ...
+
+class WorkReport(_message.Message):
+    __slots__ = ("prefill", "decode", "preemptions", "resident_bytes", "weights_bytes", "kv_bytes", "flops_per_token")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FLOPS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    prefill: StepTotals
+    decode: StepTotals
+    preemptions: int
+    resident_bytes: int
+    weights_bytes: int
+    kv_bytes: int
+    flops_per_token: int
+    def __init__(self, prefill: _Optional[_Union[StepTotals, _Mapping]] = ..., decode: _Optional[_Union[StepTotals, _Mapping]] = ..., preemptions: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., flops_per_token: _Optional[int] = ...) -> None: ...
+
+class StepTotals(_message.Message):
+    __slots__ = ("steps", "seconds", "tokens", "requests")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    seconds: float
+    tokens: int
+    requests: int
+    def __init__(self, steps: _Optional[int] = ..., seconds: _Optional[float] = ..., tokens: _Optional[int] = ..., requests: _Optional[int] = ...) -> None: ...
 
 class BoardReport(_message.Message):
     __slots__ = ("up", "connects", "entries", "states", "lag_s")

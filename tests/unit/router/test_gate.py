@@ -8,9 +8,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.admission_counts import Rejection
-from router.admission_metrics import MAX_TENANTS, AdmissionMetrics
+from router.admission_metrics import AdmissionMetrics
 from router.admission_values import Entry
 from router.frontend import MAX_PRIORITY
+from router.tenant_labels import MAX_TENANTS, TenantLabels
 from tandem.admission_config import LimitsConfig, TenantLimits
 from tandem.errors import Overloaded, RequestTooLarge, Unavailable
 from tests.fake_worker import FakeWorker, Submission, expected_tokens, hold
@@ -145,7 +146,7 @@ async def test_metrics_show_the_queue_and_cap_the_tenants() -> None:
     worker = FakeWorker("d0", script=hold)
     async with gated(worker, running=2000) as (gate, _):
         registry = CollectorRegistry()
-        registry.register(AdmissionMetrics(gate.admission))
+        registry.register(AdmissionMetrics(gate.admission, TenantLabels()))
         counts = gate.admission.counts
         counts.rejected(Rejection.DEADLINE, "named")
         for number in range(MAX_TENANTS + 5):

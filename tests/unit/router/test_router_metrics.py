@@ -6,7 +6,8 @@ from engine.step import Load
 from engine.tier_counts import TierCounts
 from engine.wire import load_to_pb
 from router.attempts import RetryReason
-from router.metrics import RequestMeter, RouterMetrics
+from router.metrics import RouterMetrics
+from router.request_meter import RequestMeter
 from router.requests import ChoiceFinish
 from router.session_wire import load_from_pb
 from router.worker_view import WorkerLoad
@@ -116,6 +117,15 @@ def test_one_request() -> None:
     assert {name: value(metrics, name) for name in expected} == expected
     length = {"model_name": "m", "engine": "router", "finished_reason": "length"}
     assert value(metrics, "vllm:request_success_total", **length) == 1
+
+
+def test_the_oldest_request_is_shown_until_it_ends() -> None:
+    metrics, clock = RouterMetrics("m"), Clock()
+    with RequestMeter(metrics, clock, prompt_tokens=1, choices=1, arrived_s=-1.0):
+        clock.now = 2.0
+        with RequestMeter(metrics, clock, prompt_tokens=1, choices=1):
+            assert metrics.registry.get_sample_value("tandem_oldest_request_seconds") == 3.0
+    assert metrics.registry.get_sample_value("tandem_oldest_request_seconds") == 0.0
 
 
 def test_failures_leave_no_gauge_behind() -> None:

@@ -8,7 +8,8 @@ import httpx
 import pytest
 
 from router.grpc.server import GrpcDoor, build_server
-from router.metrics import RequestMeter, RouterMetrics
+from router.metrics import RouterMetrics
+from router.request_meter import RequestMeter
 from router.tokenizer import Tokenizer
 from tandem.errors import Unavailable
 from tandem.roles import WorkerRole

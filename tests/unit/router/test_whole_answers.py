@@ -10,7 +10,7 @@ from router.asked import ClientFields, Prepared
 from router.http import whole_answer
 from router.http.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer
 from router.http.whole_answer import whole_content
-from router.metrics import RequestMeter
+from router.request_meter import RequestMeter
 from router.text_stream import TextDelta, WholeText, read_text
 from router.tokenizer import Tokenizer
 from tandem.config import RouterConfig

@@ -245,7 +245,7 @@ class WholeRouter:
         self.limiter = Limiter(limits, clock=self.clock)
         config = ClusterConfig(router=RouterConfig(queue=QueueConfig(max_running_per_worker=8)))
         self.gate = make_gate(
-            config, self.dispatcher, self.places, self.registry, self.clock, self.limiter, self.metrics.registry
+            config, self.dispatcher, self.places, self.registry, self.clock, self.limiter, self.metrics
         )
         self.readiness = Readiness(self.registry, self.metrics, lambda _: True)
         self.workers = [PortWorker(f"d{i}", self) for i in range(num_decode)]

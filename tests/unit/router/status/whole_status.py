@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 
 from router.asked import ModelInfo
-from router.metrics import RequestMeter
+from router.request_meter import RequestMeter
 from router.requests import ChoiceFinish
 from router.status.feed import StatusFeed
 from router.status.part import StatusSources

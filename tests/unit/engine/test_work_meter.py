@@ -1,0 +1,47 @@
+"""What a worker's steps add up to, and how routers show it."""
+
+import pytest
+
+from engine.step import StepOutput, StepTimings
+from engine.work_meter import WorkMeter
+from router.metrics import RouterMetrics
+from router.session_wire import load_from_pb
+from tandem.v1 import session_pb2 as pb
+from tests.unit.router.test_placement import worker
+
+
+def output(num_tokens: int, num_requests: int, seconds: float, preemptions: tuple[str, ...] = ()) -> StepOutput:
+    timings = StepTimings(0.0, seconds, 0.0, num_tokens, num_requests)
+    empty: tuple[()] = ()
+    return StepOutput(empty, empty, empty, preemptions, None, None, timings)  # type: ignore[arg-type]
+
+
+def test_steps_are_told_apart_by_what_they_computed() -> None:
+    meter = WorkMeter()
+    for step in (output(100, 2, 0.5), output(4, 4, 0.125, ("r",)), output(8, 8, 0.125)):
+        meter.observe(step)
+    meter.observe(output(1, 1, 1.0, ("q", "r"))._replace(timings=None))
+    assert (meter.prefill.steps, meter.prefill.tokens, meter.prefill.seconds) == (1, 100, 0.5)
+    assert (meter.decode.steps, meter.decode.requests, meter.decode.seconds) == (2, 12, 0.25)
+    assert meter.preemptions == 3
+
+
+def test_what_a_worker_reports_is_shown_under_its_name() -> None:
+    told = pb.LoadSnapshot(
+        work=pb.WorkReport(
+            decode=pb.StepTotals(steps=3, seconds=1.5, tokens=9, requests=9),
+            preemptions=2,
+            resident_bytes=7,
+            flops_per_token=11,
+        )
+    )
+    metrics = RouterMetrics("m")
+    metrics.worker_loads([worker("w", load=load_from_pb(told))])
+    value, labels = metrics.registry.get_sample_value, {"worker": "w", "role": "decode"}
+    assert value("tandem_worker_step_seconds_total", labels | {"kind": "decode"}) == pytest.approx(1.5)
+    assert value("tandem_worker_step_requests_total", labels | {"kind": "prefill"}) == 0
+    assert value("tandem_worker_memory_bytes", labels | {"kind": "resident"}) == 7
+    assert value("tandem_worker_flops_per_token", labels) == 11
+    assert value("vllm:num_preemptions_total", {"model_name": "m", "engine": "w"}) == 2
+    metrics.worker_loads([worker("old", load=load_from_pb(pb.LoadSnapshot()))])
+    assert value("tandem_worker_flops_per_token", labels) is None

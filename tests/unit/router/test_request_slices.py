@@ -1,0 +1,74 @@
+"""What one ended request adds to the slices, and that tenants' labels are bounded."""
+
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from router.request_slices import FirstTokens, RequestTraits, SliceMetrics, length_bucket
+from router.requests import ChoiceFinish
+from router.tenant_labels import TenantLabels
+from tandem.outputs import CachedTokens, FinishReason, PhaseTimes
+
+INSTANTS = FirstTokens(arrived_s=10.0, prepared_s=10.25, first_s=12.0, second_s=12.5, shown_s=12.125, last_s=14.0)
+TIMES = PhaseTimes(
+    router_queue_s=0.75,
+    prefill_queue_s=0.25,
+    prefill_s=1.0,
+    transfer_s=0.25,
+    cached=CachedTokens(prefill_pool=64, fetched=36),
+)
+
+
+def shown(*, finishes: bool = True, traits: RequestTraits | None = None, tenants: TenantLabels | None = None) -> Any:
+    registry = CollectorRegistry()
+    metrics = SliceMetrics(registry, tenants or TenantLabels())
+    finish = ChoiceFinish(reason=FinishReason.STOP, cached_tokens=100, times=TIMES)
+    metrics.ended(
+        traits or RequestTraits(prompt_tokens=600, guided=True, tenant="a"), INSTANTS, [finish] if finishes else [], 5
+    )
+    return registry.get_sample_value
+
+
+def test_the_first_token_is_split_into_phases_that_leave_nothing_counted_twice() -> None:
+    value = shown()
+    phases = {
+        name: value("tandem_ttft_phase_seconds_sum", {"phase": name})
+        for name in ("preprocess", "queue", "prefill", "first_decode", "serialize")
+    }
+    # The router's queue is counted from the arrival, so preprocessing is taken out of it.
+    assert phases == {"preprocess": 0.25, "queue": 0.75, "prefill": 1.0, "first_decode": 0.5, "serialize": 0.125}
+
+
+def test_a_request_is_counted_under_its_kind() -> None:
+    value = shown()
+    kind = {"pool": "prefill", "prompt": "2k", "guided": "yes"}
+    assert value("tandem_slice_ttft_seconds_sum", kind | {"cached": "some"}) == 2.0
+    assert value("tandem_slice_time_per_output_token_seconds_sum", kind | {"output": "128"}) == 0.5
+    assert value("tandem_tenant_ttft_seconds_count", {"tenant": "a"}) == 1
+    sources = {
+        name: value("tandem_prompt_tokens_by_source_total", {"source": name}) for name in ("computed", "fetched")
+    }
+    assert sources == {"computed": 500, "fetched": 36}
+
+
+def test_a_request_that_was_given_up_counts_for_its_tenant_alone() -> None:
+    value = shown(finishes=False)
+    assert value("tandem_tenant_ttft_seconds_count", {"tenant": "a"}) == 1
+    assert value("tandem_slice_ttft_seconds_count", {"pool": "prefill"}) is None
+    assert value("tandem_prompt_tokens_by_source_total", {"source": "computed"}) == 0
+
+
+def test_tenants_beyond_the_bound_are_one() -> None:
+    labels = TenantLabels(most=2)
+    assert [labels.of(tenant) for tenant in ("a", "b", "c", "a", "d")] == ["a", "b", "other", "a", "other"]
+
+
+def test_buckets_end_where_they_say() -> None:
+    assert [length_bucket(n) for n in (1, 128, 129, 2048, 131072, 131073)] == [
+        "128",
+        "128",
+        "512",
+        "2k",
+        "128k",
+        "longer",
+    ]
