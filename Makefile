@@ -68,10 +68,17 @@ browser: ## A Chromium for the tests of the status page (skipped when there is o
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null \
 	  || { echo "No Chromium, and it cannot be installed here: sudo make browser, or CHROMIUM=/path/to/one"; exit 1; }; }
 
+.PHONY: promtool
+promtool: ## Prometheus' rule checker, for the tests of alarms (skipped when there is one; else apt-get, as root)
+	@test -n "$${PROMTOOL:-}" || command -v promtool >/dev/null || { \
+	  echo "Installing promtool (once) ..."; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends prometheus >/dev/null \
+	  || { echo "No promtool, and it cannot be installed here: sudo make promtool, or PROMTOOL=/path/to/one"; exit 1; }; }
+
 # Two runs, each with its own summary; either fails the whole, as does ARGS that choose nothing in both (pytest's 5).
 QUICK := not slow and not gpu
 .PHONY: test
-test: setup browser ## All tests but the long proofs: those that share the processors, then those that are alone
+test: setup browser promtool ## All tests but the long proofs: those that share the processors, then those that are alone
 	@shared=0; alone=0; \
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal -m "$(QUICK) and not alone" $(ARGS) || shared=$$?; \
 	$(BIN)/pytest -q -m "$(QUICK) and alone" $(ARGS) || alone=$$?; \
@@ -83,7 +90,7 @@ test: setup browser ## All tests but the long proofs: those that share the proce
 check: lint test ## What CI runs
 
 .PHONY: nightly
-nightly: setup browser ## The full counts of the long proofs
+nightly: setup browser promtool ## The full counts of the long proofs
 	$(BIN)/pytest -q -m "slow and not gpu" --timeout 3600 $(ARGS)
 
 .PHONY: bench

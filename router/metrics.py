@@ -125,6 +125,10 @@ class RouterMetrics:
     def _add_workers(self) -> None:
         """What each worker says of itself, but for what collectors of their own show."""
         self._workers = Gauge("tandem_workers", "Workers by role and state", ("role", "state"), registry=self.registry)
+        text = "Whether the router is ready: some decode worker takes requests and gives tokens"
+        self._ready = Gauge("tandem_ready", text, registry=self.registry)
+        text = "Decode workers that give tokens and can be paired with some prefill worker"
+        self._pairs = Gauge("tandem_ready_pairs", text, registry=self.registry)
         self._pool = self._of_worker("tandem_worker_kv_blocks", "KV blocks by state", "state")
         self._requests = self._of_worker("tandem_worker_requests", "Requests by state", "state")
         self._backlog = self._of_worker("tandem_worker_backlog_tokens", "Tokens accepted and not yet computed")
@@ -188,6 +192,11 @@ class RouterMetrics:
     def workers(self, role: str, state: str, count: int) -> None:
         """How many workers of a role are in a state, such as (`decode`, `healthy`)."""
         self._workers.labels(role, state).set(count)
+
+    def ready(self, is_ready: bool, *, num_paired: int) -> None:
+        """Whether the router is, and how many decode workers have a prefill worker beside them."""
+        self._ready.set(is_ready)
+        self._pairs.set(num_paired)
 
     def worker_loads(self, snapshots: Sequence[WorkerSnapshot]) -> None:
         """What each live worker last said of itself; one that left is no longer shown."""

@@ -1,7 +1,7 @@
 """Whether this router can answer, and how it waits for its first worker."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from router.metrics import RouterMetrics
 from router.worker_view import WorkerSnapshot
@@ -41,9 +41,16 @@ class Readiness:
         workers = self._registry.status().workers
         for role in WorkerRole:
             self._metrics.workers(role.value, "live", sum(w.info.role is role for w in workers))
+        self._metrics.ready(self.not_ready_reason() is None, num_paired=self._num_paired(workers))
         self._metrics.worker_loads(workers)
         known = self._registry.prefix_map
         self._metrics.placement.prefix_map(num_blocks=len(known), num_approximate=known.num_approximate)
+
+    def _num_paired(self, workers: Sequence[WorkerSnapshot]) -> int:
+        willing = [worker for worker in workers if not worker.draining]
+        readers = [worker.info for worker in willing if worker.info.role is WorkerRole.PREFILL]
+        decoders = [w for w in willing if w.info.role is WorkerRole.DECODE and self._answering(w)]
+        return sum(any(worker.info.cannot_pair(reader) is None for reader in readers) for worker in decoders)
 
 
 async def first_worker(registry: WorkerRegistry, lifetime: Lifetime) -> bool:
