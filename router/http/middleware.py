@@ -14,6 +14,8 @@ from tandem.errors import InvalidRequest
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 << 10
+_CLIENT_LEFT = 499
+"""What is counted where nobody was left to answer."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
@@ -30,7 +32,7 @@ class Envelope:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = 500
+        status = _CLIENT_LEFT
         request_id = secrets.token_hex(16)
         entry = AuditEntry(door="http", request_id=request_id, client=_client(scope), began_s=time.monotonic())
 
@@ -50,6 +52,9 @@ class Envelope:
                 await error_response(error)(scope, receive, enveloped)
                 return
             await self._app(scope, receive, enveloped)
+        except Exception:
+            status = 500
+            raise
         finally:
             leave(token)
             route = scope.get(ROUTE_KEY, "unknown")

@@ -3,9 +3,13 @@
 import pytest
 import pytest_asyncio
 
+from tandem.client.aio import AsyncClient
+from tandem.client.options import Options
+from tests.e2e.emitted import unknown
 from tests.e2e.running_cluster import running
 from tests.e2e.test_takeover import second_router
 from tests.redis_server import RedisServer
+from tests.unit.observing import Said, expressions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -19,6 +23,8 @@ def server():
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def cluster(hatchery, server):
     board = {"redis__url": server.url, "redis__timeout_s": 0.3, "redis__lease_s": 1.0}
+    # So that it tells of all that boards show.
+    board |= {"engine__host_cache_bytes": 1 << 20}
     async with running(command=hatchery.command, **board) as made:
         yield made
 
@@ -66,3 +72,16 @@ async def test_two_routers_share_what_one_has_routed_and_redis_may_come_and_go(c
             assert await router.figure("tandem_worker_redis_states_total") >= 4, "written again by both"
     assert not [line for line in cluster.logs.lines if "hush" in line]
     assert [line for line in cluster.logs.lines if "fails (publish)" in line]
+
+
+async def test_boards_and_alarms_name_what_this_cluster_tells(cluster, oracle):
+    """Metrics, labels and values of labels: of everything that a panel or a rule names."""
+    await cluster.stream(prompt(oracle, 7), 6)
+    await cluster.tokens(prompt(oracle, 7), 6, ignore_eos=False, structured_outputs={"choice": ["yes", "no"]})
+    async with AsyncClient(cluster.local.grpc_address) as client:
+        await client.generate(prompt(oracle, 7), Options(max_tokens=2))
+    said = list(expressions())
+    exposition = (await cluster.http.get("/metrics")).text
+    assert unknown(said, exposition) == []
+    misspelt = [Said("x", one) for one in ("sum by (rle) (tandem_ready)", 'tandem_workers{role="cook"}', "tandem_redy")]
+    assert len(unknown(misspelt, exposition)) == len(misspelt)
