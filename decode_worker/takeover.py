@@ -86,5 +86,9 @@ class Takeovers:
     def _end_lapsed(self) -> None:
         for task in self._orphans.lapsed(time.monotonic()):
             if not task.is_over:
-                _log.info("request %s: its router left and nobody took it over", task.request_id)
+                _log.info(
+                    "request %s: its router left and nobody took it over",
+                    task.request_id,
+                    extra={"request_id": task.request_id},
+                )
             self._cancel(task)

@@ -36,6 +36,7 @@ from engine.tiers import HostTier
 from tandem.block_hash import BlockHasher
 from tandem.errors import ConfigError
 from tandem.kv_layout import AUTO_DTYPE, KVLayout
+from tandem.logs import configured_style
 
 _log = logging.getLogger(__name__)
 _KV_EVENT_CAPACITY = 65_536
@@ -177,6 +178,7 @@ def _open_ranks(spec: EngineSpec, config: ModelConfig, options: BackendOptions) 
             backend=options,
             log_level=logging.getLevelName(logging.getLogger().getEffectiveLevel()),
             timeout_s=_RANK_TIMEOUT_S,
+            log_format=configured_style(),
         )
     )
 

@@ -284,6 +284,10 @@ class Frontend:
                 "gen_ai.request.model": self.model.name,
                 "gen_ai.request.max_tokens": request.sampling.max_tokens,
                 "gen_ai.request.choice.count": request.num_choices,
+                "gen_ai.request.temperature": request.sampling.temperature,
+                "gen_ai.request.top_p": request.sampling.top_p,
+                "gen_ai.response.id": request.request_id,
+                "gen_ai.response.model": self.model.name,
                 "tandem.request.id": request.request_id,
             }
         )

@@ -272,6 +272,8 @@ class ClusterConfig(Section):
     secret: SecretStr | None = None
     """Keys block names and authenticates workers and routers to each other; `tandem up` draws one when absent."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+    """json: one object a line, with the request's id where a line is about one."""
 
     def engine_of(self, pool: PoolConfig) -> EngineConfig:
         """The engine section with what the pool has of its own."""

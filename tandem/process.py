@@ -172,7 +172,7 @@ def _run(path: Path, name: str, main: Callable[["ClusterConfig", Lifetime], Awai
 
     try:
         config = load(path)
-        configure(config.log_level, name)
+        configure(config.log_level, name, config.log_format)
 
         def begin(lifetime: Lifetime) -> Awaitable[None]:
             lifetime.on_reread(OneAtATime(lambda: _reread_log_level(path, name)))
@@ -193,11 +193,11 @@ def _reread_log_level(path: Path, name: str) -> None:
     from tandem.config import load
 
     try:
-        level = load(path).log_level
+        config = load(path)
     except (ConfigError, OSError) as error:
         _log.error("%s; what was read before stays in force", error)
         return
-    configure(level, name)
+    configure(config.log_level, name, config.log_format)
     _log.info("read again: log_level; all but keys, certificates and this waits for a restart")
 
 

@@ -33,7 +33,7 @@ def serve_rank(control_fd: int) -> int:
         channel.send(Kind.READY)
         payload, store_fd = channel.expect(Kind.SETUP)
         setup = RankSetup.from_json(payload)
-        configure(setup.log_level, f"rank-{setup.rank}")
+        configure(setup.log_level, f"rank-{setup.rank}", setup.log_format)
         return _follow(channel, setup, store_fd)
     except RankLost as lost:
         # Rank 0, too, sees every death, and says which; this may be the echo of another rank's.

@@ -23,6 +23,7 @@ class RankSetup:
     log_level: str
     timeout_s: float
     """How long one rank waits for another: to start a collective, to listen."""
+    log_format: str = "text"
 
     def of_rank(self, rank: int) -> "RankSetup":
         """The same for another rank: on a machine with GPUs, on its own."""

@@ -23,6 +23,7 @@ from router.auth import ApiKeys, Caller
 from router.grpc.status_details import status_details
 from router.metrics import RouterMetrics
 from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, ServingError
+from tandem.logs import REQUEST_ID
 from tandem.rpc_details import DETAILS_KEY
 
 MAX_METADATA_BYTES = 32 << 10
@@ -79,6 +80,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
                 is_kept=True,
             )
             token = enter(entry)
+            REQUEST_ID.set(entry.request_id)  # the call's task ends with it
             try:
                 entry.caller = caller_of(context, self._keys)
                 answer = await call(await self._message(read, context), context)

@@ -11,6 +11,7 @@ from router.http.routes import ROUTE_KEY
 from router.metrics import RouterMetrics
 from router.request_names import check_request_id
 from tandem.errors import InvalidRequest
+from tandem.logs import REQUEST_ID
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 << 10
@@ -44,9 +45,11 @@ class Envelope:
             await send(message)
 
         token = enter(entry)
+        named = REQUEST_ID.set(request_id)
         try:
             try:
                 entry.request_id = _given_id(scope) or request_id
+                REQUEST_ID.set(entry.request_id)
             except InvalidRequest as error:
                 entry.is_kept = True
                 await error_response(error)(scope, receive, enveloped)
@@ -56,6 +59,7 @@ class Envelope:
             status = 500
             raise
         finally:
+            REQUEST_ID.reset(named)
             leave(token)
             route = scope.get(ROUTE_KEY, "unknown")
             method = scope["method"] if scope["method"] in _METHODS else "other"

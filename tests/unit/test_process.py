@@ -68,7 +68,7 @@ def test_a_hangup_is_a_reload_or_the_end_of_a_terminal(
     async def serve(_config: object, _place: object, lifetime: Lifetime) -> None:
         loop, read_again, levelled = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
-        def configured(level: str, _name: str) -> None:
+        def configured(level: str, _name: str, _style: str) -> None:
             levels.append(level)
             loop.call_soon_threadsafe(levelled.set)
 

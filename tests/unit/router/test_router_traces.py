@@ -55,6 +55,8 @@ async def test_an_http_request_is_a_span_of_its_clients_trace(traced: Any, clien
     assert span.attributes["gen_ai.usage.output_tokens"] == len(ids)
     assert span.attributes["gen_ai.usage.cache_read.input_tokens"] == 7
     assert span.attributes["gen_ai.response.finish_reasons"] == ("stop",)
+    assert span.attributes["gen_ai.response.model"] == span.attributes["gen_ai.request.model"]
+    assert span.attributes["gen_ai.request.temperature"] == request.sampling.temperature
     assert [event.name for event in span.events] == ["first_token"]
     assert kept.parent_of("tandem.preprocess") == span.name
     assert not any("hello" in str(value) for span in kept.spans for value in span.attributes.values())
