@@ -49,6 +49,8 @@ def test_counts_add_up_and_what_is_known_of_workers_does_not() -> None:
 def test_workers_own_totals_are_not_multiplied() -> None:
     lines = b'# TYPE tandem_worker_fetched_tokens_total counter\ntandem_worker_fetched_tokens_total{worker="d"} %d\n'
     assert value(merge([lines % 40, lines % 42]), "tandem_worker_fetched_tokens_total", worker="d") == 42
+    lines = b'# TYPE vllm:num_preemptions_total counter\nvllm:num_preemptions_total{engine="d"} %d\n'
+    assert value(merge([lines % 3, lines % 3]), "vllm:num_preemptions_total", engine="d") == 3
 
 
 def test_one_process_alone_reads_as_before() -> None:

@@ -1,0 +1,55 @@
+"""What one HTTP call counts as, however it ends, and under which id it is logged meanwhile."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from router.audit import NO_AUDIT
+from router.http.middleware import Envelope
+from router.metrics import RouterMetrics
+from tandem.logs import REQUEST_ID
+
+SCOPE = {"type": "http", "method": "GET", "headers": [(b"x-request-id", b"mine")], "client": None}
+
+
+async def nothing(*_: Any) -> Any:
+    """Neither receives nor sends."""
+
+
+async def call(metrics: RouterMetrics, app: Any) -> None:
+    await Envelope(app, metrics, NO_AUDIT)(dict(SCOPE), nothing, nothing)
+
+
+def counted(metrics: RouterMetrics) -> list[str]:
+    name = "tandem_http_requests_total"
+    return [one.labels["status"] for found in metrics.registry.collect() for one in found.samples if one.name == name]
+
+
+async def test_an_answer_counts_under_its_status_and_its_lines_bear_its_id() -> None:
+    seen: list[str] = []
+
+    async def answer(_scope: Any, _receive: Any, send: Any) -> None:
+        seen.append(REQUEST_ID.get())
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+
+    metrics = RouterMetrics("m")
+    await call(metrics, answer)
+    assert (counted(metrics), seen, REQUEST_ID.get()) == (["204"], ["mine"], "")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(None, "499"), (asyncio.CancelledError(), "499"), (RuntimeError("a bug"), "500")]
+)
+async def test_a_client_that_left_is_not_counted_as_our_fault(error: BaseException | None, status: str) -> None:
+    async def leave(*_: Any) -> None:
+        if error is not None:
+            raise error
+
+    metrics = RouterMetrics("m")
+    if error is None:
+        await call(metrics, leave)
+    else:
+        with pytest.raises(type(error)):
+            await call(metrics, leave)
+    assert counted(metrics) == [status]
