@@ -256,11 +256,7 @@ class Scheduler:
             else:
                 self._retire(request)
         for request in failed:
-            _log.warning(
-                "%s: no token can be chosen from its logits",
-                request.request_id,
-                extra={"request_id": request.request_id},
-            )
+            _log.warning("%s: no token can be chosen from its logits", request.request_id)
             self.pins.distrust(request)
             self.blocks.condemn(request)
             self._end(request, FinishReason.ERROR)
