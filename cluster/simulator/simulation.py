@@ -130,7 +130,7 @@ class Simulation:
         self.workers.all.append(worker)
         self._join(info, partial(self.workers.send_snapshot, worker))
         # Reports of workers do not come all at once.
-        phase_s = self.spec.network.load_period_s * (index + 1) / (pool.num_workers + 1)
+        phase_s = self.spec.network.load_period_s * (index % pool.num_workers + 1) / (pool.num_workers + 1)
         self.events.in_background(phase_s, partial(self.workers.tell_load, worker))
         return worker
 
@@ -155,14 +155,15 @@ class Simulation:
             worker.die()
             seen_s = network.crash_seen_s
         self._given_up.add(worker.info.key)
-        self.events.after(seen_s, partial(self._give_up, worker))
+        self.events.after(seen_s, partial(self.remove_worker, worker))
         restart = partial(self._restart, fault.role, fault.index, pool)
         self.events.after(max(return_s, seen_s), restart)
 
     def _restart(self, role: WorkerRole, index: int, pool: PoolSpec) -> None:
         self.start_worker(role, index, pool)
 
-    def _give_up(self, worker: SimWorker) -> None:
+    def remove_worker(self, worker: SimWorker) -> None:
+        """The router has learnt that a process is gone: what it still had to do goes on elsewhere."""
         worker.die()
         self.registry.left(worker.info.key, "gone")
         self.workers.lost(worker.info.key)

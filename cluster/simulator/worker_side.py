@@ -200,9 +200,13 @@ class SimWorkers:
         """The router has learnt that a worker is gone: whatever was there goes on elsewhere."""
         worker = self.live.pop(key)
         self.handoffs.lost(key)
-        for request in [r for r in self.router.live.values() if _is_on(r, key)]:
+        for request in self.requests_on(key):
             self._count_tokens(request, worker)
             self.router.lost(request)
+
+    def requests_on(self, key: WorkerKey) -> list[SimRequest]:
+        """Those whose attempt cannot go on without the worker."""
+        return [r for r in self.router.live.values() if _is_on(r, key)]
 
     def _count_tokens(self, request: SimRequest, worker: SimWorker) -> None:
         """What the client has got of it."""

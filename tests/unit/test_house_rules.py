@@ -53,6 +53,8 @@ PURE = (
     "tandem.board.keys",
     "tandem.board.settings",
     "tandem.kv_agreement",
+    "cluster.planner.planner",
+    "cluster.simulator.elastic",
     "cluster.simulator.simulation",
     "cluster.supervisor",
     "fabric.destinations",

@@ -1,0 +1,130 @@
+"""Decides the sizes of both pools, period by period: forecast, staffing, and then no more haste than is due.
+
+Growing is at once, by roles first: a worker that its own pool could spare for `flip_hold_s` changes pools in seconds,
+a new machine takes minutes. Shrinking waits until what is left would have been enough all through `hold_s`. So a load
+that does not change gives no action, and a load that swings within that time is served by its peaks.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from math import ceil, inf
+
+from cluster.planner.forecast import Forecaster, Smoothing
+from cluster.planner.staffing import Staffing
+from cluster.planner.values import Action, ActionKind, Decision, Demand, FleetView, Observation, PlannerPolicy, Sizes
+from cluster.planner.values import other as other_pool
+from tandem.roles import WorkerRole
+
+_ROLES = (WorkerRole.DECODE, WorkerRole.PREFILL)
+"""Decode first where only one can be served: without a place there no prompt is begun."""
+_REMEMBERED_PERIODS = 20
+"""Over which the mix of requests is averaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    at_s: float
+    sizes: Sizes
+
+
+class Planner:
+    """One cluster's. Call `decide` once a period, with what the period was and what machines there are."""
+
+    def __init__(self, staffing: Staffing, policy: PlannerPolicy, *, period_s: float, season_s: float = 0.0) -> None:
+        self.policy = policy
+        self._staffing = staffing
+        self._ahead = max(1, ceil(policy.start_s / period_s) + 1)
+        self._rate = Forecaster(Smoothing(), ahead=self._ahead, season=round(season_s / period_s))
+        self._mix = Demand()
+        self._history: deque[_Wanted] = deque()
+        self._settled_at_s = -inf
+        """When roles were changed or workers given up for the last time."""
+
+    def decide(self, now_s: float, seen: Observation, fleet: FleetView) -> Decision:
+        """What is to be done with the machines."""
+        self._mix = self._mix.plus(seen.demand, kept=1.0 - 1.0 / _REMEMBERED_PERIODS)
+        self._rate.tell(seen.demand.num_requests / seen.period_s)
+        wanted, why = self._wanted(seen)
+        self._remember(now_s, wanted)
+        actions, reasons = self._act(now_s, wanted, fleet)
+        return Decision(actions=tuple(actions), wanted=wanted, reasons=(why, *reasons))
+
+    def _wanted(self, seen: Observation) -> tuple[Sizes, str]:
+        """For the dearest moment between now and when a machine ordered now would serve."""
+        policy, band = self.policy, self.policy.band
+        rate = max(self._rate.ahead(0).upper(0.0), self._rate.ahead(self._ahead).upper(band))
+        sizes = self._staffing.sizes(rate, self._mix, backlog_s=self._overdue_s(seen), most=policy.most_workers)
+        bounded = self._bounded(sizes)
+        text = f"{rate:.2f} requests/s forecast ask for {sizes}" + (f", bounded {bounded}" if bounded != sizes else "")
+        return bounded, text
+
+    def _overdue_s(self, seen: Observation) -> float:
+        """Waiting work beyond what stationary queues hold: only a backlog that one promise's time cannot clear."""
+        return max(0.0, seen.waiting_prompt_seconds - self._staffing.promise.ttft_s)
+
+    def _bounded(self, sizes: Sizes) -> Sizes:
+        policy = self.policy
+        prefill, decode = max(sizes.prefill, policy.least.prefill), max(sizes.decode, policy.least.decode)
+        while prefill + decode > policy.most_workers:
+            # In proportion, as far as the least allows it.
+            if prefill > policy.least.prefill and (prefill >= decode or decode <= policy.least.decode):
+                prefill -= 1
+            else:
+                decode -= 1
+        return Sizes(prefill=prefill, decode=decode)
+
+    def _remember(self, now_s: float, wanted: Sizes) -> None:
+        self._history.append(_Wanted(now_s, wanted))
+        longest_s = max(self.policy.hold_s, self.policy.flip_hold_s)
+        while self._history[0].at_s < now_s - longest_s:
+            self._history.popleft()
+
+    def _enough(self, role: WorkerRole, now_s: float, hold_s: float) -> int:
+        """What would have been enough for a pool all this time."""
+        return max(past.sizes.of(role) for past in self._history if past.at_s >= now_s - hold_s)
+
+    def _act(self, now_s: float, wanted: Sizes, fleet: FleetView) -> tuple[list[Action], list[str]]:
+        sizes, actions, reasons = fleet.sizes, list[Action](), list[str]()
+        may_settle = now_s - self._settled_at_s >= self.policy.cooldown_s
+        for role in _ROLES:
+            while sizes.of(role) < wanted.of(role):
+                action = self._gain(role, now_s, sizes, actions, may_settle=may_settle)
+                if action is None:
+                    reasons.append(
+                        f"{role.value} lacks {wanted.of(role) - sizes.of(role)}: no machine may be asked for"
+                    )
+                    break
+                sizes = sizes.changed(role, 1)
+                if action.kind is ActionKind.FLIP:
+                    sizes = sizes.changed(other_pool(role), -1)
+                reasons.append(f"{action}: {role.value} needs {wanted.of(role)}")
+                actions.append(action)
+        if may_settle and not actions:
+            actions, more = self._give_up(now_s, sizes)
+            reasons += more
+        if any(action.kind is not ActionKind.START for action in actions):
+            self._settled_at_s = now_s
+        return actions, reasons
+
+    def _gain(
+        self, role: WorkerRole, now_s: float, sizes: Sizes, actions: list[Action], *, may_settle: bool
+    ) -> Action | None:
+        """One worker more for a pool: a warm one, else a new one, else nobody."""
+        policy, donor = self.policy, other_pool(role)
+        num_flips = sum(action.kind is ActionKind.FLIP for action in actions)
+        spare = sizes.of(donor) - self._enough(donor, now_s, policy.flip_hold_s)
+        if may_settle and spare > 0 and num_flips < policy.most_flips and sizes.of(donor) > policy.least.of(donor):
+            return Action(kind=ActionKind.FLIP, role=role)
+        if sizes.total < policy.most_workers:
+            return Action(kind=ActionKind.START, role=role)
+        return None
+
+    def _give_up(self, now_s: float, sizes: Sizes) -> tuple[list[Action], list[str]]:
+        """One worker that its pool could have spared all along: the other pool's waits for the next time."""
+        held_s = self.policy.hold_s
+        for role in _ROLES:
+            enough = max(self.policy.least.of(role), self._enough(role, now_s, held_s))
+            if sizes.of(role) > enough:
+                reason = f"stop {role.value}: {enough} would have been enough for {held_s:g} s"
+                return [Action(kind=ActionKind.STOP, role=role)], [reason]
+        return [], []

@@ -1,0 +1,164 @@
+"""The planner as a property: whatever the load does, the fleet that obeys it stays within every bound."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.planner.planner import Planner
+from cluster.planner.staffing import Margins, Promise, Staffing, WorkerModel
+from cluster.planner.values import ActionKind, Decision, Demand, FleetView, Observation, PlannerPolicy, Sizes
+from cluster.planner.values import other as other_pool
+from tandem.errors import ConfigError
+
+PERIOD_S = 15.0
+WORKER = WorkerModel(
+    step_s=0.05,
+    prompt_token_s=3e-4,
+    pair_s=0.0,
+    row_s=3e-4,
+    context_token_s=4e-7,
+    chunk_tokens=2048,
+    kv_tokens=50_000,
+    max_running=64,
+)
+STAFFING = Staffing(WORKER, Promise(ttft_s=5.0, itl_s=0.1), Margins())
+POLICY = PlannerPolicy(
+    start_s=60.0,
+    hold_s=120.0,
+    flip_hold_s=45.0,
+    cooldown_s=30.0,
+    most_flips=1,
+    most_workers=12,
+    least=Sizes(prefill=1, decode=2),
+)
+
+
+def demand(num_requests: float, prompt: int = 1_000, output: int = 200) -> Demand:
+    seconds, length = WORKER.prompt_seconds(0, prompt), prompt + output
+    return Demand(
+        num_requests=num_requests,
+        prompt_tokens=num_requests * prompt,
+        prompt_seconds=num_requests * seconds,
+        prompt_seconds_squared=num_requests * seconds**2,
+        num_answers=num_requests,
+        output_tokens=num_requests * output,
+        context_tokens=num_requests * output * length,
+        context_tokens_squared=num_requests * output * length**2,
+    )
+
+
+def seen(num_requests: float, **changes: int) -> Observation:
+    return Observation(period_s=PERIOD_S, demand=demand(num_requests, **changes))
+
+
+def obeyed(sizes: Sizes, decision: Decision) -> Sizes:
+    for action in decision.actions:
+        by = -1 if action.kind is ActionKind.STOP else 1
+        sizes = sizes.changed(action.role, by)
+        if action.kind is ActionKind.FLIP:
+            sizes = sizes.changed(other_pool(action.role), -1)
+    return sizes
+
+
+def drive(planner: Planner, loads: list[Observation], sizes: Sizes) -> list[tuple[float, Sizes, Decision]]:
+    """Each decision with its time and the sizes after it; machines serve as soon as they are asked for."""
+    told = []
+    for number, load in enumerate(loads, 1):
+        decision = planner.decide(number * PERIOD_S, load, FleetView(sizes=sizes))
+        sizes = obeyed(sizes, decision)
+        told.append((number * PERIOD_S, sizes, decision))
+    return told
+
+
+def planner(policy: PlannerPolicy = POLICY) -> Planner:
+    return Planner(STAFFING, policy, period_s=PERIOD_S)
+
+
+def kinds(decision: Decision) -> list[ActionKind]:
+    return [action.kind for action in decision.actions]
+
+
+loads = st.lists(
+    st.builds(
+        seen, st.integers(0, 150), prompt=st.sampled_from([200, 2_000, 6_000]), output=st.sampled_from([20, 300, 900])
+    ),
+    min_size=1,
+    max_size=60,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(loads=loads)
+def test_whatever_comes_the_bounds_are_kept(loads: list[Observation]) -> None:
+    settled_s = -POLICY.cooldown_s
+    for at_s, sizes, decision in drive(planner(), loads, Sizes(prefill=1, decode=2)):
+        assert sizes.prefill >= POLICY.least.prefill
+        assert sizes.decode >= POLICY.least.decode
+        assert sizes.total <= POLICY.most_workers
+        assert kinds(decision).count(ActionKind.FLIP) <= POLICY.most_flips
+        if set(kinds(decision)) - {ActionKind.START}:
+            assert at_s - settled_s >= POLICY.cooldown_s
+            settled_s = at_s
+
+
+@settings(max_examples=30, deadline=None)
+@given(num_requests=st.integers(1, 60), prompt=st.sampled_from([200, 1_000, 4_000]))
+def test_a_load_that_does_not_change_comes_to_rest(num_requests: int, prompt: int) -> None:
+    told = drive(planner(), [seen(num_requests, prompt=prompt)] * 80, Sizes(prefill=3, decode=3))
+    assert not [decision.actions for _, _, decision in told[50:] if decision.actions]
+    _, sizes, decision = told[-1]
+    assert sizes == decision.wanted
+
+
+def test_a_load_that_swings_within_the_hold_is_served_by_its_peaks() -> None:
+    waves = [seen(60 if number % 4 < 2 else 20) for number in range(120)]
+    told = drive(planner(), waves, Sizes(prefill=2, decode=4))
+    assert not [decision.actions for _, _, decision in told[60:] if decision.actions]
+
+
+def test_a_warm_worker_changes_roles_before_a_new_machine_is_asked_for() -> None:
+    long_prompts, long_answers = seen(24, prompt=6_000, output=10), seen(24, prompt=50, output=900)
+    told = drive(planner(), [long_prompts] * 60 + [long_answers] * 60, Sizes(prefill=2, decode=3))
+    before, after = told[59][1], told[-1][1]
+    assert before.prefill > after.prefill
+    assert before.decode < after.decode
+    flips = [a for _, _, d in told[60:] for a in d.actions if a.kind is ActionKind.FLIP]
+    assert flips
+    assert {action.role.value for action in flips} == {"decode"}
+    assert str(flips[0]) == "flip prefill -> decode"
+
+
+def test_growth_is_at_once_and_shrinking_waits_for_the_hold() -> None:
+    warm = planner()
+    calm = drive(warm, [seen(8)] * 40, Sizes(prefill=1, decode=2))[-1][1]
+    grown = [warm.decide((41 + n) * PERIOD_S, seen(90), FleetView(sizes=calm)) for n in range(3)]
+    assert any(ActionKind.START in kinds(decision) for decision in grown)
+    large = grown[-1].wanted
+    after = [warm.decide((44 + n) * PERIOD_S, seen(0), FleetView(sizes=large)) for n in range(60)]
+    first = next(number for number, decision in enumerate(after, 1) if ActionKind.STOP in kinds(decision))
+    assert first * PERIOD_S >= POLICY.hold_s
+
+
+def test_a_forecast_for_more_than_may_be_had_says_so() -> None:
+    told = drive(planner(), [seen(600)] * 20, Sizes(prefill=6, decode=6))
+    assert told[-1][1].total == POLICY.most_workers
+    assert "bounded" in " ".join(told[-1][2].reasons)
+
+
+def test_work_that_waits_asks_for_more_than_the_rate_does() -> None:
+    calm = planner().decide(PERIOD_S, seen(8), FleetView(sizes=Sizes(prefill=1, decode=2)))
+    waiting = replace(seen(8), waiting_prompt_seconds=60.0)
+    stuck = planner().decide(PERIOD_S, waiting, FleetView(sizes=Sizes(prefill=1, decode=2)))
+    assert stuck.wanted.prefill > calm.wanted.prefill
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"least": Sizes(prefill=0, decode=1)}, {"most_workers": 1}, {"hold_s": -1.0}, {"most_flips": -1}],
+    ids=["least", "most", "hold", "flips"],
+)
+def test_bounds_that_make_no_sense_are_refused(changes: dict) -> None:
+    with pytest.raises(ConfigError):
+        PlannerPolicy(**changes)
