@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster.autoscale_cli import autoscale
 from tandem.errors import ConfigError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -23,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command(rich_help_panel=_LOOK)(autoscale)
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", "-c", help="The cluster's YAML.", rich_help_panel="Configuration")
@@ -263,10 +265,9 @@ def simulate(  # noqa: PLR0913  # one parameter per option
     plots: Annotated[Path | None, typer.Option(help="A folder for pictures.")] = None,
 ) -> None:
     """Run a cluster on a virtual clock: the real router and schedulers, with workers as latencies."""
-    from cluster.simulator.command import SimulateOptions
-    from cluster.simulator.command import simulate as run_simulation
+    from cluster.simulator import command
 
-    options = SimulateOptions(
+    options = command.SimulateOptions(
         trace=trace,
         generate=generate,
         requests=requests,
@@ -274,7 +275,7 @@ def simulate(  # noqa: PLR0913  # one parameter per option
         prefill=prefill,
         decode=decode,
         slo=slo,
-        policies=tuple(policy) if policy else SimulateOptions().policies,
+        policies=tuple(policy) if policy else command.SimulateOptions().policies,
         latency=latency,
         kv_tokens=kv_tokens,
         max_running=max_running,
@@ -286,7 +287,7 @@ def simulate(  # noqa: PLR0913  # one parameter per option
         as_json=json_,
         plots=plots,
     )
-    print(run_simulation(options))
+    print(command.simulate(options))
 
 
 @app.command(rich_help_panel=_LOOK)

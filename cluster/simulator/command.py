@@ -63,7 +63,7 @@ def plan_cluster(options: PlanOptions) -> str:
     if not options.workers or not options.batch_limits or min(options.batch_limits) < 1:
         raise ConfigError("--worker says what a worker may be, --batch how many sequences a step may have")
     load = options.load
-    trial = Trial(trace=_trace(load).spread(), slo=Slo.parse(load.slo), choosing=Choosing(), seed=load.seed)
+    trial = Trial(trace=load_of(load).spread(), slo=Slo.parse(load.slo), choosing=Choosing(), seed=load.seed)
     kinds = [WorkerKind.parse(text) for text in options.workers]
     plans = plan(trial, kinds, options.batch_limits, max_gpus=options.max_gpus)
     if not load.as_json:
@@ -81,7 +81,7 @@ def simulate(options: SimulateOptions) -> str:
     policies = POLICIES if "all" in options.policies else options.policies
     if unknown := set(policies) - set(POLICIES):
         raise ConfigError(f"--policy must be one of {', '.join(POLICIES)} or all, not {', '.join(sorted(unknown))}")
-    trace = _trace(options)
+    trace = load_of(options)
     if options.placement:
         return _placement(options, trace, policies)
     slo = Slo.parse(options.slo)
@@ -118,7 +118,8 @@ def cluster_of(options: SimulateOptions, block_tokens: int) -> ClusterSpec:
     )
 
 
-def _trace(options: SimulateOptions) -> Trace:
+def load_of(options: SimulateOptions) -> Trace:
+    """The requests that the options describe."""
     if (options.trace is None) == (not options.generate):
         raise ConfigError("one of --trace and --generate says what the load is")
     if options.speed <= 0.0:

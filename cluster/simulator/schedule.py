@@ -29,7 +29,7 @@ _MOST = 64
 """Workers that are tried."""
 _SPLITS = 1
 """So many more prefill workers than guessed are tried, and so many fewer."""
-_HARDLY = 0.25
+_HARDLY = 1.0
 """Of a window's part of the allowance, of gaps: fewer than that are not looked for."""
 _TIGHTER = 0.8
 _MAX_TRIES = 6

@@ -1,10 +1,14 @@
 """Fleets that change while requests run: nobody is lost, machine time adds up, schedules are obeyed."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from cluster.planner.values import Action, ActionKind, Decision, FleetView, Observation, Sizes
+from cluster.simulator.autoscale_command import AutoscaleOptions, autoscale_day
+from cluster.simulator.command import SimulateOptions
 from cluster.simulator.day import Curve, DaySpec, day_trace
 from cluster.simulator.elastic import Elastic, Scheduled, run_elastic
 from cluster.simulator.fleet import FleetTiming
@@ -177,3 +181,27 @@ def test_the_search_finds_a_schedule_that_holds_and_no_cheaper_constant_one_does
     hours = sum(sizes.total for sizes in best.windows) * 6.0 / 3600.0
     assert best.machine_hours == pytest.approx(hours)
     assert best.machine_hours >= fewer.total * 12.0 / 3600.0
+
+
+LOAD = SimulateOptions(generate="rate=3,requests=60,prompt=900", latency="small-gpu", kv_tokens=45_000, slo="ttft=6")
+
+
+def test_a_dry_run_says_what_it_would_do_and_why() -> None:
+    options = AutoscaleOptions(is_dry_run=True, timing=TIMING, period_s=2.0, first=Sizes(prefill=1, decode=1))
+    told = autoscale_day(LOAD, options)
+    assert "start decode: decode needs" in told
+    assert "requests/s forecast ask for" in told
+    assert "machine-hours" in told
+    figures = json.loads(autoscale_day(replace(LOAD, as_json=True), options))
+    assert figures["report"]["num_finished"] == 60
+    assert figures["starts"] == sum(action.startswith("start") for c in figures["changes"] for action in c["actions"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [AutoscaleOptions(), AutoscaleOptions(is_dry_run=True, chat=Path("a.csv"))],
+    ids=["nothing to change", "half a day"],
+)
+def test_what_cannot_be_done_is_refused(options: AutoscaleOptions) -> None:
+    with pytest.raises(ConfigError):
+        autoscale_day(LOAD, options)
