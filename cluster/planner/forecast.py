@@ -16,8 +16,8 @@ from tandem.errors import ConfigError
 class Smoothing:
     """How fast the past is forgotten, by period."""
 
-    level: float = 0.2
-    trend: float = 0.05
+    level: float = 0.1
+    trend: float = 0.03
     season: float = 0.3
     damping: float = 0.95
     error: float = 0.05

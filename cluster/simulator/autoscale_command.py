@@ -35,8 +35,7 @@ class AutoscaleOptions:
     """Between two looks of the planner."""
     timing: FleetTiming = field(default_factory=FleetTiming)
     hold_s: float = 300.0
-    flip_hold_s: float = 60.0
-    cooldown_s: float = 30.0
+    """A third of it holds before a worker is lent; two periods pass between two changes that take from a pool."""
     most_workers: int = 64
     first: Sizes = field(default_factory=lambda: Sizes(prefill=1, decode=1))
     against_best: bool = False
@@ -48,8 +47,8 @@ class AutoscaleOptions:
             most_workers=self.most_workers,
             start_s=self.timing.start_s,
             hold_s=self.hold_s,
-            flip_hold_s=self.flip_hold_s,
-            cooldown_s=self.cooldown_s,
+            flip_hold_s=self.hold_s / 3.0,
+            cooldown_s=2.0 * self.period_s,
         )
 
 

@@ -119,7 +119,7 @@ def test_a_load_that_swings_within_the_hold_is_served_by_its_peaks() -> None:
 
 
 def test_a_warm_worker_changes_roles_before_a_new_machine_is_asked_for() -> None:
-    long_prompts, long_answers = seen(24, prompt=6_000, output=10), seen(24, prompt=50, output=900)
+    long_prompts, long_answers = seen(30, prompt=6_000, output=10), seen(30, prompt=50, output=900)
     told = drive(planner(), [long_prompts] * 60 + [long_answers] * 60, Sizes(prefill=2, decode=3))
     before, after = told[59][1], told[-1][1]
     assert before.prefill > after.prefill
@@ -133,10 +133,10 @@ def test_a_warm_worker_changes_roles_before_a_new_machine_is_asked_for() -> None
 def test_growth_is_at_once_and_shrinking_waits_for_the_hold() -> None:
     warm = planner()
     calm = drive(warm, [seen(8)] * 40, Sizes(prefill=1, decode=2))[-1][1]
-    grown = [warm.decide((41 + n) * PERIOD_S, seen(90), FleetView(sizes=calm)) for n in range(3)]
+    grown = [warm.decide((41 + n) * PERIOD_S, seen(90), FleetView(sizes=calm)) for n in range(6)]
     assert any(ActionKind.START in kinds(decision) for decision in grown)
     large = grown[-1].wanted
-    after = [warm.decide((44 + n) * PERIOD_S, seen(0), FleetView(sizes=large)) for n in range(60)]
+    after = [warm.decide((47 + n) * PERIOD_S, seen(0), FleetView(sizes=large)) for n in range(60)]
     first = next(number for number, decision in enumerate(after, 1) if ActionKind.STOP in kinds(decision))
     assert first * PERIOD_S >= POLICY.hold_s
 
