@@ -19,6 +19,11 @@ _ROLES = (WorkerRole.DECODE, WorkerRole.PREFILL)
 """Decode first where only one can be served: without a place there no prompt is begun."""
 _REMEMBERED_PERIODS = 20
 """Over which the mix of requests is averaged."""
+_JUDGED_PERIODS = 60
+"""Over which it is counted how many first tokens were late."""
+_CARE = 10.0
+"""Of a load's share, for each share of first tokens that is late beyond what may be."""
+_MOST_CARE = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,8 @@ class Planner:
         self._ahead = max(1, ceil(policy.start_s / period_s) + 1)
         self._rate = Forecaster(Smoothing(), ahead=self._ahead, season=round(season_s / period_s))
         self._mix = Demand()
+        self._num_late = self._num_first = 0.0
+        """Lately."""
         self._history: deque[_Wanted] = deque()
         self._settled_at_s = -inf
         """When roles were changed or workers given up for the last time."""
@@ -53,10 +60,24 @@ class Planner:
         """For the dearest moment between now and when a machine ordered now would serve."""
         policy, band = self.policy, self.policy.band
         rate = max(self._rate.ahead(0).upper(0.0), self._rate.ahead(self._ahead).upper(band))
+        rate *= self._care(seen)
         sizes = self._staffing.sizes(rate, self._mix, backlog_s=self._overdue_s(seen), most=policy.most_workers)
         bounded = self._bounded(sizes)
         text = f"{rate:.2f} requests/s forecast ask for {sizes}" + (f", bounded {bounded}" if bounded != sizes else "")
         return bounded, text
+
+    def _care(self, seen: Observation) -> float:
+        """How much more is provided for than is forecast: nothing while the promise is kept.
+
+        The formulas are rough. When more first tokens are late than may be, the load is taken for a larger one.
+        """
+        kept = 1.0 - 1.0 / _JUDGED_PERIODS
+        self._num_late = kept * self._num_late + seen.num_late
+        self._num_first = kept * self._num_first + seen.num_first
+        if not self._num_first:
+            return 1.0
+        excess = self._num_late / self._num_first - self._staffing.promise.late_share
+        return 1.0 + min(_MOST_CARE, max(0.0, _CARE * excess))
 
     def _overdue_s(self, seen: Observation) -> float:
         """Waiting work beyond what stationary queues hold: only a backlog that one promise's time cannot clear."""

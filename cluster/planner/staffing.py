@@ -36,10 +36,12 @@ class WorkerModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """What is kept for all but a hundredth, in seconds."""
+    """What is kept, in seconds."""
 
     ttft_s: float
     itl_s: float
+    late_share: float = 0.01
+    """That may be beyond `ttft_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,8 +144,11 @@ def _change(change: Change) -> str:
 
 
 def _as_json(result: ElasticReport, best: BestSchedule | None) -> str:
+    report = result.report.as_dict()
+    # Of pools that kept their size: it would be wrong here.
+    del report["pools"]
     figures = {
-        "report": result.report.as_dict(),
+        "report": report,
         "machine_hours": result.machine_hours,
         "flips": result.num_flips,
         "starts": result.num_starts,

@@ -141,6 +141,15 @@ def test_growth_is_at_once_and_shrinking_waits_for_the_hold() -> None:
     assert first * PERIOD_S >= POLICY.hold_s
 
 
+def test_late_answers_make_it_provide_for_more_and_a_kept_promise_does_not() -> None:
+    kept, broken = (replace(seen(60), num_first=60, num_late=late) for late in (0, 6))
+    calm = drive(planner(), [kept] * 60, Sizes(prefill=2, decode=3))[-1][2]
+    stressed = drive(planner(), [broken] * 60, Sizes(prefill=2, decode=3))[-1][2]
+    told_nothing = drive(planner(), [seen(60)] * 60, Sizes(prefill=2, decode=3))[-1][2]
+    assert calm.wanted == told_nothing.wanted
+    assert stressed.wanted.total > calm.wanted.total
+
+
 def test_a_forecast_for_more_than_may_be_had_says_so() -> None:
     told = drive(planner(), [seen(600)] * 20, Sizes(prefill=6, decode=6))
     assert told[-1][1].total == POLICY.most_workers
