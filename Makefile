@@ -98,7 +98,7 @@ bench: setup ## Every done-when figure of the spine, as tables and JSON
 	$(BIN)/tandem bench spine --json bench-spine.json $(ARGS)
 
 .PHONY: chart
-chart: setup ## The Helm chart: every value set rendered, linted, checked against Kubernetes 1.31-1.33 and by meaning
+chart: setup promtool ## The Helm chart: every value set rendered, linted, checked against Kubernetes 1.31-1.33 and by meaning
 	$(BIN)/python -m cluster.chart_schema --check
 	$(BIN)/pytest -q tests/chart $(ARGS)
 
