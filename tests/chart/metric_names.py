@@ -17,7 +17,7 @@ _SERIES = re.compile(r"\b(?:tandem_|vllm:)[a-z0-9_:]+")
 def emitted() -> frozenset[str]:
     """With one worker in sight."""
     metrics = RouterMetrics("m")
-    metrics.registry.register(AdmissionMetrics(Desk().admission))
+    metrics.registry.register(AdmissionMetrics(Desk().admission, metrics.tenants))
     metrics.worker_loads([snapshot()])
     families = text_string_to_metric_families(metrics.render().decode())
     return frozenset(sample.name for family in families for sample in family.samples)

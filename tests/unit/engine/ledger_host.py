@@ -19,9 +19,11 @@ def parts(**changes: int) -> EngineParts:
         "scheduler": ledger.scheduler(**changes),
         "runner": LedgerRunner(),
         "config": ledger.config(**changes),
-        "model": SimpleNamespace(vocab_size=ledger.VOCAB),
-        "layout": SimpleNamespace(block_size=changes.get("block_size", ledger.BLOCK), worker_block_bytes=1 << 10),
-        "budget": None,
+        "model": SimpleNamespace(vocab_size=ledger.VOCAB, flops_per_token=0),
+        "layout": SimpleNamespace(
+            block_size=changes.get("block_size", ledger.BLOCK), worker_block_bytes=1 << 10, tp_size=1
+        ),
+        "budget": SimpleNamespace(weights_bytes=0, kv_bytes=0),
         "hasher": BlockHasher(ledger.SECRET),
     }
     return EngineParts(**made)
