@@ -6,7 +6,12 @@ import pytest
 from hypothesis import settings
 
 _TESTS = Path(__file__).parent
-_SHARED = (_TESTS / "unit", _TESTS / "integration/test_memory_budget.py", _TESTS / "integration/test_storms.py")
+_INTEGRATION = ("memory_budget", "storms", "determinism")
+_SHARED = (
+    *(_TESTS / folder for folder in ("unit", "chart", "faults")),
+    *(_TESTS / f"integration/test_{name}.py" for name in _INTEGRATION),
+    *(_TESTS / "integration").glob("test_handoff*.py"),
+)
 """Of one process, or of few that wait for each other."""
 
 settings.register_profile("untimed", settings.get_profile(settings.get_current_profile_name()), deadline=None)
