@@ -25,7 +25,7 @@ from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.ids import WorkerId
 from tandem.model_path import model_name
-from tandem.process import Lifetime, announce, worker_main
+from tandem.process import Lifetime, WorkerPlace, announce, worker_main
 from tandem.roles import WorkerRole
 from tandem.rpc import ClusterAuth, listen, make_server
 from tandem.v1.session_pb2_grpc import add_WorkerServicer_to_server
@@ -113,7 +113,7 @@ class Pair:
         self.stack.callback(self.tasks.create_task(sessions.tell_load()).cancel)
 
 
-async def serve(config: ClusterConfig, _index: int, ready_fd: int | None, lifetime: Lifetime) -> None:
+async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -> None:
     """Both workers, until told to stop."""
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
@@ -121,7 +121,7 @@ async def serve(config: ClusterConfig, _index: int, ready_fd: int | None, lifeti
         pair = Pair(config=config, lifetime=lifetime, stack=stack, tasks=tasks, auth=auth)
         await pair.start_prefill()
         await pair.start_decode()
-        announce(ready_fd, {"transport": NAME})
+        announce(place.ready_fd, {"transport": NAME})
         await lifetime.wait()
 
 

@@ -12,7 +12,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from cluster.local import ProcessView
+from cluster.control import control_path
+from cluster.process_view import ProcessView
 from cluster.supervisor import Role
 from tandem.config import ClusterConfig, PoolConfig
 from tandem.hosts import join, reachable
@@ -172,6 +173,7 @@ def _urls(config: ClusterConfig) -> Table:
     table.add_row("gRPC", Text(base_url(config, config.router.grpc_port), style="cyan"))
     table.add_row("page", Text(f"{http}/", style="cyan"))
     table.add_row("metrics", Text(f"{http}/metrics", style="cyan"))
+    table.add_row("control", Text(str(control_path(config)), style="cyan"))
     return table
 
 

@@ -16,6 +16,7 @@ from tandem.config import ClusterConfig, dump
 CHART = Path(__file__).resolve().parent.parent / "helm" / "tandem"
 DECIDED_BY_THE_CHART = (
     "secret",
+    "control_socket",
     "model.path",
     "engine.device",
     "transfer.tls",

@@ -23,14 +23,17 @@ READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 14
 """A longer log line is cut in pieces."""
 MAX_READY_BYTES = 1 << 16
+_BEATS = b"."
 
 # Run by an isolated interpreter that then becomes the child: a preexec_fn would do the same, but it forces a full
 # fork of a process with threads. The check of getppid covers a supervisor that died before prctl was called.
+# SIGHUP comes from the supervisor alone, also where `nohup` had that ignore it: it says that a file has changed.
 _SHIM = (
-    "import ctypes, os, sys\n"
+    "import _signal, ctypes, os, sys\n"
     "parent = int(sys.argv[1])\n"
     "PR_SET_PDEATHSIG, SIGKILL = 1, 9\n"
     "ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)\n"
+    "_signal.signal(_signal.SIGHUP, _signal.SIG_DFL)\n"
     "os._exit(1) if os.getppid() != parent else os.execv(sys.argv[2], sys.argv[2:])\n"
 )
 
@@ -42,6 +45,8 @@ class Callbacks:
     on_loading: Callable[[LoadReport], None]
     on_ready: Callable[[Mapping[str, Any]], None]
     on_beat: Callable[[], None]
+    on_news: Callable[[Mapping[str, Any]], None]
+    """What a process that serves tells further (`tandem.heartbeat`)."""
     on_log: Callable[[str], None]
     on_exit: Callable[[int], None]
     """Last of all, after every log line that was written before the end."""
@@ -109,14 +114,14 @@ class Child:
             return
         if not data:
             self._close(self._ready_fd)
-        if self._is_announced:
-            if data:
-                self._callbacks.on_beat()
-            return
+        if self._is_announced and data:
+            self._callbacks.on_beat()
         self._ready += data
-        while not self._is_announced and b"\n" in self._ready:
+        while b"\n" in self._ready:
             line, _, self._ready = self._ready.partition(b"\n")
-            self._take(bytes(line))
+            (self._hear if self._is_announced else self._take)(bytes(line))
+        if self._is_announced:
+            self._ready = self._ready.lstrip(_BEATS)
         if data and len(self._ready) > MAX_READY_BYTES:
             self._close(self._ready_fd)
 
@@ -137,6 +142,15 @@ class Child:
         else:
             self._callbacks.on_log("the ready line is not a JSON object")
             self.send(signal.SIGKILL)
+
+    def _hear(self, line: bytes) -> None:
+        """News, or beats, of a child that serves."""
+        try:
+            news = json.loads(line.strip(_BEATS) or b"{}")
+        except ValueError:
+            return
+        if isinstance(news, dict) and news:
+            self._callbacks.on_news(news)
 
     def _read_log(self) -> bool:
         """Pass on whole lines; True when there may be more."""

@@ -116,37 +116,68 @@ def _with_addresses(pool: PoolConfig, name: str, ports: PortDrawer) -> PoolConfi
     return pool
 
 
+def with_addresses(config: ClusterConfig, *, prefill: tuple[str, ...], decode: tuple[str, ...]) -> ClusterConfig:
+    """The workers that routers are to know from now on."""
+    pools = {"prefill": (config.prefill, prefill), "decode": (config.decode, decode)}
+    update = {name: pool.model_copy(update={"addresses": found}) for name, (pool, found) in pools.items()}
+    return config.model_copy(update=update)
+
+
+def with_sizes(config: ClusterConfig, sizes: Mapping[str, int]) -> ClusterConfig:
+    """So many workers in each pool named."""
+    pools = {"prefill": config.prefill, "decode": config.decode}
+    update = {name: pools[name].model_copy(update={"replicas": size}) for name, size in sizes.items()}
+    return config.model_copy(update=update)
+
+
 def plan_processes(config: ClusterConfig) -> list[ProcessPlan]:
     """The processes of this cluster, workers first."""
     pools = ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
     workers = [
-        ProcessPlan(name=f"{role.value}-{i}", role=role, index=i, drain_s=pool.drain_s + STOP_MARGIN_S)
+        plan_worker(config, role, i, pool.addresses[i] if pool.addresses else "")
         for role, pool in pools
         for i in range(pool.replicas)
     ]
     return [*workers, *plan_routers(config)]
 
 
+def plan_worker(config: ClusterConfig, role: Role, index: int, address: str) -> ProcessPlan:
+    """One worker of a pool."""
+    pool = config.prefill if role is Role.PREFILL else config.decode
+    drain_s = pool.drain_s + STOP_MARGIN_S
+    return ProcessPlan(name=f"{role.value}-{index}", role=role, index=index, address=address, drain_s=drain_s)
+
+
 def plan_routers(config: ClusterConfig) -> list[ProcessPlan]:
     """Those that open the doors of this host."""
-    drain_s = config.decode.drain_s + STOP_MARGIN_S
+    return [plan_router(config, index) for index in range(config.router.processes)]
+
+
+def plan_router(config: ClusterConfig, index: int) -> ProcessPlan:
+    """One router process among those that share the doors."""
     count = config.router.processes
-    if count == 1:
-        return [ProcessPlan(name=ROUTER_NAME, role=Role.ROUTER, drain_s=drain_s)]
-    return [
-        ProcessPlan(name=f"{ROUTER_NAME}-{i}", role=Role.ROUTER, index=i, count=count, drain_s=drain_s, beats=True)
-        for i in range(count)
-    ]
+    return ProcessPlan(
+        name=ROUTER_NAME if count == 1 and index == 0 else f"{ROUTER_NAME}-{index}",
+        role=Role.ROUTER,
+        index=index,
+        count=count,
+        drain_s=config.decode.drain_s + STOP_MARGIN_S,
+        beats=count > 1,
+    )
 
 
 def module_command(plan: ProcessPlan, config_path: Path, ready_fd: int) -> list[str]:
     """How a process of this plan is started: `python -m MODULE --config FILE …`."""
-    command = [*module_prefix(plan.role), "--config", str(config_path)]
-    if plan.role is not Role.ROUTER or plan.count > 1:
-        command += ["--index", str(plan.index)]
-    if plan.role is Role.ROUTER and plan.count > 1:
-        command += ["--siblings", str(config_path.parent)]
-    return [*command, "--ready-fd", str(ready_fd)]
+    return [*module_prefix(plan.role), *place_arguments(plan, config_path), "--ready-fd", str(ready_fd)]
+
+
+def place_arguments(plan: ProcessPlan, config_path: Path) -> list[str]:
+    """What a process is told of its place in the cluster."""
+    arguments = ["--config", str(config_path), "--index", str(plan.index)]
+    if plan.role is Role.ROUTER:
+        # Also one that is alone: its successor will share the doors with it for a while.
+        return [*arguments, "--siblings", str(config_path.parent)]
+    return [*arguments, "--address", plan.address] if plan.address else arguments
 
 
 def module_prefix(role: Role) -> list[str]:
@@ -177,13 +208,25 @@ def import_root() -> str | None:
 def written(config: ClusterConfig, directory: Path) -> Iterator[Path]:
     """The configuration as a file that only its owner can read; removed in the end."""
     path = directory / "cluster.yaml"
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(fd, "w", encoding="utf-8") as file:
-        file.write(dump(config))
+    _write_privately(path, dump(config))
     try:
         yield path
     finally:
         path.unlink(missing_ok=True)
+
+
+def rewrite(config: ClusterConfig, path: Path) -> None:
+    """The same file with another configuration; whoever reads it finds the one or the other, whole."""
+    fresh = path.with_suffix(".new")
+    fresh.unlink(missing_ok=True)
+    _write_privately(fresh, dump(config))
+    fresh.replace(path)
+
+
+def _write_privately(path: Path, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 def resolve_model(config: ClusterConfig) -> ClusterConfig:

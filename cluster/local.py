@@ -1,98 +1,44 @@
-"""A whole cluster on this machine: real processes, started, supervised and stopped.
+"""A whole cluster: real processes, started, supervised, changed and stopped.
 
 `async with LocalCluster(config) as cluster:` enters when every process serves and leaves when all have drained. It
-only carries facts to `cluster.supervisor` and carries out what that decides.
+only carries facts to `cluster.supervisor` and `cluster.rollout`, and carries out what they decide; where the processes
+run is its launcher's business, by default this machine.
 """
 
 import asyncio
-import os
 import signal
-import tempfile
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-from cluster.child import Callbacks, Child
-from cluster.effective import (
-    child_environment,
-    make_effective,
-    module_command,
-    plan_processes,
-    plan_routers,
-    with_router_ports,
-    written,
+from cluster.child import Callbacks
+from cluster.effective import module_command, plan_processes, plan_routers, with_addresses, with_sizes
+from cluster.endings import ChangeFailed, ClusterFailed, StoppedEarly
+from cluster.launcher import Command, Launched, Launcher, LocalLauncher, plan_one_more
+from cluster.process_view import ProcessView, SilentWatcher, Watcher
+from cluster.rollout import Add, Member, Progress, Retire, Rollout, RolloutState
+from cluster.supervisor import (
+    Action,
+    Gone,
+    Launch,
+    Note,
+    Phase,
+    Policy,
+    ProcessState,
+    Role,
+    Send,
+    Supervisor,
 )
-from cluster.supervisor import Action, Launch, Note, Phase, Policy, ProcessPlan, ProcessState, Role, Send, Supervisor
 from tandem.config import ClusterConfig
+from tandem.errors import ConfigError
 from tandem.hosts import join
-from tandem.load_progress import LoadReport
+from tandem.process import REACHES
 
 LOG_TAIL_LINES = 20
 EXIT_NOT_STARTED = 127
-Command = Callable[[ProcessPlan, Path, int], Sequence[str]]
-"""The command line of a process: its plan, the configuration's path, the descriptor for its ready line."""
-
-
-class ClusterFailed(Exception):
-    """The cluster did not start, or could not be kept alive; the message holds the guilty process's last words."""
-
-
-class StoppedEarly(Exception):
-    """A stop was asked for before the cluster was ready."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessView:
-    """What is known of one process now."""
-
-    name: str
-    role: Role
-    state: ProcessState
-    pid: int | None
-    address: str
-    ready: Mapping[str, Any] = field(default_factory=dict)
-    """Its last ready line: worker_id, num_blocks, block_size, kv_bytes, weights_bytes, model, load_s, …"""
-
-    @property
-    def worker_id(self) -> str:
-        """The id that the worker gave itself; its name before it did."""
-        return str(self.ready.get("worker_id", self.name))
-
-
-class Watcher(Protocol):
-    """Whoever shows the user what happens. Called on the event loop; must not raise."""
-
-    def on_state(self, view: ProcessView) -> None:
-        """A process has moved on."""
-
-    def on_loading(self, name: str, report: LoadReport) -> None:
-        """A process says how its weights load."""
-
-    def on_note(self, note: Note) -> None:
-        """The supervisor has something to say."""
-
-    def on_log(self, name: str, line: str) -> None:
-        """A process wrote a line to stdout or stderr."""
-
-
-class SilentWatcher:
-    """Shows nothing."""
-
-    def on_state(self, view: ProcessView) -> None:
-        """Ignored."""
-
-    def on_loading(self, name: str, report: LoadReport) -> None:
-        """Ignored."""
-
-    def on_note(self, note: Note) -> None:
-        """Ignored."""
-
-    def on_log(self, name: str, line: str) -> None:
-        """Ignored."""
 
 
 class LocalCluster:
@@ -106,25 +52,32 @@ class LocalCluster:
         policy: Policy | None = None,
         command: Command = module_command,
         routers_only: bool = False,
+        launcher: Launcher | None = None,
     ) -> None:
-        """`routers_only`: the workers are elsewhere, as the configuration says."""
-        self.config = with_router_ports(config) if routers_only else make_effective(config)
+        """`routers_only`: the workers are elsewhere, as the configuration says. `launcher`: in place of this machine's,
+        which starts processes by `command`.
+        """
+        self._launcher = launcher or LocalLauncher(command, routers_only=routers_only)
+        self.config = self._launcher.settle(config)
+        self.routers_only = routers_only
         self._watcher = watcher or SilentWatcher()
-        self._command = command
         self._plans = {plan.name: plan for plan in (plan_routers if routers_only else plan_processes)(self.config)}
         self._supervisor = Supervisor(list(self._plans.values()), policy or Policy())
-        self._children: dict[str, Child] = {}
+        self._children: dict[str, Launched] = {}
         self._ready: dict[str, Mapping[str, Any]] = {}
+        self._reaches: dict[str, frozenset[str]] = {}
+        """Of routers: the addresses of the workers that answer them."""
+        self._outdated: set[str] = set()
+        """Processes that were starting when the configuration last changed."""
+        self._rollout: Rollout | None = None
+        self._tell: Callable[[str], None] = _nobody
         self._tails: dict[str, deque[str]] = {name: deque(maxlen=LOG_TAIL_LINES) for name in self._plans}
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
-        self._files = ExitStack()
-        self._config_path = Path()
 
     async def __aenter__(self) -> Self:
         """Raises ClusterFailed when a process cannot start, StoppedEarly when `request_stop` came first."""
-        directory = self._files.enter_context(tempfile.TemporaryDirectory(prefix="tandem-"))
-        self._config_path = self._files.enter_context(written(self.config, Path(directory)))
+        self._launcher.open(self.config)
         try:
             self._apply(self._supervisor.start(self._now()))
             await self._until(lambda: self._supervisor.phase in (Phase.RUNNING, Phase.STOPPED))
@@ -161,6 +114,11 @@ class LocalCluster:
         return next((self._ready[name] for name in routers if name in self._ready), {})
 
     @property
+    def config_path(self) -> Path:
+        """What every process reads, of a cluster on this machine."""
+        return self._launcher.config_path
+
+    @property
     def processes(self) -> list[ProcessView]:
         """Every process, workers first."""
         return [self._view(name) for name in self._plans]
@@ -176,7 +134,7 @@ class LocalCluster:
         reason, name = self._supervisor.failure, self._supervisor.failed_name
         if reason is None or name is None:
             return None
-        return "\n".join([reason, *self._tails[name]])
+        return "\n".join([reason, *self._tails.get(name, ())])
 
     def kill(self, worker_id: str, signum: signal.Signals = signal.SIGKILL) -> None:
         """Signal one process, named as in `processes` or by its worker id; it will be restarted.
@@ -191,11 +149,13 @@ class LocalCluster:
         dead = (ProcessState.ABANDONED, ProcessState.EXITED)
 
         def settled() -> bool:
+            if name not in self._plans:
+                return True
             view = self._view(name)
             return view.state in dead or (view.state is ProcessState.READY and view.pid != after_pid)
 
         await self._until(settled)
-        if self._view(name).state in dead:
+        if name not in self._plans or self._view(name).state in dead:
             raise ClusterFailed(self.failure or f"{name} is not running")
         return self._view(name)
 
@@ -216,6 +176,35 @@ class LocalCluster:
         """SIGKILL to every process of ours."""
         self._apply(self._supervisor.kill(self._now()))
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether a change is under way."""
+        return self._rollout is not None
+
+    async def change(self, rollout: Rollout, tell: Callable[[str], None]) -> None:
+        """Carry out a change of the running cluster; `tell` hears how it goes. Raises ChangeFailed.
+
+        One at a time. Whoever gives up waiting does not end it.
+        """
+        if self._rollout is not None:
+            raise ChangeFailed("another change is under way")
+        if self._supervisor.phase is not Phase.RUNNING:
+            raise ChangeFailed(f"the cluster is {self._supervisor.phase.value}")
+        self._rollout, self._tell = rollout, tell
+        self._apply([])
+        await self._until(lambda: rollout.state is not RolloutState.UNDER_WAY)
+        if rollout.failure is not None:
+            raise ChangeFailed(rollout.failure)
+
+    def resize(self, sizes: Mapping[Role, int]) -> None:
+        """So many workers each pool is to have from now on: what is started shares the machine by these numbers."""
+        self.config = with_sizes(self.config, {role.value: size for role, size in sizes.items()})
+        self._launcher.configure(self.config)
+
+    def members(self) -> dict[str, Member]:
+        """Every process as a change sees it."""
+        return {name: self._member(name) for name in self._plans}
+
     async def _close(self, *, kill: bool = False) -> None:
         (self.request_kill if kill else self.request_stop)()
         try:
@@ -223,7 +212,7 @@ class LocalCluster:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-            self._files.close()
+            self._launcher.close()
 
     def _raise_failure(self) -> None:
         if self.failure is not None:
@@ -236,6 +225,17 @@ class LocalCluster:
 
     def _apply(self, actions: list[Action]) -> None:
         """Carry out, then wake whoever waits and set the alarm for what is due next."""
+        self._carry_out(actions)
+        self._advance()
+        if self._timer is not None:
+            self._timer.cancel()
+        wakes = (self._supervisor.next_wake(), None if self._rollout is None else self._rollout.next_wake())
+        wake = min((at for at in wakes if at is not None), default=None)
+        loop = asyncio.get_running_loop()
+        self._timer = None if wake is None else loop.call_at(wake, self._tick)
+        self._changed.set()
+
+    def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
                 case Launch():
@@ -245,12 +245,75 @@ class LocalCluster:
                         self._children[action.name].send(action.signum)
                 case Note():
                     self._watcher.on_note(action)
-        if self._timer is not None:
-            self._timer.cancel()
-        wake = self._supervisor.next_wake()
-        loop = asyncio.get_running_loop()
-        self._timer = None if wake is None else loop.call_at(wake, self._tick)
-        self._changed.set()
+                case Gone():
+                    self._forget(action)
+
+    def _advance(self) -> None:
+        """Go on with the change that is under way, as far as it goes by now."""
+        if (rollout := self._rollout) is None:
+            return
+        if self._supervisor.phase is not Phase.RUNNING:
+            rollout.abandon(f"the cluster is {self._supervisor.phase.value}")
+        while orders := rollout.advance(self.members(), self._now()):
+            for order in orders:
+                match order:
+                    case Add():
+                        self._add(order, rollout)
+                    case Retire():
+                        self._retire(order.name)
+                    case Progress():
+                        # In a turn of its own: whoever hears it may want something of us.
+                        asyncio.get_running_loop().call_soon(self._tell, order.text)
+        if rollout.state is not RolloutState.UNDER_WAY:
+            self._rollout, self._tell = None, _nobody
+
+    def _add(self, order: Add, rollout: Rollout) -> None:
+        try:
+            plan = plan_one_more(self._launcher, self.config, order.role, order.index)
+        except ConfigError as error:  # no free port
+            rollout.abandon(str(error))
+            return
+        self._plans[plan.name] = plan
+        self._tails[plan.name] = deque(maxlen=LOG_TAIL_LINES)
+        rollout.started(plan.name)
+        self._carry_out(self._supervisor.add(plan, self._now()))
+
+    def _retire(self, name: str) -> None:
+        actions = self._supervisor.retire(name, self._now())
+        # Routers keep the session that is up; they will not look for another one at this address.
+        self._publish()
+        self._carry_out(actions)
+
+    def _forget(self, gone: Gone) -> None:
+        name = gone.name
+        last_words = list(self._tails[name])[-1:]
+        failure = None if gone.failure is None else ": ".join([gone.failure, *last_words])
+        for known in (self._plans, self._tails, self._ready, self._reaches):
+            known.pop(name, None)
+        text = "has left" if failure is None else f"is given up: {failure}"
+        self._watcher.on_note(Note(name=name, text=text, is_error=failure is not None))
+        if self._rollout is not None:
+            self._rollout.gone(name, failure)
+
+    def _publish(self) -> None:
+        """Where the workers are, for routers to read."""
+        if self.routers_only:
+            return
+        listed = {role: self._addresses(role) for role in (Role.PREFILL, Role.DECODE)}
+        changed = with_addresses(self.config, prefill=listed[Role.PREFILL], decode=listed[Role.DECODE])
+        if changed == self.config:
+            return
+        self.config = changed
+        self._launcher.configure(changed)
+        self._outdated |= {name for name in self._plans if self._supervisor.state(name) is ProcessState.STARTING}
+        self._carry_out(self._supervisor.reread(Role.ROUTER))
+
+    def _addresses(self, role: Role) -> tuple[str, ...]:
+        return tuple(
+            plan.address
+            for name, plan in self._plans.items()
+            if plan.role is role and plan.address and self._supervisor.is_member(name)
+        )
 
     def _launch(self, name: str) -> None:
         plan = self._plans[name]
@@ -258,15 +321,15 @@ class LocalCluster:
             on_loading=lambda report: self._watcher.on_loading(name, report),
             on_ready=lambda info: self._on_ready(name, info),
             on_beat=lambda: self._supervisor.on_beat(name, self._now()),
+            on_news=lambda news: self._on_news(name, news),
             on_log=lambda line: self._on_log(name, line),
             on_exit=lambda status: self._on_exit(name, status),
         )
         self._tails[name].clear()
-        environment = child_environment(os.environ)
+        self._reaches.pop(name, None)
+        self._outdated.discard(name)
         try:
-            self._children[name] = Child(
-                lambda ready_fd: self._command(plan, self._config_path, ready_fd), environment, callbacks
-            )
+            self._children[name] = self._launcher.start(plan, callbacks)
         except OSError as error:  # out of processes, descriptors or memory: an exit like any other
             self._on_log(name, f"cannot start: {error}")
             asyncio.get_running_loop().call_soon(self._on_exit, name, EXIT_NOT_STARTED)
@@ -274,8 +337,21 @@ class LocalCluster:
 
     def _on_ready(self, name: str, info: Mapping[str, Any]) -> None:
         self._ready[name] = info
-        self._apply(self._supervisor.on_ready(name, self._now()))
+        plan = self._plans[name]
+        if plan.role is not Role.ROUTER and (told := str(info.get("address") or plan.address)) != plan.address:
+            self._plans[name] = replace(plan, address=told)
+        actions = self._supervisor.on_ready(name, self._now())
+        self._publish()
+        if name in self._outdated:  # it may have read what was right when it began
+            actions.append(Send(name=name, signum=signal.SIGHUP))
+        self._outdated.discard(name)
+        self._apply(actions)
         self._watcher.on_state(self._view(name))
+
+    def _on_news(self, name: str, news: Mapping[str, Any]) -> None:
+        if isinstance(reached := news.get(REACHES), list):
+            self._reaches[name] = frozenset(map(str, reached))
+            self._apply([])
 
     def _on_log(self, name: str, line: str) -> None:
         self._tails[name].append(line)
@@ -284,7 +360,8 @@ class LocalCluster:
     def _on_exit(self, name: str, status: int) -> None:
         self._children.pop(name, None)
         self._apply(self._supervisor.on_exited(name, status, self._now()))
-        self._watcher.on_state(self._view(name))
+        if name in self._plans:
+            self._watcher.on_state(self._view(name))
 
     def _tick(self) -> None:
         self._apply(self._supervisor.tick(self._now()))
@@ -292,15 +369,24 @@ class LocalCluster:
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
+    def _member(self, name: str) -> Member:
+        plan = self._plans[name]
+        state, reaches = self._supervisor.state(name), self._reaches.get(name)
+        return Member(role=plan.role, index=plan.index, state=state, address=plan.address, reaches=reaches)
+
     def _view(self, name: str) -> ProcessView:
         plan, child = self._plans[name], self._children.get(name)
-        pools = {Role.PREFILL: self.config.prefill, Role.DECODE: self.config.decode}
-        router = join(self.config.router.host, self.config.router.port)
         return ProcessView(
             name=name,
             role=plan.role,
             state=self._supervisor.state(name),
             pid=child.pid if child else None,
-            address=router if plan.role is Role.ROUTER else pools[plan.role].addresses[plan.index],
+            address=join(self.config.router.host, self.config.router.port)
+            if plan.role is Role.ROUTER
+            else plan.address,
             ready=self._ready.get(name, {}),
         )
+
+
+def _nobody(_text: str) -> None:
+    """Until somebody asks for a change."""

@@ -4,6 +4,9 @@ Pure: facts come in (ready, alive, exited, a user's Ctrl-C, time passed), action
 life of one process: PENDING → STARTING → READY → (dies) BACKOFF → STARTING …, and in the end EXITED, or ABANDONED when
 it keeps dying. Workers start first and together, then the router; a stop goes the other way, so that the router can
 finish what its workers still owe it.
+
+The set may change while the cluster runs: one more process is added, which belongs to it once it has served, and one
+is retired, whose end is no death. Scaling, flips and rolling replacements are made of these two.
 """
 
 import signal
@@ -43,8 +46,14 @@ class ProcessState(Enum):
     STARTING = "starting"
     READY = "ready"
     BACKOFF = "backoff"
+    RETIRING = "retiring"
+    """Told to finish its work and leave; when it has ended nothing is left of it."""
     ABANDONED = "abandoned"
     EXITED = "exited"
+
+
+_LOST = (ProcessState.ABANDONED, ProcessState.RETIRING)
+"""It will not serve again."""
 
 
 class Phase(Enum):
@@ -65,6 +74,8 @@ class ProcessPlan:
     index: int = 0
     count: int = 1
     """Processes that share what this one does, such as a router's ports."""
+    address: str = ""
+    """Of a worker: host:port where it listens."""
     drain_s: float = 30.0
     """Most seconds from SIGTERM to SIGKILL."""
     beats: bool = False
@@ -122,7 +133,16 @@ class Note:
     is_error: bool = False
 
 
-Action = Launch | Send | Note
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gone:
+    """This process is of the set no more."""
+
+    name: str
+    failure: str | None = None
+    """Why it never served, of one that was added; None of one that was retired."""
+
+
+Action = Launch | Send | Note | Gone
 
 
 @dataclass(slots=True)
@@ -138,10 +158,12 @@ class _Process:
     """When `watch` is asked next."""
     terminated: bool = False
     rapid_deaths: int = 0
+    is_candidate: bool = False
+    """It was added and has not served yet: if it ends it is not started again."""
 
     @property
     def is_alive(self) -> bool:
-        return self.state in (ProcessState.STARTING, ProcessState.READY)
+        return self.state in (ProcessState.STARTING, ProcessState.READY, ProcessState.RETIRING)
 
 
 @dataclass(slots=True)
@@ -170,6 +192,29 @@ class Supervisor:
         """Launch the workers."""
         return self._launch_pending(now)
 
+    def add(self, plan: ProcessPlan, now: float) -> list[Action]:
+        """One more, in a cluster that runs. If it ends before it has served, it is `Gone`."""
+        if self.phase is not Phase.RUNNING:
+            raise InvariantError(f"{plan.name} is added to a cluster that is {self.phase.value}")
+        if plan.name in self._processes:
+            raise InvariantError(f"there is a {plan.name} already")
+        process = self._processes[plan.name] = _Process(plan, is_candidate=True)
+        return self._launch(process, now)
+
+    def retire(self, name: str, now: float) -> list[Action]:
+        """Have it finish its work and end; it is `Gone` when it has."""
+        process = self._processes[name]
+        if self.phase is not Phase.RUNNING:
+            raise InvariantError(f"{name} is retired from a cluster that is {self.phase.value}")
+        if process.state is ProcessState.RETIRING:
+            return []
+        if not process.is_alive:
+            return self._forget(process)
+        wait_s = self._patience(process)
+        process.watch = process.look_at = None
+        process.state = ProcessState.RETIRING
+        return self._terminate(process, wait_s, now)
+
     def on_ready(self, name: str, now: float) -> list[Action]:
         """A process says that it serves."""
         process = self._processes[name]
@@ -177,7 +222,7 @@ class Supervisor:
             return []
         process.state, process.ready_at, process.deadline = ProcessState.READY, now, None
         notes: list[Action] = [Note(name=name, text="is back")] if process.was_ready else []
-        process.was_ready = True
+        process.was_ready, process.is_candidate = True, False
         if process.plan.beats:
             process.watch = SilenceWatch(silence_s=self.policy.silence_s, period_s=_LOOK_S, now_s=now)
             process.look_at = now + _LOOK_S
@@ -199,6 +244,10 @@ class Supervisor:
         if self.phase in (Phase.STOPPING, Phase.STOPPED):
             process.state, process.deadline = ProcessState.EXITED, None
             return self._advance_stop(now)
+        if process.state is ProcessState.RETIRING:
+            return self._forget(process)
+        if process.is_candidate:
+            return self._forget(process, f"{name} {describe_exit(status)} before it was ready")
         if self.phase is Phase.STARTING:
             process.state = ProcessState.EXITED
             before = "" if process.was_ready else " before it was ready"
@@ -238,9 +287,15 @@ class Supervisor:
         due = (at for p in self._processes.values() for at in (p.deadline, p.look_at) if at is not None)
         return min(due, default=None)
 
-    def reread(self) -> list[Action]:
-        """Have every process that serves look at its files; one that is starting reads them anyway."""
-        ready = [name for name, process in self._processes.items() if process.state is ProcessState.READY]
+    def is_member(self, name: str) -> bool:
+        """Whether it belongs to the set for good: it is neither new nor on its way out."""
+        process = self._processes[name]
+        return not process.is_candidate and process.state is not ProcessState.RETIRING
+
+    def reread(self, role: Role | None = None) -> list[Action]:
+        """Have every process (of one role) that serves look at its files; one that is starting reads them anyway."""
+        processes = [p for p in self._processes.values() if p.state is ProcessState.READY]
+        ready = [p.plan.name for p in processes if role in (None, p.plan.role)]
         return [Send(name=name, signum=signal.SIGHUP) for name in ready if self.phase is Phase.RUNNING]
 
     def stop(self, now: float) -> list[Action]:
@@ -250,7 +305,10 @@ class Supervisor:
         was_running, self.phase = self.phase is Phase.RUNNING, Phase.STOPPING
         actions: list[Action] = []
         for process in self._processes.values():
-            process.deadline = process.watch = process.look_at = None
+            process.watch = process.look_at = None
+            if process.state is ProcessState.RETIRING:
+                continue  # it is being ended already, within its own bound
+            process.deadline = None
             if not process.is_alive:
                 process.state = ProcessState.EXITED
             elif not was_running:  # no request was ever accepted, so nothing needs an order
@@ -289,13 +347,17 @@ class Supervisor:
         process.deadline = now + self.policy.start_timeout_s
         return [Launch(name=process.plan.name)]
 
+    def _forget(self, process: _Process, failure: str | None = None) -> list[Action]:
+        del self._processes[process.plan.name]
+        return [Gone(name=process.plan.name, failure=failure)]
+
     def _abandon(self, process: _Process, status: int, now: float) -> list[Action]:
         name, process.state = process.plan.name, ProcessState.ABANDONED
         text = f"{describe_exit(status)} {process.rapid_deaths} times in a row: given up"
         note = Note(name=name, text=text, is_error=True)
         role = process.plan.role
         alike = [p for p in self._processes.values() if p.plan.role is role]
-        if role in REQUIRED_ROLES and all(p.state is ProcessState.ABANDONED for p in alike):
+        if role in REQUIRED_ROLES and all(p.state in _LOST for p in alike):
             return [note, *self._fail(name, f"no {role.value} is left: {name} {text}", now)]
         return [note]
 

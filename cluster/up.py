@@ -16,9 +16,13 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
 from cluster import banner
+from cluster.control import ControlSocket
 from cluster.doctor import Status, locks
 from cluster.effective import module_command, resolve_model
-from cluster.local import ClusterFailed, Command, LocalCluster, ProcessView, StoppedEarly
+from cluster.endings import ClusterFailed, StoppedEarly
+from cluster.launcher import Command
+from cluster.local import LocalCluster
+from cluster.process_view import ProcessView
 from cluster.sanitize import without_controls
 from cluster.supervisor import Note, ProcessState, Role
 from tandem.config import ClusterConfig
@@ -105,6 +109,10 @@ class ConsoleWatcher:
         self._progress.update(self._tasks[name], description=phase)
         if not self._console.is_terminal:
             self._show(Text(f"{name} {phase}"))
+
+    def on_change(self, text: str) -> None:
+        """How a change goes that somebody has asked for."""
+        self._show(Text(text, style="cyan"))
 
     def on_note(self, note: Note) -> None:
         """Always shown: a process died or came back."""
@@ -198,7 +206,7 @@ async def run_with(
         signals.append(signal.SIGHUP)
     try:
         with watcher:
-            async with cluster:
+            async with cluster, ControlSocket(cluster, tell=watcher.on_change):
                 watcher.all_ready()
                 interrupts.work = asyncio.ensure_future(body(cluster))
                 code = await _result(interrupts)

@@ -21,7 +21,7 @@ from tandem.board.assembly import make_publisher, publish
 from tandem.config import ClusterConfig
 from tandem.ids import WorkerId
 from tandem.model_path import model_name
-from tandem.process import Lifetime, announce, load_progress, worker_main
+from tandem.process import Lifetime, WorkerPlace, announce, load_progress, worker_main
 from tandem.roles import WorkerRole
 from tandem.rpc import ClusterAuth, listen, make_server
 from tandem.telemetry import open_tracer
@@ -32,19 +32,20 @@ from tandem.worker_session import WorkerSessions
 _log = logging.getLogger(__name__)
 
 
-async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetime: Lifetime) -> None:
+async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -> None:
     """Load, serve until told to stop, drain. What is entered last leaves first."""
     started_s = time.monotonic()
-    host_name, port = free_address(config.decode, "decode", index)
+    host_name, port = free_address(config.decode, "decode", place.index, stated=place.address)
     # Before the model is loaded: what cannot work is told at once.
     auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name)
-    parts = await asyncio.to_thread(assemble, engine_spec(config), pool=SharedPool, progress=load_progress(ready_fd))
+    progress = load_progress(place.ready_fd)
+    parts = await asyncio.to_thread(assemble, engine_spec(config), pool=SharedPool, progress=progress)
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         server = make_server(auth)
         bound = listen(server, host_name, port)
         identity = WorkerIdentity(
-            worker_id=WorkerId(f"decode-{index}"),
+            worker_id=WorkerId(f"decode-{place.index}"),
             incarnation=draw_incarnation(),
             role=WorkerRole.DECODE,
             model_name=model_name(config.model.path, config.model.name),
@@ -65,7 +66,7 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         stack.callback(sessions.finish)
         stack.callback(tasks.create_task(sessions.tell_load()).cancel)
         await publish(stack, publisher, host)
-        announce(ready_fd, {**identity.facts(), **parts.facts(), "load_s": round(time.monotonic() - started_s, 3)})
+        announce(place.ready_fd, identity.facts() | parts.facts() | {"load_s": round(time.monotonic() - started_s, 3)})
         _log.info("decode worker %s serves at %s", identity.worker_id, identity.address)
         await lifetime.wait()
         sessions.drain("the worker was told to stop")

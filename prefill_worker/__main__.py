@@ -21,7 +21,7 @@ from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.ids import WorkerId
 from tandem.model_path import model_name
-from tandem.process import Lifetime, announce, load_progress, worker_main
+from tandem.process import Lifetime, WorkerPlace, announce, load_progress, worker_main
 from tandem.roles import WorkerRole
 from tandem.rpc import ClusterAuth, listen, make_server
 from tandem.telemetry import open_tracer
@@ -32,19 +32,19 @@ from tandem.worker_session import WorkerSessions
 _log = logging.getLogger(__name__)
 
 
-async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetime: Lifetime) -> None:
+async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -> None:
     """Load, serve until told to stop, drain. What is entered last leaves first."""
     started_s = time.monotonic()
-    host_name, port = free_address(config.prefill, "prefill", index)
+    host_name, port = free_address(config.prefill, "prefill", place.index, stated=place.address)
     auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name)
-    parts = await asyncio.to_thread(assemble, engine_spec(config), pool=SharedPool, progress=load_progress(ready_fd))
+    parts = await asyncio.to_thread(_parts, config, place.ready_fd)
     async with AsyncExitStack() as stack:
         region = _region(parts, stack)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         server = make_server(auth)
         bound = listen(server, host_name, port)
         identity = WorkerIdentity(
-            worker_id=WorkerId(f"prefill-{index}"),
+            worker_id=WorkerId(f"prefill-{place.index}"),
             incarnation=draw_incarnation(),
             role=WorkerRole.PREFILL,
             model_name=model_name(config.model.path, config.model.name),
@@ -77,11 +77,15 @@ async def serve(config: ClusterConfig, index: int, ready_fd: int | None, lifetim
         stack.callback(sessions.finish)
         stack.callback(tasks.create_task(sessions.tell_load()).cancel)
         await publish(stack, publisher, host)
-        announce(ready_fd, {**identity.facts(), **parts.facts(), "load_s": round(time.monotonic() - started_s, 3)})
+        announce(place.ready_fd, identity.facts() | parts.facts() | {"load_s": round(time.monotonic() - started_s, 3)})
         _log.info("prefill worker %s serves at %s", identity.worker_id, identity.address)
         await lifetime.wait()
         sessions.drain("the worker was told to stop")
         await leave(worker, drain_s=config.prefill.drain_s, succession_s=config.transfer.succession_s)
+
+
+def _parts(config: ClusterConfig, ready_fd: int | None) -> EngineParts:
+    return assemble(engine_spec(config), pool=SharedPool, progress=load_progress(ready_fd))
 
 
 def _region(parts: EngineParts, stack: AsyncExitStack) -> KVRegion:

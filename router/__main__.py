@@ -6,6 +6,7 @@ import logging
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from random import SystemRandom
 
@@ -38,6 +39,7 @@ from router.named_caches import KeptPrompts, NamedCaches
 from router.named_siblings import NamedSiblings
 from router.placer import Placer
 from router.prefix_map import PrefixMap
+from router.reached import ReachedWorkers
 from router.readiness import Readiness, first_worker
 from router.session import SessionSettings
 from router.shared_limits import SharedLimits
@@ -46,6 +48,7 @@ from router.sibling_limits import SiblingLimits
 from router.siblings import Siblings
 from router.slow_reader import WRITE_TIMEOUT_S
 from router.spending import PriceTable
+from router.stated_workers import StatedWorkers, stated
 from router.status.assembly import open_status
 from router.surroundings import DispatchSettings
 from router.tenant_usage import TenantUsage
@@ -58,8 +61,8 @@ from tandem.heartbeat import Heartbeat
 from tandem.hosts import hold, join, reachable
 from tandem.ids import Incarnation
 from tandem.model_path import model_directory
-from tandem.process import Lifetime, RouterPlace, router_main
-from tandem.registry import StaticDirectory, WorkerDirectory
+from tandem.process import Lifetime, OneAtATime, RouterPlace, router_main
+from tandem.registry import ChangingDirectory, WorkerAddress
 from tandem.rpc import ClusterAuth, open_channel
 from tandem.telemetry import open_tracer
 from tandem.worker_config import cluster_secret
@@ -86,7 +89,8 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         incarnation, limits = draw_incarnation(), make_limits(config.router, secret, time.monotonic)
         keeper = await stack.enter_async_context(Doorkeeper(config.router, limits))
         lifetime.on_reread(keeper.look_now)
-        board = await _join_workers(stack, config, registry, secret, incarnation, limits)
+        board, fleet, named_anew = await _join_workers(stack, config, registry, secret, incarnation, limits)
+        lifetime.on_reread(OneAtATime(StatedWorkers(place.config_path, named_anew).read))
         if not await first_worker(registry, lifetime):
             return
         model = _model_info(registry)
@@ -95,7 +99,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         keeper.show(metrics.registry)
         if board is not None:
             metrics.registry.register(BoardMetrics(board))
-        await _join_siblings(stack, place, metrics, None if board is not None else (incarnation, limits))
+        siblings = await _join_siblings(stack, place, metrics, None if board is not None else (incarnation, limits))
         decisions = DecisionLog(config.router.decisions_kept, clock=time.monotonic)
         admission = Admission(max_inflight=config.router.max_inflight_requests, clock=time.monotonic)
         dispatcher = make_dispatcher(config, registry, metrics, secret, decisions, admission)
@@ -112,15 +116,16 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         shares = place.siblings is not None
         server = build_server(frontend, gate, config.router, metrics, bounds.grpc, shares_port=shares, keeper=keeper)
         http, rpc = await _open_doors(stack, config, place, app, server, bounds.http, keeper.tls)
-        await rpc.set_serving(True)
         await stack.enter_async_context(canary)
         _collect_seldom()
         _announce(heart, config.router.host, http, rpc)
+        await stack.enter_async_context(ReachedWorkers(registry, canary, addresses=fleet.addresses, tell=heart.tell))
         await lifetime.wait()
         readiness.drain()
         status.close()
         await canary.stop()
-        await drain(gate, http, rpc, drain_s=config.decode.drain_s, is_alone=place.siblings is None)
+        is_alone = siblings is None or not await siblings.others()
+        await drain(gate, http, rpc, drain_s=config.decode.drain_s, is_alone=is_alone)
 
 
 def _announce(heart: Heartbeat, where: str, http: HttpDoor, rpc: GrpcDoor) -> None:
@@ -184,17 +189,19 @@ async def _join_workers(
     secret: bytes,
     incarnation: Incarnation,
     limits: SharedLimits,
-) -> RouterBoard | None:
-    """Keep sessions to all workers; with Redis, those that it tells of are among them, and it tells what they hold."""
-    stated = StaticDirectory(prefill=config.prefill.addresses, decode=config.decode.addresses)
-    directory: WorkerDirectory = stated
-    settings = board_settings(config.redis)
+) -> tuple[RouterBoard | None, WorkerFleet, Callable[[frozenset[WorkerAddress]], None]]:
+    """Keep sessions to all workers; with Redis, those that it tells of are among them, and it tells what they hold.
+
+    The last part of the result takes the addresses that the configuration names later.
+    """
+    named = stated(config)
+    directory = ChangingDirectory(named)
+    settings, named_anew = board_settings(config.redis), directory.replace
     board: RouterBoard | None = None
     if settings is not None:
-        board = RouterBoard(
-            settings, secret=secret, router=incarnation, registry=registry, limits=limits, stated=stated.addresses
-        )
-        directory = (await stack.enter_async_context(board)).directory
+        board = RouterBoard(settings, secret=secret, router=incarnation, registry=registry, limits=limits, stated=named)
+        await stack.enter_async_context(board)
+        directory, named_anew = board.directory, board.directory.state
     fleet = WorkerFleet(
         directory=directory,
         listener=registry,
@@ -208,15 +215,15 @@ async def _join_workers(
         ),
     )
     await stack.enter_async_context(fleet)
-    return board
+    return board, fleet, named_anew
 
 
 async def _join_siblings(
     stack: AsyncExitStack, place: RouterPlace, metrics: RouterMetrics, tells: tuple[Incarnation, SharedLimits] | None
-) -> None:
+) -> Siblings | None:
     """Share figures with the processes that share the doors, and what tenants had, unless Redis `tells` it."""
     if place.siblings is None:
-        return
+        return None
     siblings = Siblings(place.siblings, index=place.index, render=metrics.render)
     metrics.collect_with((await stack.enter_async_context(siblings)).figures)
     books = Siblings(place.siblings, index=place.index, render=metrics.usage.render, name="usage")
@@ -225,6 +232,7 @@ async def _join_siblings(
         router, limits = tells
         shared = SiblingLimits(place.siblings, index=place.index, router=router, limits=limits)
         await stack.enter_async_context(shared)
+    return siblings
 
 
 async def _open_doors(
@@ -243,7 +251,10 @@ async def _open_doors(
         app, host=where, port=config.router.port, grace_s=drain_s, shares_port=shared, limits=limits, tls=tls
     )
     rpc = GrpcDoor(server, host=where, port=config.router.grpc_port, grace_s=drain_s, tls=tls)
-    return await stack.enter_async_context(http), await stack.enter_async_context(rpc)
+    await stack.enter_async_context(http)
+    await stack.enter_async_context(rpc)
+    await rpc.set_serving(True)
+    return http, rpc
 
 
 def make_dispatcher(

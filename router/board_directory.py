@@ -4,11 +4,10 @@ Redis is believed when it tells of a worker, and doubted when it tells of none: 
 notices of it have been missing for a while, and a session that is up outlives its address (`WorkerFleet`).
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 
 from tandem.board.entries import Notice
-from tandem.registry import WorkerAddress
+from tandem.registry import ChangingDirectory, WorkerAddress
 
 MAX_ADDRESSES = 4096
 
@@ -17,8 +16,8 @@ class WorkerListing:
     """Which addresses there are. Pure."""
 
     def __init__(self, stated: frozenset[WorkerAddress], *, forget_s: float) -> None:
-        """`stated`: always there. `forget_s`: how long an address is kept that nobody tells of."""
-        self._stated = stated
+        """`stated`: there as long as it is named here. `forget_s`: how long an address is kept that nobody tells of."""
+        self.stated = stated
         self._forget_s = forget_s
         self._missing_since_s: dict[WorkerAddress, float | None] = {}
 
@@ -40,27 +39,21 @@ class WorkerListing:
     @property
     def addresses(self) -> frozenset[WorkerAddress]:
         """Stated and told."""
-        return self._stated | self._missing_since_s.keys()
+        return self.stated | self._missing_since_s.keys()
 
 
-class RedisDirectory:
-    """A WorkerDirectory that is told of changes; one may watch it."""
+class RedisDirectory(ChangingDirectory):
+    """A WorkerDirectory of what is told and what is stated; one may watch it."""
 
     def __init__(self, listing: WorkerListing) -> None:
+        super().__init__(listing.addresses)
         self._listing = listing
-        self._addresses = listing.addresses
-        self._changed = asyncio.Event()
 
     def told(self, notices: Iterable[Notice], now_s: float) -> None:
         """All notices that are on the board."""
-        addresses = self._listing.told(notices, now_s)
-        if addresses != self._addresses:
-            self._addresses = addresses
-            self._changed.set()
+        self.replace(self._listing.told(notices, now_s))
 
-    async def watch(self) -> AsyncIterator[frozenset[WorkerAddress]]:
-        """The whole set now and again after each change; never ends."""
-        while True:
-            self._changed.clear()
-            yield self._addresses
-            await self._changed.wait()
+    def state(self, addresses: frozenset[WorkerAddress]) -> None:
+        """The configuration names these from now on."""
+        self._listing.stated = addresses
+        self.replace(self._listing.addresses)

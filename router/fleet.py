@@ -16,6 +16,7 @@ import grpc.aio
 
 from router.session import SessionListener, SessionSettings, WorkerSession
 from router.session_wire import ProtocolError
+from router.worker_view import WorkerKey
 from router.workers import WorkerRejected
 from tandem.registry import WorkerAddress, WorkerDirectory
 
@@ -60,7 +61,7 @@ class WorkerFleet:
         self._follower: asyncio.Task[None] | None = None
         self._wanted: frozenset[WorkerAddress] = frozenset()
         self._keepers: dict[WorkerAddress, asyncio.Task[None]] = {}
-        self._in_session: set[WorkerAddress] = set()
+        self._in_session: dict[WorkerAddress, WorkerKey] = {}
 
     async def __aenter__(self) -> "WorkerFleet":
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
@@ -75,12 +76,16 @@ class WorkerFleet:
         # Not told of `error`: the task group would wrap it in a group of its own.
         await self._stack.aclose()
 
+    def addresses(self) -> dict[WorkerKey, str]:
+        """Where each worker is that there is a session with."""
+        return {key: address.address for address, key in self._in_session.items()}
+
     async def _follow(self) -> None:
         keepers = self._keepers
         async with asyncio.TaskGroup() as tasks:
             async for addresses in self._directory.watch():
                 self._wanted = addresses
-                for gone in keepers.keys() - addresses - self._in_session:
+                for gone in keepers.keys() - addresses - self._in_session.keys():
                     keepers.pop(gone).cancel()
                 for new in addresses - keepers.keys():
                     keepers[new] = tasks.create_task(self._keep(new))
@@ -105,11 +110,11 @@ class WorkerFleet:
                 session = await WorkerSession.open(channel, self._settings)
                 if session.info.role is not address.role:
                     return f"expected a {address.role.value} worker, found a {session.info.role.value} worker", False
-                self._in_session.add(address)
+                self._in_session[address] = session.info.key
                 try:
                     return await session.converse(self._listener), True
                 finally:
-                    self._in_session.discard(address)
+                    del self._in_session[address]
             except grpc.aio.AioRpcError as error:
                 return f"{error.code().name}: {error.details()}", False
             except TimeoutError:

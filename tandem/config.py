@@ -271,6 +271,9 @@ class ClusterConfig(Section):
     prices: PriceConfig = PriceConfig()
     secret: SecretStr | None = None
     """Keys block names and authenticates workers and routers to each other; `tandem up` draws one when absent."""
+    control_socket: str | None = None
+    """Unix socket over which `tandem scale`, `flip` and `restart` ask `tandem up`; null: one named after `router.port`,
+    in `$XDG_RUNTIME_DIR/tandem` or in the temporary folder."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
     """json: one object a line, with the request's id where a line is about one."""

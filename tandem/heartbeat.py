@@ -1,10 +1,11 @@
 """What a process tells whoever started it: first that it serves, and then, again and again, that its event loop runs.
 
 Only a process that others stand beside does so: if it hangs they can do its work, but what clients ask of it is lost to
-them until it is ended (`cluster.supervisor`).
+them until it is ended (`cluster.supervisor`). Between two beats there may be news, a JSON object in a line of its own.
 """
 
 import asyncio
+import json
 import os
 from collections.abc import Mapping
 from types import TracebackType
@@ -23,6 +24,9 @@ class Heartbeat:
         self._fd = ready_fd
         self._beats = beats
         self._timer: asyncio.TimerHandle | None = None
+        self._owed = b""
+        """Of a piece of news, what the pipe had no room for."""
+        self._news: bytes | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -48,11 +52,21 @@ class Heartbeat:
         os.set_blocking(self._fd, False)
         self._beat()
 
+    def tell(self, news: Mapping[str, Any]) -> None:
+        """News, before the next beats; of several that wait the last counts. Nothing, without beats."""
+        self._news = b"\n" + json.dumps(dict(news)).encode() + b"\n"
+        if self._timer is not None:
+            self._timer.cancel()
+            self._beat()
+
     def _beat(self) -> None:
         if self._fd is None:
             return
+        if not self._owed and self._news is not None:
+            self._owed, self._news = self._news, None
+        said = self._owed or b"."
         try:
-            os.write(self._fd, b".")
+            self._owed = said[os.write(self._fd, said) :]
         except BlockingIOError:
             pass  # nobody has read the last ones
         except OSError:

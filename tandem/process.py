@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 
 LOADING = "loading"
 """Of a line that is about loading; see `load_progress`."""
+REACHES = "reaches"
+"""Of news: the addresses of the workers that answer a router."""
 _FAULT_END_S = 5.0
 """For a process to end by itself after a fault. What hangs would keep it for ever."""
 
@@ -126,14 +128,24 @@ def announce(ready_fd: int | None, facts: Mapping[str, Any]) -> None:
         pipe.write(json.dumps(dict(facts)) + "\n")
 
 
-def worker_main(
-    role: WorkerRole, serve: Callable[["ClusterConfig", int, int | None, Lifetime], Awaitable[None]]
-) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlace:
+    """One worker process in its pool."""
+
+    ready_fd: int | None = None
+    index: int = 0
+    address: str | None = None
+    """host:port where it listens, port 0: a free one; None: as the configuration says."""
+
+
+def worker_main(role: WorkerRole, serve: Callable[["ClusterConfig", WorkerPlace, Lifetime], Awaitable[None]]) -> int:
     """The command line of a worker, down to its exit code."""
     parser = _parser(f"{role.value}_worker", f"one {role.value} worker of a cluster")
     parser.add_argument("--index", type=int, default=0, help="which worker of the pool this is")
+    parser.add_argument("--address", help="host:port where it listens, in place of that in the YAML; 0: a free port")
     args = parser.parse_args()
-    return _run(args.config, f"{role.value}-{args.index}", lambda c, life: serve(c, args.index, args.ready_fd, life))
+    place = WorkerPlace(ready_fd=args.ready_fd, index=args.index, address=args.address)
+    return _run(args.config, f"{role.value}-{place.index}", lambda config, lifetime: serve(config, place, lifetime))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +156,8 @@ class RouterPlace:
     index: int = 0
     siblings: Path | None = None
     """Folder where they find each other; None of one that is alone."""
+    config_path: Path | None = None
+    """Where the configuration stands, to be read again."""
 
 
 def router_main(serve: Callable[["ClusterConfig", RouterPlace, Lifetime], Awaitable[None]]) -> int:
@@ -154,7 +168,7 @@ def router_main(serve: Callable[["ClusterConfig", RouterPlace, Lifetime], Awaita
         "--siblings", type=Path, help="folder where those find each other; without it this one is alone"
     )
     args = parser.parse_args()
-    place = RouterPlace(ready_fd=args.ready_fd, index=args.index, siblings=args.siblings)
+    place = RouterPlace(ready_fd=args.ready_fd, index=args.index, siblings=args.siblings, config_path=args.config)
     name = "router" if place.siblings is None else f"router-{place.index}"
     return _run(args.config, name, lambda config, lifetime: serve(config, place, lifetime))
 

@@ -4,6 +4,7 @@ A directory tells addresses only; who a worker is (id, incarnation, model) is sa
 HELLO of its session, so a wrong or old entry costs a refused connection and nothing else.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,22 +30,36 @@ class WorkerDirectory(Protocol):
         ...
 
 
-class StaticDirectory:
-    """The addresses that the configuration states."""
+class ChangingDirectory:
+    """Addresses that whoever owns it replaces; one may watch it."""
 
-    def __init__(self, *, prefill: Iterable[str], decode: Iterable[str]) -> None:
-        """Raise ConfigError for an address that is not host:port, or that stands twice."""
-        stated = [(WorkerRole.PREFILL, a) for a in prefill] + [(WorkerRole.DECODE, a) for a in decode]
-        seen: set[str] = set()
-        for role, address in stated:
-            host, _, port = address.rpartition(":")
-            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-                raise ConfigError(f"{role.value}.addresses: {address!r} is not host:port")
-            if address in seen:
-                raise ConfigError(f"{role.value}.addresses: {address} stands twice")
-            seen.add(address)
-        self.addresses = frozenset(WorkerAddress(role=role, address=address) for role, address in stated)
+    def __init__(self, addresses: frozenset[WorkerAddress]) -> None:
+        self._addresses = addresses
+        self._changed = asyncio.Event()
+
+    def replace(self, addresses: frozenset[WorkerAddress]) -> None:
+        """These are all from now on."""
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._changed.set()
 
     async def watch(self) -> AsyncIterator[frozenset[WorkerAddress]]:
-        """The one set there will ever be."""
-        yield self.addresses
+        """The whole set now and again after each change; never ends."""
+        while True:
+            self._changed.clear()
+            yield self._addresses
+            await self._changed.wait()
+
+
+def stated_addresses(*, prefill: Iterable[str], decode: Iterable[str]) -> frozenset[WorkerAddress]:
+    """Of both pools. Raises ConfigError for one that is not host:port, or that stands twice."""
+    stated = [(WorkerRole.PREFILL, a) for a in prefill] + [(WorkerRole.DECODE, a) for a in decode]
+    seen: set[str] = set()
+    for role, address in stated:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigError(f"{role.value}.addresses: {address!r} is not host:port")
+        if address in seen:
+            raise ConfigError(f"{role.value}.addresses: {address} stands twice")
+        seen.add(address)
+    return frozenset(WorkerAddress(role=role, address=address) for role, address in stated)

@@ -44,8 +44,13 @@ def listen_address(pool: PoolConfig, name: str, index: int) -> tuple[str, int]:
     return host, int(port)
 
 
-def free_address(pool: PoolConfig, name: str, index: int) -> tuple[str, int]:
-    """The same, looked at before the model is loaded. Raises OSError when somebody listens there, too."""
+def free_address(pool: PoolConfig, name: str, index: int, *, stated: str | None = None) -> tuple[str, int]:
+    """The same, looked at before the model is loaded; `stated` is where whoever starts the worker says that it is.
+
+    Raises OSError when somebody listens there, too.
+    """
+    if stated is not None:
+        pool, index = pool.model_copy(update={"addresses": (stated,)}), 0
     host, port = listen_address(pool, name, index)
     hold(host.strip("[]"), port).close()
     return host, port

@@ -29,6 +29,7 @@ class WorkerIdentity:
             "address": self.address,
             "role": self.role.value,
             "worker_id": self.worker_id,
+            "incarnation": str(self.incarnation),
             "model": self.model_name,
         }
 

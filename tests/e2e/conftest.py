@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from cluster.local import Command
+from cluster.launcher import Command
 from tests.e2e.oracle import Oracle
 from tests.kills.nursery import nursery
 

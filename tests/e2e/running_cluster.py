@@ -12,7 +12,9 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.effective import module_command
-from cluster.local import Command, LocalCluster, SilentWatcher
+from cluster.launcher import Command
+from cluster.local import LocalCluster
+from cluster.process_view import SilentWatcher
 from cluster.supervisor import Policy
 from tandem.config import load
 

@@ -27,7 +27,7 @@ async def second_router(cluster):
     with PortDrawer() as ports:
         http, grpc = (ports.draw("127.0.0.1", "router.host") for _ in range(2))
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "router", "--config", str(cluster.local._config_path)),
+        *(sys.executable, "-m", "router", "--config", str(cluster.local.config_path)),
         env={**os.environ, "TANDEM_ROUTER__PORT": str(http), "TANDEM_ROUTER__GRPC_PORT": str(grpc)},
     )
     try:

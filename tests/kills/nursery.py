@@ -21,7 +21,7 @@ from pathlib import Path
 
 import decode_worker.__main__
 import prefill_worker.__main__
-from cluster.effective import child_environment, module_command
+from cluster.effective import child_environment, module_command, place_arguments
 from cluster.supervisor import ProcessPlan, Role
 from tandem.process import worker_main
 from tandem.roles import WorkerRole
@@ -48,7 +48,7 @@ def nursery(folder: Path) -> Iterator[Callable[[ProcessPlan, Path, int], Sequenc
             if plan.role is Role.ROUTER:
                 return module_command(plan, config_path, ready_fd)
             worker = [plan.role.value, str(folder / f"{plan.name}.sock")]
-            worker += ["--config", str(config_path), "--index", str(plan.index)]
+            worker += place_arguments(plan, config_path)
             return [sys.executable, "-I", "-S", str(_STANDIN), str(path), str(ready_fd), *worker]
 
         yield command

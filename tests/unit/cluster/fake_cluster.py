@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cluster.local import Command, LocalCluster
+from cluster.launcher import Command
+from cluster.local import LocalCluster
 from cluster.supervisor import ProcessPlan
 from cluster.up import run_with
 from tandem.config import ClusterConfig, PoolConfig, RouterConfig
@@ -27,9 +28,9 @@ def fake_config(*, prefill: int = 1, decode: int = 1, drain_s: float = 5.0) -> C
 def fake_command(journal: Path, modes: Mapping[str, str] | None = None) -> Command:
     """Starts `fake_process.py` in the mode named for it."""
 
-    def command(plan: ProcessPlan, _config: Path, ready_fd: int) -> list[str]:
+    def command(plan: ProcessPlan, config: Path, ready_fd: int) -> list[str]:
         mode = (modes or {}).get(plan.name, "ok")
-        return [sys.executable, "-I", "-S", str(FAKE), plan.name, str(ready_fd), str(journal), mode]
+        return [sys.executable, "-I", "-S", str(FAKE), plan.name, str(ready_fd), str(journal), mode, str(config)]
 
     return command
 

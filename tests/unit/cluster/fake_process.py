@@ -1,17 +1,20 @@
-"""A child that speaks the ready protocol: run as `python fake_process.py NAME READY_FD JOURNAL MODE`.
+"""A child that speaks the ready protocol: run as `python fake_process.py NAME READY_FD JOURNAL MODE CONFIG`.
 
-It writes `NAME started PID`, `NAME term` … to the journal. Modes: ok; fail (exits 3 with a message before it is ready);
-stubborn (ignores SIGTERM); slow (never ready); garbage (a bad ready line); once (fails on every start but
-the first); http:ADDRESS (a router that says it serves there).
+A router tells that it reaches every worker that the configuration names, also when that is read again. Each writes
+`NAME started PID`, `NAME term` … to the journal. Modes: ok; fail (exits 3 with a message before it is ready); stubborn
+(ignores SIGTERM); slow (never ready); garbage (a bad ready line); once (fails on every start but the first);
+http:ADDRESS (a router that says it serves there).
 """
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
 
-name, ready_fd, journal, mode = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+name, ready_fd, journal, mode, config = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], Path(sys.argv[5])
+is_router = name.startswith("router")
 
 
 def record(text: str) -> None:
@@ -27,9 +30,17 @@ def terminate(*_: object) -> None:
         sys.exit(0)
 
 
+def tell_workers() -> None:
+    """As a real router does."""
+    addresses = re.findall(r"^ *- (\S+:\d+)$", config.read_text(), re.MULTILINE)
+    os.write(ready_fd, b"\n" + json.dumps({"reaches": addresses}).encode() + b"\n")
+
+
 def read_again(*_: object) -> None:
     """Tell that it was asked to."""
     record("hup")
+    if is_router:
+        tell_workers()
     os.write(1, f"{name} reads again\n".encode())
 
 
@@ -46,9 +57,12 @@ if mode == "garbage":
     os.write(ready_fd, b"not json\n")
 elif mode != "slow":
     ready = {"worker_id": f"w-{name}", "num_blocks": 8, "block_size": 16, "model": "fake", "max_model_len": 128}
-    if name == "router":
+    if is_router:
         ready = {"http": mode} if mode.startswith("http:") else {}
     os.write(ready_fd, json.dumps(ready).encode() + b"\n")
-os.close(ready_fd)
+if is_router and mode not in ("slow", "garbage"):
+    tell_workers()
+else:
+    os.close(ready_fd)
 while True:
     signal.pause()

@@ -15,7 +15,7 @@ class Heard:
     """Everything that one child said."""
 
     def __init__(self):
-        self.ready, self.lines, self.loading, self.status = [], [], [], None
+        self.ready, self.lines, self.loading, self.news, self.status = [], [], [], [], None
         self.ended, self.serves, self.beats = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     def callbacks(self):
@@ -23,6 +23,7 @@ class Heard:
             on_loading=self.loading.append,
             on_ready=self.on_ready,
             on_beat=self.beats.set,
+            on_news=self.news.append,
             on_log=self.lines.append,
             on_exit=self.on_exit,
         )

@@ -19,7 +19,7 @@ from cluster.effective import (
     resolve_model,
     written,
 )
-from cluster.local import ProcessView
+from cluster.process_view import ProcessView
 from cluster.supervisor import ProcessPlan, ProcessState, Role
 from tandem.config import ClusterConfig, ModelConfig, PoolConfig, RouterConfig, load
 from tandem.errors import ConfigError
@@ -76,12 +76,26 @@ def test_addresses():
 
 
 def test_the_plan_and_its_commands():
-    plans = plan_processes(ClusterConfig(prefill=PoolConfig(replicas=2)))
+    prefill = PoolConfig(replicas=2, addresses=("127.0.0.1:4000", "127.0.0.1:4001"))
+    plans = plan_processes(ClusterConfig(prefill=prefill))
     assert [plan.name for plan in plans] == ["prefill-0", "prefill-1", "decode-0", "router"]
     command = module_command(plans[1], Path("/run/c.yaml"), 7)
-    assert command[1:] == ["-m", "prefill_worker", "--config", "/run/c.yaml", "--index", "1", "--ready-fd", "7"]
-    router = module_command(ProcessPlan(name="router", role=Role.ROUTER), Path("c"), 7)
-    assert router[1:] == ["-m", "router", "--config", "c", "--ready-fd", "7"]
+    place = ["--config", "/run/c.yaml", "--index", "1", "--address", "127.0.0.1:4001"]
+    assert command[1:] == ["-m", "prefill_worker", *place, "--ready-fd", "7"]
+    assert "--address" not in module_command(plans[2], Path("/run/c.yaml"), 7), "it turns out when it serves"
+    router = module_command(ProcessPlan(name="router", role=Role.ROUTER), Path("/run/c.yaml"), 7)
+    assert router[1:] == [
+        "-m",
+        "router",
+        "--config",
+        "/run/c.yaml",
+        "--index",
+        "0",
+        "--siblings",
+        "/run",
+        "--ready-fd",
+        "7",
+    ]
 
 
 def test_children_inherit_no_settings():

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.local import ClusterFailed, LocalCluster, SilentWatcher, StoppedEarly
+from cluster.endings import ClusterFailed, StoppedEarly
+from cluster.local import LocalCluster
+from cluster.process_view import SilentWatcher
 from cluster.supervisor import Policy, ProcessState, Role
 from tests.unit.cluster.fake_cluster import fake_command, fake_config
 
@@ -70,9 +72,10 @@ async def test_starts_serves_and_stops_in_order(journal):
         assert cluster.processes[-1].role is Role.ROUTER
         assert cluster.http_url == f"http://127.0.0.1:{cluster.config.router.port}"
         assert cluster.config.router.port != cluster.config.router.grpc_port
-        directory = cluster._config_path.parent
+        config_path = cluster.config_path
+        directory = config_path.parent
         assert directory.stat().st_mode & 0o777 == 0o700
-        assert cluster._config_path.stat().st_mode & 0o777 == 0o600
+        assert config_path.stat().st_mode & 0o777 == 0o600
     seen = events(journal)
     assert seen[4] == "router started"
     assert seen[5] == "router term"

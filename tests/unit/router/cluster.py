@@ -20,7 +20,7 @@ from router.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
 from router.workers import WorkerRegistry
 from tandem.block_hash import BlockHasher, root_hash
 from tandem.ids import Incarnation, RequestId
-from tandem.registry import StaticDirectory
+from tandem.registry import ChangingDirectory, stated_addresses
 from tandem.roles import WorkerRole
 from tandem.rpc import ClusterAuth, open_channel
 from tandem.sampling import SamplingParams
@@ -114,9 +114,11 @@ def session_settings(**changes: float) -> SessionSettings:
 
 def fleet_of(*workers: FakeWorker, registry: WorkerRegistry, settings: SessionSettings | None = None) -> WorkerFleet:
     return WorkerFleet(
-        directory=StaticDirectory(
-            prefill=[w.address for w in workers if w.role is WorkerRole.PREFILL],
-            decode=[w.address for w in workers if w.role is WorkerRole.DECODE],
+        directory=ChangingDirectory(
+            stated_addresses(
+                prefill=[w.address for w in workers if w.role is WorkerRole.PREFILL],
+                decode=[w.address for w in workers if w.role is WorkerRole.DECODE],
+            )
         ),
         listener=registry,
         channel_factory=open_channel,

@@ -17,7 +17,7 @@ from router.worker_view import WorkerKey
 from tandem.block_hash import BlockHasher
 from tandem.errors import ConfigError, Unavailable
 from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
-from tandem.registry import StaticDirectory
+from tandem.registry import ChangingDirectory, stated_addresses
 from tandem.roles import WorkerRole
 from tandem.sampling import SamplingParams
 from tandem.session_port import orders_of
@@ -306,25 +306,28 @@ def test_backoff_grows_to_its_bound_and_is_never_in_step() -> None:
     assert len(set(waits)) == len(waits)
 
 
-async def test_static_directory_states_its_addresses_once() -> None:
-    directory = StaticDirectory(prefill=["a:1"], decode=["b:2", "[::1]:3"])
-    (addresses,) = [a async for a in directory.watch()]
-    assert {(a.role.value, a.address) for a in addresses} == {
-        ("prefill", "a:1"),
-        ("decode", "b:2"),
-        ("decode", "[::1]:3"),
-    }
+async def test_a_directory_tells_what_is_stated_and_each_change_of_it() -> None:
+    stated = stated_addresses(prefill=["a:1"], decode=["b:2", "[::1]:3"])
+    assert {(a.role.value, a.address) for a in stated} == {("prefill", "a:1"), ("decode", "b:2"), ("decode", "[::1]:3")}
+    directory = ChangingDirectory(stated)
+    watching = directory.watch()
+    assert await anext(watching) == stated
+    directory.replace(stated)
+    fewer = stated_addresses(prefill=[], decode=["b:2"])
+    directory.replace(fewer)
+    assert await anext(watching) == fewer
+    await watching.aclose()
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:0", "host:65536", "host:-1", "host:x"])
-def test_static_directory_refuses_what_is_no_address(address: str) -> None:
+def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match=r"decode\.addresses"):
-        StaticDirectory(prefill=[], decode=[address])
+        stated_addresses(prefill=[], decode=[address])
 
 
-def test_static_directory_refuses_an_address_twice() -> None:
+def test_an_address_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match="twice"):
-        StaticDirectory(prefill=["a:1"], decode=["a:1"])
+        stated_addresses(prefill=["a:1"], decode=["a:1"])
 
 
 async def _until_logged(caplog: pytest.LogCaptureFixture, text: str) -> None:

@@ -1,0 +1,118 @@
+"""The control socket of a running cluster: who may enter its folder may scale, flip and restart it.
+
+A Unix socket of mode 0600 in a folder of mode 0700, named after the port of the HTTP door.
+"""
+
+import asyncio
+import contextlib
+import os
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from cluster.control_wire import NotUnderstood, ProcessTold, StatusAsked, Told, read_asked, written
+from cluster.endings import ChangeFailed
+from cluster.local import LocalCluster
+from cluster.operations import carry_out
+from cluster.rollout import ChangeRefused
+from tandem.config import ClusterConfig
+from tandem.errors import ConfigError
+
+MAX_LINE_BYTES = 1 << 16
+_BACKLOG_LINES = 1024
+
+
+def control_path(config: ClusterConfig) -> Path:
+    """Where a cluster with this configuration is asked."""
+    return default_path(config.router.port) if config.control_socket is None else Path(config.control_socket)
+
+
+def default_path(port: int) -> Path:
+    """Of a cluster that has its HTTP door there."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(runtime) / "tandem" if runtime else Path(tempfile.gettempdir()) / f"tandem-{os.getuid()}"
+    return folder / f"{port}.sock"
+
+
+class ControlSocket:
+    """Answers while entered."""
+
+    def __init__(self, cluster: LocalCluster, *, tell: Callable[[str], None]) -> None:
+        """`tell` hears of every change, whoever asked for it."""
+        self.path = control_path(cluster.config)
+        self._cluster = cluster
+        self._tell = tell
+        self._server: asyncio.Server | None = None
+        self._changes: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        """Raises ConfigError when there is no safe place for it."""
+        folder = self.path.parent
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = folder.stat()
+            if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+                raise ConfigError(f"control_socket: {folder} can be entered by others than this user")
+            self.path.unlink(missing_ok=True)  # of an earlier life: who listens at the port is known by now
+            self._server = await asyncio.start_unix_server(self._answer, self.path, limit=MAX_LINE_BYTES)
+            self.path.chmod(0o600)
+        except OSError as error:
+            raise ConfigError(f"control_socket: {self.path}: {error.strerror or error}") from None
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._server is not None:
+            self._server.close()
+            self.path.unlink(missing_ok=True)
+        for change in self._changes:
+            change.cancel()
+        await asyncio.gather(*self._changes, return_exceptions=True)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            lines: asyncio.Queue[Told] = asyncio.Queue(_BACKLOG_LINES)
+            work = asyncio.get_running_loop().create_task(self._serve(await reader.readline(), lines))
+            self._changes.add(work)  # it goes on when its client leaves
+            work.add_done_callback(self._changes.discard)
+            told = Told()
+            while told.done is None:
+                told = await lines.get()
+                writer.write(written(told))
+                await writer.drain()
+        except (OSError, ValueError):
+            pass  # the client has left, or sends no line that ends
+        finally:
+            writer.close()
+
+    async def _serve(self, line: bytes, lines: "asyncio.Queue[Told]") -> None:
+        def tell(text: str) -> None:
+            self._tell(text)
+            with contextlib.suppress(asyncio.QueueFull):  # the client does not read; the end must have room
+                if lines.qsize() < _BACKLOG_LINES - 1:
+                    lines.put_nowait(Told(progress=text))
+
+        try:
+            asked = read_asked(line)
+            if isinstance(asked, StatusAsked):
+                lines.put_nowait(self._status())
+            else:
+                await carry_out(self._cluster, asked, tell)
+        except (NotUnderstood, ChangeRefused, ChangeFailed) as error:
+            self._tell(f"not done: {error}")
+            lines.put_nowait(Told(done=False, reason=str(error)))
+        else:
+            lines.put_nowait(Told(done=True))
+
+    def _status(self) -> Told:
+        processes = tuple(
+            ProcessTold(
+                name=view.name, role=view.role.value, state=view.state.value, pid=view.pid, address=view.address
+            )
+            for view in self._cluster.processes
+        )
+        return Told(processes=processes, changing=self._cluster.is_changing)

@@ -1,0 +1,82 @@
+"""Commands that change a running cluster: `tandem scale`, `tandem flip`, `tandem restart`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+
+PortOption = Annotated[int, typer.Option(help="HTTP port of the cluster, which its control socket is named after.")]
+SocketOption = Annotated[
+    Path | None, typer.Option(help="Its control socket, where [b]control_socket[/b] names another.")
+]
+_EXIT_NOT_DONE = 1
+
+
+def scale(
+    sizes: Annotated[list[str], typer.Argument(metavar="prefill=N|decode=N ...", help="Workers of each pool.")],
+    port: PortOption = 8000,
+    socket: SocketOption = None,
+) -> None:
+    """Change how many workers a running cluster has; new ones serve before others leave."""
+    from cluster.control_wire import ScaleAsked
+
+    counts = {}
+    for size in sizes:
+        name, _, count = size.partition("=")
+        if name not in ("prefill", "decode") or name in counts or not count.isascii() or not count.isdigit():
+            raise typer.BadParameter(f"{size!r} is not prefill=N or decode=N, each at most once")
+        counts[name] = int(count)
+    _change(ScaleAsked, counts, port, socket)
+
+
+def flip(
+    to: Annotated[str, typer.Argument(metavar="prefill|decode", help="The pool that gets one worker more.")],
+    port: PortOption = 8000,
+    socket: SocketOption = None,
+) -> None:
+    """Make a worker of the other pool one of this, in a running cluster."""
+    from cluster.control_wire import FlipAsked
+
+    _change(FlipAsked, {"to": to}, port, socket)
+
+
+def restart(
+    roles: Annotated[
+        list[str] | None, typer.Argument(metavar="[prefill|decode|router ...]", help="All, if none.")
+    ] = None,
+    port: PortOption = 8000,
+    socket: SocketOption = None,
+) -> None:
+    """Replace the processes of a running cluster one after another, without losing a request."""
+    from cluster.control_wire import RestartAsked
+
+    _change(RestartAsked, {"roles": tuple(roles or ())}, port, socket)
+
+
+def _change(kind: type, fields: Mapping[str, object], port: int, socket: Path | None) -> None:
+    from pydantic import ValidationError
+    from rich.console import Console
+    from rich.text import Text
+
+    from cluster.control import default_path
+    from cluster.control_client import NoCluster, ask
+    from cluster.control_wire import ControlMessage, NotUnderstood
+
+    err = Console(stderr=True, highlight=False)
+    try:
+        asked = cast("ControlMessage", kind(**fields))
+        reason: str | None = None
+        for told in ask(socket or default_path(port), asked):
+            if told.progress is not None:
+                err.print(Text(told.progress, style="dim"), soft_wrap=True)
+            reason = told.reason
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise typer.BadParameter(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
+    except (NoCluster, NotUnderstood) as error:
+        reason = str(error)
+    if reason is not None:
+        err.print(Text(f"not done: {reason}", style="red"), soft_wrap=True)
+        raise typer.Exit(_EXIT_NOT_DONE)
+    err.print("done")

@@ -1,0 +1,125 @@
+"""Where processes run: the seam between what is supervised and how it is started.
+
+`LocalLauncher` starts them on this machine (`cluster.child`). Whoever starts them elsewhere answers to the same
+callbacks, and says where a worker listens in the line that says that it serves.
+"""
+
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+from cluster.child import Callbacks, Child
+from cluster.effective import (
+    PortDrawer,
+    child_environment,
+    make_effective,
+    module_command,
+    plan_router,
+    plan_worker,
+    rewrite,
+    with_router_ports,
+    written,
+)
+from cluster.supervisor import ProcessPlan, Role
+from tandem.config import ClusterConfig
+from tandem.hosts import join
+
+Command = Callable[[ProcessPlan, Path, int], Sequence[str]]
+"""The command line of a process: its plan, the configuration's path, the descriptor for its ready line."""
+
+
+class Launched(Protocol):
+    """One process that was started."""
+
+    @property
+    def pid(self) -> int | None:
+        """Where it runs; None when that is not known (yet)."""
+        ...
+
+    def send(self, signum: signal.Signals) -> None:
+        """Signal it; does nothing once it has ended."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts the processes of one cluster. Called on the event loop, on one thread."""
+
+    @property
+    def config_path(self) -> Path:
+        """Where the configuration stands, once `open`."""
+        ...
+
+    def settle(self, config: ClusterConfig) -> ClusterConfig:
+        """Whatever the user left open, such as ports. Raises ConfigError for what cannot be."""
+        ...
+
+    def open(self, config: ClusterConfig) -> None:
+        """Before the first process: what they will read."""
+        ...
+
+    def configure(self, config: ClusterConfig) -> None:
+        """What processes read from now on, upon SIGHUP or when they start."""
+        ...
+
+    def address(self, config: ClusterConfig, role: Role) -> str:
+        """Where one more worker is to listen; empty where that turns out when it serves."""
+        ...
+
+    def start(self, plan: ProcessPlan, callbacks: Callbacks) -> Launched:
+        """Raises OSError when it cannot."""
+        ...
+
+    def close(self) -> None:
+        """Every process has ended."""
+        ...
+
+
+def plan_one_more(launcher: Launcher, config: ClusterConfig, role: Role, index: int) -> ProcessPlan:
+    """One process beside those that there are. Raises ConfigError."""
+    if role is Role.ROUTER:
+        return plan_router(config, index)
+    return plan_worker(config, role, index, launcher.address(config, role))
+
+
+class LocalLauncher:
+    """On this machine, each in a session of its own. Use it on the thread that lives longest (see Child)."""
+
+    def __init__(self, command: Command = module_command, *, routers_only: bool = False) -> None:
+        """`routers_only`: the workers are elsewhere, as the configuration says."""
+        self._command = command
+        self._routers_only = routers_only
+        self._files = ExitStack()
+        self.config_path = Path()
+        """What every process reads, once `open`."""
+
+    def settle(self, config: ClusterConfig) -> ClusterConfig:
+        """Free ports in place of those that are 0. Raises ConfigError."""
+        return with_router_ports(config) if self._routers_only else make_effective(config)
+
+    def open(self, config: ClusterConfig) -> None:
+        """Write the file that all of them read, in a folder that only this user can enter."""
+        directory = self._files.enter_context(tempfile.TemporaryDirectory(prefix="tandem-"))
+        self.config_path = self._files.enter_context(written(config, Path(directory)))
+
+    def configure(self, config: ClusterConfig) -> None:
+        """Replace that file at once: nobody reads half of it."""
+        rewrite(config, self.config_path)
+
+    def address(self, config: ClusterConfig, role: Role) -> str:
+        """A free port of the pool's host. Raises ConfigError."""
+        pool = config.prefill if role is Role.PREFILL else config.decode
+        with PortDrawer() as ports:
+            return join(pool.host, ports.draw(pool.host, f"{role.value}.host"))
+
+    def start(self, plan: ProcessPlan, callbacks: Callbacks) -> Child:
+        """Raises OSError when the machine is out of processes, descriptors or memory."""
+        environment = child_environment(os.environ)
+        return Child(lambda ready_fd: self._command(plan, self.config_path, ready_fd), environment, callbacks)
+
+    def close(self) -> None:
+        """Remove what was written."""
+        self._files.close()

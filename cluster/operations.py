@@ -1,0 +1,53 @@
+"""What may be asked of a running cluster, as changes of its set of processes."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from cluster.control_wire import FlipAsked, RestartAsked, ScaleAsked
+from cluster.endings import ChangeFailed
+from cluster.local import LocalCluster
+from cluster.rollout import ChangeRefused, Members, Rollout, Step, flip_steps, restart_steps, scale_steps, sizes_of
+from cluster.supervisor import Role
+
+Change = ScaleAsked | FlipAsked | RestartAsked
+_WORKERS = (Role.PREFILL, Role.DECODE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A change and the sizes of both pools behind it."""
+
+    steps: list[Step]
+    sizes: Mapping[Role, int]
+
+
+def planned(asked: Change, members: Members, *, routers_only: bool = False) -> Planned:
+    """What is to be done. Raises ChangeRefused."""
+    have = {role: sizes_of(members)[role] for role in _WORKERS}
+    if routers_only and not isinstance(asked, RestartAsked):
+        raise ChangeRefused("the workers are not started from here")
+    if isinstance(asked, ScaleAsked):
+        named = {Role.PREFILL: asked.prefill, Role.DECODE: asked.decode}
+        sizes = have | {role: size for role, size in named.items() if size is not None}
+        return Planned(steps=scale_steps(members, sizes), sizes=sizes)
+    if isinstance(asked, FlipAsked):
+        to = Role(asked.to)
+        sizes = {role: size + (1 if role is to else -1) for role, size in have.items()}
+        return Planned(steps=flip_steps(members, to), sizes=sizes)
+    roles = [Role(name) for name in asked.roles] or [*_WORKERS, Role.ROUTER]
+    return Planned(steps=restart_steps(members, list(dict.fromkeys(roles))), sizes=have)
+
+
+async def carry_out(cluster: LocalCluster, asked: Change, tell: Callable[[str], None]) -> None:
+    """Do it, to the end. Raises ChangeRefused before anything has changed, and ChangeFailed."""
+    if cluster.is_changing:
+        raise ChangeRefused("another change is under way")
+    plan = planned(asked, cluster.members(), routers_only=cluster.routers_only)
+    if not cluster.routers_only:
+        cluster.resize(plan.sizes)
+    try:
+        await cluster.change(Rollout(plan.steps), tell)
+    except ChangeFailed:
+        if not cluster.routers_only:
+            cluster.resize({role: sizes_of(cluster.members())[role] for role in _WORKERS})
+        raise

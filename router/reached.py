@@ -1,0 +1,82 @@
+"""Which workers answer this router: it tells whoever started it, who changes the set of workers by that.
+
+A worker that joins after the doors have opened is asked for a token first. Those that were there before have the
+predecessors' word.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from router.canary import Canary
+from router.worker_view import WorkerKey, WorkerSnapshot
+from router.workers import WorkerRegistry
+from tandem.process import REACHES
+from tandem.roles import WorkerRole
+
+_AGAIN_S = 1.0
+
+
+class ReachedWorkers:
+    """Tells while entered, each time that it is another set."""
+
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        canary: Canary,
+        *,
+        addresses: Callable[[], Mapping[WorkerKey, str]],
+        tell: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        """`addresses`: of every session that is up."""
+        self._registry = registry
+        self._canary = canary
+        self._addresses = addresses
+        self._tell = tell
+        self._told: frozenset[str] | None = None
+        self._proven: set[WorkerKey] = set()
+        self._asking: dict[WorkerKey, asyncio.Task[None]] = {}
+
+    async def __aenter__(self) -> Self:
+        self._proven = {worker.info.key for worker in self._registry.snapshots()}
+        self._registry.watch(self._look)
+        self._look()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._registry.unwatch(self._look)
+        for task in self._asking.values():
+            task.cancel()
+        await asyncio.gather(*self._asking.values(), return_exceptions=True)
+
+    def _look(self) -> None:
+        workers = {worker.info.key: worker for worker in self._registry.snapshots()}
+        self._proven &= workers.keys()
+        for key, worker in workers.items():
+            if worker.info.role is not WorkerRole.DECODE:
+                self._proven.add(key)
+            elif key not in self._proven and key not in self._asking:
+                self._asking[key] = asyncio.get_running_loop().create_task(self._prove(key))
+        addresses = self._addresses()
+        willing = [key for key in self._proven if key in addresses and not workers[key].draining]
+        reached = frozenset(addresses[key] for key in willing)
+        if reached != self._told:
+            self._told = reached
+            self._tell({REACHES: sorted(reached)})
+
+    async def _prove(self, key: WorkerKey) -> None:
+        """Until it has given a token, or is gone."""
+        while (worker := self._find(key)) is not None:
+            await self._canary.ask(key)
+            if self._canary.answering(self._find(key) or worker):
+                self._proven.add(key)
+                break
+            await asyncio.sleep(_AGAIN_S)
+        del self._asking[key]
+        self._look()
+
+    def _find(self, key: WorkerKey) -> WorkerSnapshot | None:
+        return next((worker for worker in self._registry.snapshots() if worker.info.key == key), None)

@@ -1,0 +1,108 @@
+"""A local cluster of tiny processes is scaled, flipped and replaced while it runs."""
+
+import pytest
+
+from cluster.control_wire import FlipAsked, RestartAsked, ScaleAsked
+from cluster.endings import ChangeFailed
+from cluster.local import LocalCluster
+from cluster.operations import carry_out
+from cluster.rollout import ChangeRefused
+from cluster.supervisor import Policy, ProcessState
+from tandem.config import load
+from tests.unit.cluster.fake_cluster import fake_command, fake_config
+
+POLICY = Policy(stop_early_s=0.5, backoff_s=0.01, max_rapid_deaths=2, start_timeout_s=30)
+
+
+@pytest.fixture
+def journal(tmp_path):
+    return tmp_path / "journal"
+
+
+def make(journal, modes=None, **counts):
+    return LocalCluster(fake_config(**counts), command=fake_command(journal, modes), policy=POLICY)
+
+
+def names(cluster):
+    assert {view.state for view in cluster.processes} == {ProcessState.READY}
+    return sorted(view.name for view in cluster.processes)
+
+
+def events(journal):
+    return [" ".join(line.split()[:2]) for line in journal.read_text().splitlines()]
+
+
+def stated(cluster):
+    """What routers read."""
+    config = load(cluster.config_path)
+    return sorted(config.prefill.addresses), sorted(config.decode.addresses)
+
+
+async def test_it_grows_and_shrinks_and_routers_read_of_it(journal):
+    told = []
+    async with make(journal) as cluster:
+        before = stated(cluster)
+        await carry_out(cluster, ScaleAsked(prefill=2, decode=3), told.append)
+        assert names(cluster) == ["decode-0", "decode-1", "decode-2", "prefill-0", "prefill-1", "router"]
+        listed = stated(cluster)
+        assert [len(pool) for pool in listed] == [2, 3]
+        assert sorted(view.address for view in cluster.workers) == sorted(listed[0] + listed[1])
+        assert load(cluster.config_path).decode.replicas == 3
+        await carry_out(cluster, ScaleAsked(prefill=1, decode=1), told.append)
+        assert names(cluster) == ["decode-0", "prefill-0", "router"]
+        assert stated(cluster) == before
+        assert told[-1] == "decode-1 has left"
+        await carry_out(cluster, ScaleAsked(), told.append)
+        assert cluster.failure is None
+    assert events(journal).count("router started") == 1
+
+
+async def test_a_flip_starts_the_one_before_the_other_leaves(journal):
+    async with make(journal, prefill=2) as cluster:
+        await carry_out(cluster, FlipAsked(to="decode"), [].append)
+        assert names(cluster) == ["decode-0", "decode-1", "prefill-0", "router"]
+        assert [len(pool) for pool in stated(cluster)] == [1, 2]
+        with pytest.raises(ChangeRefused, match="no decode worker to spare"):
+            await carry_out(make(journal), FlipAsked(to="prefill"), [].append)
+    seen = events(journal)
+    assert seen.index("decode-1 started") < seen.index("prefill-1 term")
+
+
+async def test_a_restart_replaces_every_process_behind_its_successor(journal):
+    async with make(journal, decode=2) as cluster:
+        before = {view.pid for view in cluster.processes}
+        await carry_out(cluster, RestartAsked(), [].append)
+        after = [view.pid for view in cluster.processes]
+        assert len(after) == len(before)
+        assert before.isdisjoint(after)
+        assert [len(pool) for pool in stated(cluster)] == [1, 2]
+    seen = events(journal)[:-4]  # the last are those of the stop
+    balance = 0
+    for event in seen:
+        balance += {"started": 1, "term": -1, "hup": 0}[event.split()[1]]
+        assert balance <= 5
+        assert "term" not in event or balance >= 4
+
+
+async def test_what_does_not_start_ends_the_change_and_the_old_one_stays(journal):
+    async with make(journal, {"decode-1": "fail"}) as cluster:
+        before = {view.pid for view in cluster.processes}
+        listed = stated(cluster)
+        with pytest.raises(ChangeFailed, match=r"decode-1 exited with code 3 before it was ready.*directory is empty"):
+            await carry_out(cluster, RestartAsked(roles=("decode", "router")), [].append)
+        assert {view.pid for view in cluster.processes} == before
+        assert stated(cluster) == listed
+        await carry_out(cluster, RestartAsked(roles=("prefill",)), [].append)
+
+
+async def test_a_stop_ends_a_change(journal):
+    cluster = make(journal, {"decode-1": "slow"})
+    told = []
+
+    def tell(text):
+        told.append(text)
+        cluster.request_stop()
+
+    async with cluster:
+        with pytest.raises(ChangeFailed, match="the cluster is stopping"):
+            await carry_out(cluster, ScaleAsked(decode=2), tell)
