@@ -12,14 +12,14 @@ import grpc
 _SERVICE = "grpc.health.v1.Health"
 HEALTH_METHOD = f"/{_SERVICE}/Check"
 # HealthCheckResponse{status}: machines that run workers need not have the package with its stubs.
-_SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
+SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
 
 
 def health_handler(takes_work: Callable[[], bool]) -> grpc.GenericRpcHandler:
     """Answers `Check`: SERVING while the process's event loop turns and `takes_work`, from then on NOT_SERVING."""
 
     async def check(_unread: Any, _context: Any) -> bytes:
-        return _SERVING if takes_work() else _NOT_SERVING
+        return SERVING if takes_work() else _NOT_SERVING
 
     # A stream of requests, which on the wire looks the same, is read when somebody asks for it: never.
     handler = grpc.stream_unary_rpc_method_handler(check)

@@ -1,0 +1,76 @@
+"""What a container's health check says of the process beside it."""
+
+import http.server
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+
+import grpc
+import pytest
+import yaml
+
+from cluster import probe
+from tandem.health import HEALTH_METHOD, SERVING
+
+_PATHS: list[str] = []
+
+
+class _Door(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        _PATHS.append(self.path)
+        self.send_response(200 if self.path == "/health" else 503)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def door() -> Iterator[int]:
+    with http.server.HTTPServer(("127.0.0.1", 0), _Door) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+def asked(tmp_path, role: str, config: object, *options: str) -> int:
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(config))
+    return probe.main([role, "--config", str(tmp_path / "cluster.yaml"), *options])
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_router_is_asked_where_it_listens(tmp_path, door, host, capsys):
+    config = {"router": {"host": host, "port": door, "api_keys": ["k" * 32]}}
+    assert asked(tmp_path, "router", config) == 0
+    assert asked(tmp_path, "router", config, "--ready") == 1
+    assert capsys.readouterr().err == "router: /readyz: 503\n"
+    assert _PATHS[-2:] == ["/health", "/readyz"]
+
+
+def test_nobody_there_is_not_well(tmp_path, door):
+    nowhere = {"router": {"port": 1}, "decode": {"addresses": ["127.0.0.1:1"]}}
+    assert asked(tmp_path, "router", nowhere) == 1
+    assert asked(tmp_path, "decode", nowhere) == 1
+
+
+def test_a_worker_is_asked_by_the_protocol_of_health(tmp_path):
+    answers = [SERVING, b"\x08\x02"]
+    check = grpc.unary_unary_rpc_method_handler(lambda _request, _context: answers.pop(0))
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    service, method = HEALTH_METHOD.strip("/").split("/")
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: check}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        config = {"prefill": {"addresses": ["127.0.0.1:1", f"127.0.0.1:{port}"]}}
+        assert [asked(tmp_path, "prefill", config, "--index", "1") for _ in range(2)] == [0, 1]
+    finally:
+        server.stop(None).wait()
+
+
+def test_a_wrong_configuration_is_told_apart(tmp_path, capsys):
+    assert asked(tmp_path, "router", {"router": {"prot": 1}}) == 2
+    assert "router.prot" in capsys.readouterr().err
+    assert asked(tmp_path, "decode", {}) == 2  # it names no address
