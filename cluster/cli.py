@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from cluster.autoscale_cli import autoscale
+from cluster.doctor_cli import doctor
 from cluster.fleet_cli import flip, restart, scale
 from cluster.simulate_cli import plan, simulate
 from tandem.errors import ConfigError
@@ -250,23 +251,7 @@ def bench(context: typer.Context) -> None:
     _become(["bench", *context.args])
 
 
-@app.command(rich_help_panel=_LOOK)
-def doctor(
-    config: ConfigOption = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Say what this machine has and what is wrong with it; exit code 1 when it cannot run Tandem."""
-    from rich.console import Console
-
-    from cluster import doctor as checks
-    from tandem.config import load
-
-    findings = checks.examine(load(config))
-    if json_:
-        print(checks.as_json(findings))
-    else:
-        checks.show(Console(highlight=False), findings)
-    raise typer.Exit(1 if checks.has_failed(findings) else 0)
+app.command(rich_help_panel=_LOOK)(doctor)
 
 
 @app.command(rich_help_panel=_LOOK)

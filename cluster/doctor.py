@@ -41,11 +41,12 @@ class Finding:
 Check = Callable[[ClusterConfig], list[Finding]]
 
 
-def examine(config: ClusterConfig) -> list[Finding]:
-    """Run every check, in the order shown."""
+def examine(config: ClusterConfig, *, router_only: bool = False) -> list[Finding]:
+    """Run every check, in the order shown; for a machine that will have no worker, only what a router needs."""
     from cluster import machine, software
 
-    checks: tuple[Check, ...] = (
+    doors: tuple[Check, ...] = (software.python, software.router_packages, software.redis, software.tokenizer)
+    all_software: tuple[Check, ...] = (
         software.python,
         software.packages,
         software.torch,
@@ -54,14 +55,9 @@ def examine(config: ClusterConfig) -> list[Finding]:
         software.redis,
         software.compiler,
         software.model,
-        machine.cores,
-        machine.memory,
-        machine.disk,
-        machine.shared_memory,
-        machine.limits,
-        ports,
-        locks,
     )
+    here: tuple[Check, ...] = (machine.cores, machine.memory, machine.disk, machine.shared_memory, machine.limits)
+    checks = (*(doors if router_only else all_software), *here, ports, locks)
     return [finding for check in checks for finding in check(config)]
 
 

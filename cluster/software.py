@@ -14,7 +14,7 @@ from tandem.model_path import BUILTIN, model_directory
 
 MIN_PYTHON = (3, 11)
 COMMAND_TIMEOUT_S = 10.0
-_REQUIRED = (
+_ROUTERS_NEED = (
     "starlette",
     "google.protobuf",
     "grpc",
@@ -27,11 +27,11 @@ _REQUIRED = (
     "prometheus_client",
     "prompt_toolkit",
     "pydantic",
-    "safetensors",
     "tokenizers",
     "uvicorn",
     "yaml",
 )
+_WORKERS_NEED = ("safetensors",)
 
 
 def python(_config: ClusterConfig) -> list[Finding]:
@@ -45,11 +45,20 @@ def python(_config: ClusterConfig) -> list[Finding]:
 
 def packages(_config: ClusterConfig) -> list[Finding]:
     """Whether the packages that every process needs are installed."""
-    missing = [name for name in _REQUIRED if not _is_installed(name)]
+    return _installed((*_ROUTERS_NEED, *_WORKERS_NEED))
+
+
+def router_packages(_config: ClusterConfig) -> list[Finding]:
+    """Whether those that a router needs are."""
+    return _installed(_ROUTERS_NEED)
+
+
+def _installed(modules: tuple[str, ...]) -> list[Finding]:
+    missing = [name for name in modules if not _is_installed(name)]
     if missing:
         detail, hint = f"missing: {', '.join(missing)}", "`make setup`, or `pip install tandem-serve`"
         return [Finding(name="packages", status=Status.FAIL, detail=detail, hint=hint)]
-    return [Finding(name="packages", status=Status.OK, detail=f"all {len(_REQUIRED)} there")]
+    return [Finding(name="packages", status=Status.OK, detail=f"all {len(modules)} there")]
 
 
 def _is_installed(module: str) -> bool:
@@ -161,12 +170,21 @@ def _output(command: list[str]) -> str:
 
 def model(config: ClusterConfig) -> list[Finding]:
     """Whether the configured model's files are where the workers will look."""
+    needed = {"config.json": "config.json", "tokenizer.json": "tokenizer.json", "weights": "*.safetensors"}
+    return _model_files(config, needed)
+
+
+def tokenizer(config: ClusterConfig) -> list[Finding]:
+    """Whether those of them that a router reads are there."""
+    return _model_files(config, {"config.json": "config.json", "tokenizer.json": "tokenizer.json"})
+
+
+def _model_files(config: ClusterConfig, needed: dict[str, str]) -> list[Finding]:
     name = config.model.path
     directory = model_directory(BUILTIN) if name == BUILTIN else Path(name)
     if not directory.is_dir():
         hint = "its files are fetched at the first start, if the network allows it"
         return [Finding(name="model", status=Status.WARN, detail=f"{name} is not a directory here", hint=hint)]
-    needed = {"config.json": "config.json", "tokenizer.json": "tokenizer.json", "weights": "*.safetensors"}
     missing = [what for what, pattern in needed.items() if not any(directory.glob(pattern))]
     if missing:
         hint = "train it: see training/README.md" if name == BUILTIN else "a directory in Hugging Face layout has them"

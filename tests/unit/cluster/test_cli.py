@@ -132,10 +132,22 @@ def test_doctor_sees_taken_ports_and_missing_model_files(tmp_path):
     assert doctor.has_failed(list(findings.values()))
 
 
+def test_doctor_of_a_machine_for_routers_wants_nothing_that_only_workers_need(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    config = ClusterConfig(model=ModelConfig(path=str(tmp_path)))
+    of_all = {finding.name: finding for finding in doctor.examine(config)}
+    of_routers = {finding.name: finding for finding in doctor.examine(config, router_only=True)}
+    assert of_all["model"].status is Status.FAIL  # no weights
+    assert of_routers["model"].status is Status.OK
+    assert not {"torch", "CUDA", "Triton", "C compiler"} & set(of_routers)
+    assert set(of_routers) >= {"Python", "packages", "HTTP port", "open files"}
+
+
 def test_doctor_exit_code_is_about_essentials(monkeypatch):
     for status, code in ((Status.FAIL, 1), (Status.WARN, 0)):
         finding = Finding(name="thing", status=status, detail="broken", hint="mend it")
-        monkeypatch.setattr(doctor, "examine", lambda _config, finding=finding: [finding])
+        monkeypatch.setattr(doctor, "examine", lambda _config, finding=finding, **_: [finding])
         result = CliRunner().invoke(app, ["doctor"])
         assert result.exit_code == code
         assert "mend it" in result.stdout
