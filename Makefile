@@ -102,6 +102,24 @@ chart: setup promtool ## The Helm chart: every value set rendered, linted, check
 	$(BIN)/python -m cluster.chart_schema --check
 	$(BIN)/pytest -q tests/chart $(ARGS)
 
+.PHONY: images
+images: setup ## The images' files linted, built by their own steps in a folder and run, without an engine (as root; minutes)
+	$(BIN)/pytest -q tests/images --timeout 3600 -s $(ARGS)
+
+TOOLS := $(VENV)/image-tools
+$(TOOLS)/.installed: deploy/docker/locks/tools.txt
+	@$(PYTHON) -m venv $(TOOLS)
+	@$(TOOLS)/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
+	@touch $@
+
+.PHONY: sbom
+sbom: setup $(TOOLS)/.installed ## What is installed in .venv, as a CycloneDX bill of materials: sbom.cdx.json (images bring theirs)
+	$(TOOLS)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file sbom.cdx.json $(BIN)/python
+
+.PHONY: locks
+locks: ## The images' locks anew, after a change of pyproject.toml or constraints.txt (needs `uv`)
+	./deploy/docker/lock.sh $${UV:-uv}
+
 .PHONY: clean
 clean: ## Remove what the targets above made
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,54 @@
+# The doors and placement, without torch: about 400 MB less than a worker on a CPU.
+#   docker build -f deploy/docker/router.Dockerfile -t tandem-router .
+# A digest makes it the same tomorrow: --build-arg BASE=python:3.12-slim-bookworm@sha256:…; see docs/images.md.
+ARG BASE=python:3.12-slim-bookworm
+# Of all files: an image is told apart by what is in it, not by when it was made.
+ARG SOURCE_DATE_EPOCH=1767225600
+
+FROM ${BASE} AS dependencies
+ARG SOURCE_DATE_EPOCH
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1 PIP_ROOT_USER_ACTION=ignore
+WORKDIR /build
+COPY deploy/docker/locks locks
+# Tools stay here. What is installed has no pip of its own.
+RUN python3 -m venv tools \
+    && tools/bin/pip install --quiet --no-deps --require-hashes --requirement locks/tools.txt \
+    && python3 -m venv --without-pip /opt/tandem \
+    && tools/bin/pip --python /opt/tandem/bin/python3 install --quiet --no-deps --require-hashes --requirement locks/router.txt \
+    && tools/bin/pip --python /opt/tandem/bin/python3 check
+COPY pyproject.toml deploy/docker/seal.sh ./
+RUN mkdir -p /opt/tandem/share/tandem \
+    && tools/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+        --output-file /opt/tandem/share/tandem/sbom.cdx.json /opt/tandem/bin/python3 \
+    && ./seal.sh /opt/tandem /
+
+# Apart, so that a changed source makes a small layer.
+FROM dependencies AS own
+ARG SOURCE_DATE_EPOCH
+COPY . src
+RUN tools/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir wheels ./src \
+    && tools/bin/pip --python /opt/tandem/bin/python3 install --quiet --no-deps --no-warn-script-location --root /own wheels/*.whl \
+    && ./seal.sh /own /own
+
+FROM ${BASE} AS router
+ARG SOURCE_DATE_EPOCH
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="tandem-router" \
+      org.opencontainers.image.description="Doors and placement of a Tandem cluster" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+# Nothing else is ever written to: mount volumes there and make the root read-only. Any user may be told to run this.
+RUN install -d -m 1777 /cache /models && touch --date="@$SOURCE_DATE_EPOCH" /cache /models
+COPY --from=dependencies /opt/tandem /opt/tandem
+COPY --from=own /own /
+ENV PATH=/opt/tandem/bin:$PATH HOME=/tmp XDG_CACHE_HOME=/cache PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+USER 10001:10001
+WORKDIR /tmp
+EXPOSE 8000 8001
+STOPSIGNAL SIGTERM
+# Reads the same YAML and variables as the router; Kubernetes has probes of its own.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --retries=3 \
+    CMD ["python3", "-m", "cluster.probe", "router", "--config", "/etc/tandem/cluster/cluster.yaml"]
+CMD ["tandem", "router", "--config", "/etc/tandem/cluster/cluster.yaml"]

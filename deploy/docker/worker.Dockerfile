@@ -1,0 +1,79 @@
+# Both pools. `--target cpu` or `--target cuda`.
+#   docker build -f deploy/docker/worker.Dockerfile --target cuda -t tandem-worker .
+# TORCH_INDEX: where torch's build for the device is; the configured index where empty. EXTRAS: more locks, "ray nixl".
+# A digest makes it the same tomorrow: --build-arg BASE=python:3.12-slim-bookworm@sha256:…; see docs/images.md.
+ARG BASE=python:3.12-slim-bookworm
+# Of all files: an image is told apart by what is in it, not by when it was made.
+ARG SOURCE_DATE_EPOCH=1767225600
+
+FROM ${BASE} AS dependencies
+ARG EXTRAS=""
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1 PIP_ROOT_USER_ACTION=ignore
+WORKDIR /build
+COPY deploy/docker/locks locks
+# Tools stay here. What is installed has no pip of its own.
+RUN python3 -m venv tools \
+    && tools/bin/pip install --quiet --no-deps --require-hashes --requirement locks/tools.txt \
+    && python3 -m venv --without-pip /opt/tandem \
+    && for lock in worker $EXTRAS; do \
+        tools/bin/pip --python /opt/tandem/bin/python3 install --quiet --no-deps --require-hashes --requirement "locks/$lock.txt" \
+        || exit 1; \
+    done
+
+
+# A build for GPUs brings its libraries of CUDA as packages, which it pins exactly; the driver comes with the machine.
+FROM dependencies AS torch
+ARG SOURCE_DATE_EPOCH
+ARG TORCH_VERSION=2.13.0
+ARG TORCH_INDEX=""
+COPY pyproject.toml deploy/docker/seal.sh ./
+RUN tools/bin/pip --python /opt/tandem/bin/python3 install --quiet ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} \
+        "torch==$TORCH_VERSION" \
+    && tools/bin/pip --python /opt/tandem/bin/python3 check \
+    && mkdir -p /opt/tandem/share/tandem \
+    && tools/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+        --output-file /opt/tandem/share/tandem/sbom.cdx.json /opt/tandem/bin/python3 \
+    && ./seal.sh /opt/tandem /
+
+# Apart, so that a changed source makes a small layer.
+FROM dependencies AS own
+ARG SOURCE_DATE_EPOCH
+COPY . src
+RUN tools/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir wheels ./src \
+    && tools/bin/pip --python /opt/tandem/bin/python3 install --quiet --no-deps --no-warn-script-location --root /own wheels/*.whl \
+    && src/deploy/docker/seal.sh /own /own
+
+FROM ${BASE} AS worker
+ARG SOURCE_DATE_EPOCH
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="tandem-worker" \
+      org.opencontainers.image.description="Prefill and decode workers of a Tandem cluster" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+# Kernels are compiled for the processor that they run on, Triton's launchers for the Python there is, into /cache.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/* /var/cache/* /var/log/*
+# Nothing else is ever written to: mount volumes there and make the root read-only. Any user may be told to run this.
+RUN install -d -m 1777 /cache /models && touch --date="@$SOURCE_DATE_EPOCH" /cache /models
+COPY --from=torch /opt/tandem /opt/tandem
+COPY --from=own /own /
+ENV PATH=/opt/tandem/bin:$PATH HOME=/tmp XDG_CACHE_HOME=/cache TRITON_CACHE_DIR=/cache/triton \
+    PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+USER 10001:10001
+WORKDIR /tmp
+EXPOSE 7000
+STOPSIGNAL SIGTERM
+# Which pool it is for is said by the command: docs/images.md has health checks for both.
+
+FROM worker AS cuda
+RUN python3 -c "import torch, triton; assert torch.version.cuda, 'torch for CPUs: see TORCH_INDEX'"
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+CMD ["tandem", "decode", "--config", "/etc/tandem/cluster/cluster.yaml"]
+
+FROM worker AS cpu
+RUN python3 -c "import torch; assert not torch.version.cuda, 'torch for GPUs, gigabytes more: see TORCH_INDEX'"
+CMD ["tandem", "decode", "--config", "/etc/tandem/cluster/cluster.yaml"]

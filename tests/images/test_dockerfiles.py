@@ -1,0 +1,87 @@
+"""The Dockerfiles, read and linted; test_built.py does what they say."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.images import context
+from tests.images.dockerfile import FOLDER, Stage, lineage, needed, read
+
+ROOT = Path(__file__).parents[2]
+TARGETS = [("router.Dockerfile", "router"), ("worker.Dockerfile", "cpu"), ("worker.Dockerfile", "cuda")]
+
+
+def _last(stages: list[Stage], name: str):
+    return [step for stage in stages if (step := stage.last(name))][-1]
+
+
+def test_a_linter_has_nothing_to_say():
+    linter = Path(sys.executable).with_name("hadolint")
+    files = sorted(map(str, FOLDER.glob("*.Dockerfile")))
+    done = subprocess.run(
+        [linter, "--failure-threshold=style", "--format=json", *files], capture_output=True, text=True
+    )
+    assert json.loads(done.stdout) == []
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(("file", "target"), TARGETS)
+def test_an_image_runs_as_nobody_in_particular(file, target):
+    stages = read(FOLDER / file)
+    grown = lineage(stages, target)
+    values = yaml.safe_load((ROOT / "helm/tandem/values.yaml").read_text())["securityContext"]
+    assert _last(grown, "USER").words == (f"{values['user']}:{values['group']}",)
+    assert _last(grown, "CMD").words[0] == "tandem"
+    labels = _last(grown, "LABEL").pairs
+    assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
+    variables = {
+        name: value
+        for stage in grown
+        for step in stage.steps
+        if step.name == "ENV"
+        for name, value in step.pairs.items()
+    }
+    assert variables["HOME"] == "/tmp"
+    assert variables["XDG_CACHE_HOME"] == "/cache"
+    assert variables["PATH"].startswith("/opt/tandem/bin:")
+
+
+@pytest.mark.parametrize(("file", "target"), TARGETS)
+def test_what_builds_stays_behind(file, target):
+    """The last stage copies from others and compiles nothing; it began at the base."""
+    stages = read(FOLDER / file)
+    first = lineage(stages, target)[0]
+    assert not any(first.base == name for name in stages)
+    assert not [step for stage in lineage(stages, target) for step in stage.steps if "pip" in " ".join(step.words)]
+    assert "dependencies" in needed(stages, target)
+
+
+def test_a_router_needs_no_torch_to_be_built():
+    assert "torch" not in read(FOLDER / "router.Dockerfile")
+    assert "torch" in needed(read(FOLDER / "worker.Dockerfile"), "cpu")
+
+
+def test_a_builder_is_sent_what_wheels_are_made_of_and_no_more():
+    sent = context.files()
+    assert {"pyproject.toml", "README.md", "LICENSE", "cluster/cli.py", "engine/kernels/cpu/csrc/simd.h"} <= set(sent)
+    assert {name.split("/")[0] for name in sent if "/" in name}.isdisjoint({"tests", ".git", ".venv", "helm", "docs"})
+    assert all(name.startswith("deploy/docker/") for name in sent if name.startswith("deploy/"))
+    assert context.is_ignored(
+        "cluster/__pycache__/cli.cpython-312.pyc", (ROOT / ".dockerignore").read_text().splitlines()
+    )
+
+
+def test_constants_of_both_files_agree():
+    """What stands in both stands there twice because a Dockerfile includes nothing."""
+    router, worker = (read(FOLDER / f"{name}.Dockerfile") for name in ("router", "worker"))
+    assert router["dependencies"].base == worker["dependencies"].base == router["router"].base == worker["worker"].base
+    assert [step.words for step in router["own"].steps if step.name != "RUN"] == [
+        step.words for step in worker["own"].steps if step.name != "RUN"
+    ]
+    makefile = (ROOT / "Makefile").read_text()
+    [version] = [step.words[0] for step in worker["torch"].steps if step.words[0].startswith("TORCH_VERSION=")]
+    assert f"TORCH ?= torch=={version.partition('=')[2]}\n" in makefile
