@@ -10,7 +10,7 @@ from engine.step import Load
 from engine.work_meter import WorkMeter
 from tandem.pin_wire import totals_to_pb
 from tandem.roles import WorkerRole
-from tandem.session_port import PROTOCOL_VERSION
+from tandem.session_versions import SPOKEN
 from tandem.v1 import session_pb2 as pb
 from tandem.wire import layout_to_pb, logprobs_to_pb
 from tandem.worker_identity import WorkerIdentity
@@ -92,7 +92,8 @@ def token_delta(request_id: str, attempt: int, first_index: int, tokens: Sequenc
 def hello_to_pb(parts: EngineParts, identity: WorkerIdentity, transports: Sequence[str]) -> pb.WorkerHello:
     """Who this worker is and what it can do."""
     return pb.WorkerHello(
-        protocol_version=PROTOCOL_VERSION,
+        protocol_version=SPOKEN.oldest,
+        newest_version=SPOKEN.newest,
         worker_id=identity.worker_id,
         incarnation=identity.incarnation,
         role=_ROLES[identity.role],

@@ -10,6 +10,7 @@ import grpc.aio
 
 from kv_transfer import wire
 from kv_transfer.messages import Body, Envelope, Renew, TransferKey
+from kv_transfer.versions import SPOKEN, handoff_dialect
 from kv_transfer.wire import MAX_RENEWALS, WireError
 from tandem.v1 import handoff_pb2 as pb
 
@@ -24,12 +25,16 @@ class Outbox:
     """Messages on their way to a peer. A peer that does not read its link loses it."""
 
     def __init__(self) -> None:
+        self.dialect = handoff_dialect(SPOKEN.newest)
+        """Of the link, once HELLOs were exchanged."""
         self._queue: deque[Envelope] = deque()
         self._wake = asyncio.Event()
         self.closed = False
 
     def put(self, envelope: Envelope) -> None:
-        """Queue a message; on overflow the link ends instead."""
+        """Queue a message, unless the peer is too old to know its kind; on overflow the link ends instead."""
+        if not self.dialect.has(wire.kind_of(envelope.body)):
+            return
         if len(self._queue) >= MAX_QUEUED:
             self.close()
         if not self.closed:

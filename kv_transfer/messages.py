@@ -9,6 +9,7 @@ HELLO is exchanged once per link. Payload bytes never travel here (see `transpor
 from dataclasses import dataclass
 
 from tandem.block_hash import HASH_BLOCK_TOKENS
+from tandem.dialect import VersionRange
 from tandem.errors import ServingError
 from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
 from tandem.kv_layout import KVLayout
@@ -16,8 +17,6 @@ from tandem.outputs import NO_CACHED_TOKENS, CachedTokens, PhaseTimes, SampledTo
 from tandem.prefix_holder import PrefixHolder
 from tandem.sampling import SamplingParams
 from tandem.tracing import TraceContext
-
-PROTOCOL_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +126,8 @@ class TransportOffer:
 class Hello:
     """Who a peer is; the first message on both sides of a link."""
 
-    protocol_version: int
+    versions: VersionRange
+    """Of the protocol, that it speaks."""
     worker_id: WorkerId
     layout: KVLayout
     transports: tuple[TransportOffer, ...]

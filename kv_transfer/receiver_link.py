@@ -8,10 +8,12 @@ from typing import Any, Protocol
 from kv_transfer import wire
 from kv_transfer.config import TransferSettings
 from kv_transfer.link import LinkBroken, Outbox, carry, read_message, write_message
-from kv_transfer.messages import PROTOCOL_VERSION, Body, Envelope, Hello, Reject, TransferKey, TransportOffer
+from kv_transfer.messages import Body, Envelope, Hello, Reject, TransferKey, TransportOffer
 from kv_transfer.pairing import Pairing
 from kv_transfer.peer import LocalWorker
+from kv_transfer.versions import SPOKEN, handoff_dialect
 from kv_transfer.wire import WireError
+from tandem.dialect import NoCommonVersion
 from tandem.errors import InvariantError, TransferError
 from tandem.ids import Incarnation
 from tandem.kv_agreement import agree
@@ -180,21 +182,23 @@ class ReceiverLink:
         chosen = [offer.name for offer in body.transports if offer.name in offered]
         if len(chosen) != 1:
             raise LinkBroken("no transport in common")
+        self._outbox.dialect = handoff_dialect(SPOKEN.common(body.versions))
         self.peer, self.transport = answer.incarnation, chosen[0]
 
 
 def refuses(*, source: Hello, destination: Hello) -> str | None:
     """Why the two workers must not be paired, naming the field; None when they may."""
-    if source.protocol_version != destination.protocol_version:
-        versions = f"{source.protocol_version} at the source, {destination.protocol_version} at the destination"
-        return f"protocol_version: {versions}"
+    try:
+        source.versions.common(destination.versions)
+    except NoCommonVersion:
+        return f"protocol_version: {source.versions} at the source, {destination.versions} at the destination"
     return agree(source.layout, destination.layout)
 
 
 def make_hello(local: LocalWorker, offers: Sequence[TransportOffer], *, wire_dtype: str = "") -> Hello:
     """This worker's HELLO."""
     return Hello(
-        protocol_version=PROTOCOL_VERSION,
+        versions=SPOKEN,
         worker_id=local.worker_id,
         layout=local.layout,
         transports=tuple(offers),

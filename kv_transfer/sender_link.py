@@ -15,6 +15,7 @@ from kv_transfer.peer import LocalWorker
 from kv_transfer.receiver_link import make_hello, refuses
 from kv_transfer.transport import KVSender, PeerWriter
 from kv_transfer.transports.catalogue import candidates
+from kv_transfer.versions import SPOKEN, handoff_dialect
 from kv_transfer.wire import WireError
 from tandem.errors import InvariantError, TransferError
 from tandem.ids import Incarnation
@@ -97,6 +98,7 @@ class SenderLink:
         mine = make_hello(self._local, ())
         if refusal := refuses(source=mine, destination=theirs):
             return self._refuse(refusal)
+        self._outbox.dialect = handoff_dialect(SPOKEN.common(theirs.versions))
         reasons = []
         for sender, offer in candidates(theirs.transports, self._senders):
             try:

@@ -28,6 +28,7 @@ from kv_transfer.messages import (
 )
 from tandem import wire
 from tandem.block_hash import HASH_BLOCK_TOKENS, HASH_BYTES
+from tandem.dialect import VersionRange
 from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
 from tandem.prefix_holder import PrefixHolder, holder_from_pb, holder_to_pb
 from tandem.sampling import MAX_TOP_LOGPROBS
@@ -56,6 +57,11 @@ class WireError(Exception):
     def __init__(self, message: str, key: TransferKey | None = None) -> None:
         super().__init__(message)
         self.key = key
+
+
+def kind_of(body: Body) -> str:
+    """Its name in HandoffMessage."""
+    return _ENCODERS[type(body)][0]
 
 
 def encode(envelope: Envelope) -> pb.HandoffMessage:
@@ -95,7 +101,8 @@ def _key(message: pb.HandoffMessage) -> TransferKey:
 
 def _encode_hello(body: Hello) -> pb.HandoffHello:
     return pb.HandoffHello(
-        protocol_version=body.protocol_version,
+        protocol_version=body.versions.oldest,
+        newest_version=body.versions.newest,
         worker_id=body.worker_id,
         layout=wire.layout_to_pb(body.layout),
         transports=[pb.TransportOffer(name=o.name, advert=o.advert, host_id=o.host_id) for o in body.transports],
@@ -171,7 +178,7 @@ def _decode_hello(message: pb.HandoffHello, _key: TransferKey | None) -> Hello:
         _check("advert bytes", len(offer.advert), 0, MAX_TEXT_CHARS)
         offers.append(TransportOffer(name=offer.name, advert=offer.advert, host_id=offer.host_id))
     return Hello(
-        protocol_version=message.protocol_version,
+        versions=VersionRange.told(message.protocol_version, message.newest_version),
         worker_id=WorkerId(message.worker_id),
         layout=wire.layout_from_pb(message.layout),
         transports=tuple(offers),

@@ -60,6 +60,7 @@ from tandem.errors import Unavailable
 from tandem.ids import Incarnation, RequestId
 from tandem.pin_wire import told_from_pb
 from tandem.prefix_pin import PinKey, PinOrder, PinTold
+from tandem.session_versions import router_dialect
 from tandem.v1 import session_pb2 as pb
 from tandem.v1.session_pb2_grpc import WorkerStub
 
@@ -140,6 +141,7 @@ class WorkerSession:
         self._pins: WaitingPins[pb.RouterMessage] = WaitingPins(most=settings.max_queued_pins)
         self._has_outgoing = asyncio.Event()
         self._ended = False
+        self._dialect = router_dialect(info.protocol_version)
         self._silence = SilenceWatch(silence_s=settings.silence_s, period_s=self._look_s, now_s=time.monotonic())
 
     @property
@@ -247,11 +249,12 @@ class WorkerSession:
         return read if read is not None and read.number == number else None
 
     def _send(self, message: pb.RouterMessage) -> None:
-        self._outgoing.append(message)
-        self._has_outgoing.set()
+        if self._dialect.has(message.WhichOneof("kind")):
+            self._outgoing.append(message)
+            self._has_outgoing.set()
 
     def _send_pin(self, key: PinKey, message: pb.RouterMessage) -> None:
-        if not self._ended:
+        if not self._ended and self._dialect.has(message.WhichOneof("kind")):
             self._pins.put(key, message)
             self._has_outgoing.set()
 

@@ -27,6 +27,7 @@ from router.worker_view import (
     WorkReport,
 )
 from tandem.cached_chain import chains_from_pb, chains_to_pb
+from tandem.dialect import NoCommonVersion, VersionRange
 from tandem.errors import InvalidRequest
 from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
 from tandem.kv_layout import DTYPE_BYTES
@@ -35,7 +36,7 @@ from tandem.pin_wire import order_to_pb, totals_from_pb
 from tandem.prefix_holder import holder_to_pb
 from tandem.prefix_pin import PinKey, PinOrder
 from tandem.roles import WorkerRole
-from tandem.session_port import PROTOCOL_VERSION
+from tandem.session_versions import SPOKEN
 from tandem.v1 import pins_pb2 as pins_pb
 from tandem.v1 import session_pb2 as pb
 from tandem.wire import (
@@ -64,7 +65,12 @@ class ProtocolError(Exception):
 
 def hello_to_pb(incarnation: Incarnation, *, reads_board: bool = False) -> pb.RouterMessage:
     """The router's first message."""
-    hello = pb.RouterHello(protocol_version=PROTOCOL_VERSION, incarnation=incarnation, reads_board=reads_board)
+    hello = pb.RouterHello(
+        protocol_version=SPOKEN.oldest,
+        newest_version=SPOKEN.newest,
+        incarnation=incarnation,
+        reads_board=reads_board,
+    )
     return pb.RouterMessage(hello=hello)
 
 
@@ -83,8 +89,10 @@ def hello_from_pb(message: pb.WorkerMessage) -> WorkerInfo:
     if not message.HasField("hello"):
         raise ProtocolError(f"expected hello, got {message.WhichOneof('kind')}")
     hello = message.hello
-    if hello.protocol_version != PROTOCOL_VERSION:
-        raise ProtocolError(f"protocol version {hello.protocol_version}, not {PROTOCOL_VERSION}")
+    try:
+        version = SPOKEN.common(VersionRange.told(hello.protocol_version, hello.newest_version))
+    except NoCommonVersion as error:
+        raise ProtocolError(str(error)) from None
     role = _ROLES.get(hello.role)
     layout = layout_from_pb(hello.layout)
     sizes = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size, layout.tp_size)
@@ -104,6 +112,7 @@ def hello_from_pb(message: pb.WorkerMessage) -> WorkerInfo:
         vocab_size=hello.vocab_size,
         eos_token_ids=frozenset(hello.eos_token_ids),
         num_blocks_below=hello.num_blocks_below,
+        protocol_version=version,
     )
 
 

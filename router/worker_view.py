@@ -8,6 +8,7 @@ from tandem.kv_agreement import agree
 from tandem.kv_layout import KVLayout
 from tandem.prefix_pin import NO_PINS, PinTotals
 from tandem.roles import WorkerRole
+from tandem.session_versions import SPOKEN
 
 
 class WorkerKey(NamedTuple):
@@ -34,6 +35,8 @@ class WorkerInfo:
     eos_token_ids: frozenset[int] = frozenset()
     num_blocks_below: int = 0
     """Room for cached blocks in host memory and on disk."""
+    protocol_version: int = SPOKEN.newest
+    """Of the session with it; whoever would send it something newer asks first, and chooses another worker."""
 
     @property
     def cache_tokens(self) -> int:

@@ -6,13 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+from tandem.dialect import Dialect
 from tandem.ids import Incarnation
+from tandem.session_versions import SPOKEN, worker_dialect
 from tandem.v1 import session_pb2 as pb
 
-PROTOCOL_VERSION = 3
-"""Routers and workers must have the same. Raised with every new kind of message: who does not know one says nothing to
-it, and who sent it would wait. 3: Supersede, Read, ReadPart, Pin, Unpin, PinTold.
-"""
 LOAD_PERIOD_S = 0.25
 """Between a worker's reports: well below what a router takes for silence (`router.worker_silence_s`)."""
 MAX_QUEUED_MESSAGES = 16_384
@@ -40,9 +38,10 @@ class EventSink(Protocol):
 class SessionPort:
     """The way to one router."""
 
-    def __init__(self, router: Incarnation, *, wants_events: bool = True) -> None:
-        """`wants_events`: the router does not hear of the prefix cache in another way."""
+    def __init__(self, router: Incarnation, *, wants_events: bool = True, dialect: Dialect | None = None) -> None:
+        """`wants_events`: it does not hear of the prefix cache in another way. `dialect`: what it understands."""
         self.router = router
+        self.dialect = dialect or worker_dialect(SPOKEN.newest)
         self.wants_events = wants_events
         self.closed = False
         self._finished = False
@@ -52,8 +51,8 @@ class SessionPort:
         self._next_event: int | None = None
 
     def send(self, message: pb.WorkerMessage) -> None:
-        """Queue a message; dropped once the port is closed."""
-        if self.closed or self._finished:
+        """Queue a message; dropped once the port is closed, and when the router is too old to know its kind."""
+        if self.closed or self._finished or not self.dialect.has(message.WhichOneof("kind")):
             return
         if len(self._queue) >= MAX_QUEUED_MESSAGES:
             _log.warning("router %x reads too slowly: its session is closed", self.router)

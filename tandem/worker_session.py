@@ -12,9 +12,11 @@ from typing import Any, Protocol
 
 import grpc
 
+from tandem.dialect import NoCommonVersion, VersionRange
 from tandem.health import health_handler
 from tandem.ids import Incarnation
-from tandem.session_port import LOAD_PERIOD_S, PROTOCOL_VERSION, EventSink, SessionPort, orders_of
+from tandem.session_port import LOAD_PERIOD_S, EventSink, SessionPort, orders_of
+from tandem.session_versions import SPOKEN, worker_dialect
 from tandem.v1 import session_pb2 as pb
 from tandem.v1.session_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 
@@ -110,11 +112,7 @@ class WorkerSessions(WorkerServicer):
         first = await context.read()
         if not isinstance(first, pb.RouterMessage) or not first.HasField("hello"):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be hello")
-        if first.hello.protocol_version != PROTOCOL_VERSION:
-            reason = f"protocol version {first.hello.protocol_version}, not {PROTOCOL_VERSION}"
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
-        is_told = self._publisher is not None and first.hello.reads_board
-        port = SessionPort(Incarnation(first.hello.incarnation), wants_events=not is_told)
+        port = await self._port_for(first.hello, context)
         port.send(pb.WorkerMessage(hello=self._handler.hello()))
         if self._draining is not None:
             port.send(pb.WorkerMessage(draining=pb.Draining(reason=self._draining)))
@@ -126,6 +124,15 @@ class WorkerSessions(WorkerServicer):
             port.close()
             self._ports.discard(port)
             self._handler.closed(port)
+
+    async def _port_for(self, hello: pb.RouterHello, context: Any) -> SessionPort:
+        try:
+            version = SPOKEN.common(VersionRange.told(hello.protocol_version, hello.newest_version))
+        except NoCommonVersion as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            raise
+        is_told = self._publisher is not None and hello.reads_board
+        return SessionPort(Incarnation(hello.incarnation), wants_events=not is_told, dialect=worker_dialect(version))
 
     async def _converse(self, port: SessionPort, context: Any) -> None:
         reader = asyncio.create_task(self._read(port, context))

@@ -15,7 +15,8 @@ import grpc.aio
 from tandem.outputs import FinishReason
 from tandem.roles import WorkerRole
 from tandem.rpc import ClusterAuth, listen, make_server
-from tandem.session_port import PROTOCOL_VERSION, orders_of
+from tandem.session_port import orders_of
+from tandem.session_versions import SPOKEN
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import session_pb2 as pb
 from tandem.v1.session_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
@@ -167,7 +168,8 @@ class FakeWorker(WorkerServicer):
         self.role = role
         self.script = script
         self.hello = pb.WorkerHello(
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=SPOKEN.oldest,
+            newest_version=SPOKEN.newest,
             worker_id=worker_id,
             incarnation=incarnation,
             role=pb.WORKER_ROLE_DECODE if role is WorkerRole.DECODE else pb.WORKER_ROLE_PREFILL,
@@ -190,8 +192,7 @@ class FakeWorker(WorkerServicer):
         """Sent on each session right after HELLO, and again when asked for the whole prefix cache."""
         self.num_resyncs = 0
         self.num_superseded = 0  # sessions whose router said that its earlier ones are over
-        self.submissions: asyncio.Queue[Submission] = asyncio.Queue()
-        """Every submit that arrived, in order."""
+        self.submissions: asyncio.Queue[Submission] = asyncio.Queue()  # every submit that arrived, in order
         self.reads: asyncio.Queue[ReadAttempt] = asyncio.Queue()
         self.read_script: Callable[[ReadAttempt], None] = ReadAttempt.give
         self.adoptions: asyncio.Queue[pb.Adopt] = asyncio.Queue()

@@ -15,7 +15,8 @@ from tandem.block_hash import HASH_BLOCK_TOKENS, BlockHasher
 from tandem.ids import BlockHash, Incarnation
 from tandem.outputs import FinishReason
 from tandem.rpc import ClusterAuth, listen, make_server
-from tandem.session_port import PROTOCOL_VERSION, SessionPort
+from tandem.session_port import SessionPort
+from tandem.session_versions import SPOKEN
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import session_pb2 as pb
 from tandem.v1.session_pb2_grpc import add_WorkerServicer_to_server
@@ -64,7 +65,8 @@ class MockWorker:
             tp_size=1,
         )
         return pb.WorkerHello(
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=SPOKEN.oldest,
+            newest_version=SPOKEN.newest,
             worker_id=f"decode-{self._index}",
             incarnation=Incarnation(self._index + 1),
             role=pb.WORKER_ROLE_DECODE,

@@ -46,18 +46,20 @@ class HandoffMessage(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., addressee: _Optional[int] = ..., transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., hello: _Optional[_Union[HandoffHello, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., reject: _Optional[_Union[Reject, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., nack: _Optional[_Union[Nack, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., commit_ack: _Optional[_Union[CommitAck, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ...) -> None: ...
 
 class HandoffHello(_message.Message):
-    __slots__ = ("protocol_version", "worker_id", "layout", "transports", "wire_dtype")
+    __slots__ = ("protocol_version", "worker_id", "layout", "transports", "wire_dtype", "newest_version")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     worker_id: str
     layout: _common_pb2.KVLayout
     transports: _containers.RepeatedCompositeFieldContainer[TransportOffer]
     wire_dtype: str
-    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ..., wire_dtype: _Optional[str] = ...) -> None: ...
+    newest_version: int
+    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ..., wire_dtype: _Optional[str] = ..., newest_version: _Optional[int] = ...) -> None: ...
 
 class TransportOffer(_message.Message):
     __slots__ = ("name", "advert", "host_id")

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from tandem.rpc import ClusterAuth
-from tandem.session_port import PROTOCOL_VERSION
+from tandem.session_versions import SPOKEN
 from tandem.v1 import handoff_pb2 as handoff
 from tandem.v1 import session_pb2 as session
 from tandem.v1.handoff_pb2_grpc import HandoffStub
@@ -98,7 +98,7 @@ async def test_without_the_cluster_s_token_nothing_is_answered(cluster, secret):
     metadata = ClusterAuth(secret).client_metadata() if secret else ()
     for view in cluster.local.workers:
         async with grpc.aio.insecure_channel(view.address) as channel:
-            hello = session.RouterMessage(hello=session.RouterHello(protocol_version=PROTOCOL_VERSION, incarnation=1))
+            hello = session.RouterMessage(hello=session.RouterHello(protocol_version=SPOKEN.newest, incarnation=1))
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await answers(WorkerStub(channel).Session(metadata=metadata), hello)
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -133,7 +133,7 @@ async def test_orders_that_make_no_sense_are_refused_one_by_one(cluster, oracle)
     async with grpc.aio.insecure_channel(decode.address) as channel:
         call = WorkerStub(channel).Session(metadata=metadata)
         await call.write(
-            session.RouterMessage(hello=session.RouterHello(protocol_version=PROTOCOL_VERSION, incarnation=99))
+            session.RouterMessage(hello=session.RouterHello(protocol_version=SPOKEN.newest, incarnation=99))
         )
         assert (await call.read()).HasField("hello")
         for name, submit in bad.items():

@@ -7,9 +7,10 @@ from typing import Any
 
 import grpc.aio
 
-from kv_transfer.messages import PROTOCOL_VERSION, TransportOffer
+from kv_transfer.messages import TransportOffer
 from kv_transfer.transports.catalogue import open_receivers, open_senders
 from kv_transfer.transports.memory import MemoryFabric
+from kv_transfer.versions import SPOKEN
 from tandem import wire
 from tandem.v1 import handoff_pb2 as pb
 from tandem.v1.handoff_pb2_grpc import HandoffStub
@@ -78,7 +79,7 @@ def hello(offer: TransportOffer, **layout: object) -> pb.HandoffMessage:
     return pb.HandoffMessage(
         incarnation=77,
         hello=pb.HandoffHello(
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=SPOKEN.newest,
             worker_id="d",
             layout=wire.layout_to_pb(replace(LAYOUT, **layout)),
             transports=[pb.TransportOffer(name=offer.name, advert=offer.advert, host_id=offer.host_id)],

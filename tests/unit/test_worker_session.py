@@ -7,7 +7,8 @@ import grpc
 import pytest
 
 from tandem.ids import Incarnation
-from tandem.session_port import MAX_QUEUED_MESSAGES, PROTOCOL_VERSION, SessionPort
+from tandem.session_port import MAX_QUEUED_MESSAGES, SessionPort
+from tandem.session_versions import SPOKEN
 from tandem.v1 import session_pb2 as pb
 from tandem.worker_session import WorkerSessions
 
@@ -38,7 +39,7 @@ class StuckRouter:
 
     def __init__(self) -> None:
         self.written: list[Any] = []
-        self._hello = [pb.RouterMessage(hello=pb.RouterHello(protocol_version=PROTOCOL_VERSION, incarnation=7))]
+        self._hello = [pb.RouterMessage(hello=pb.RouterHello(protocol_version=SPOKEN.newest, incarnation=7))]
 
     async def read(self) -> Any:
         if self._hello:
@@ -68,7 +69,7 @@ class ReturningRouter(StuckRouter):
 
     def __init__(self, incarnation: int) -> None:
         super().__init__()
-        hello = pb.RouterHello(protocol_version=PROTOCOL_VERSION, incarnation=incarnation)
+        hello = pb.RouterHello(protocol_version=SPOKEN.newest, incarnation=incarnation)
         self._hello = [pb.RouterMessage(supersede=pb.Supersede()), pb.RouterMessage(hello=hello)]
 
 
@@ -188,7 +189,7 @@ class Router(StuckRouter):
         self.written = []
         self._hello = [
             pb.RouterMessage(
-                hello=pb.RouterHello(protocol_version=PROTOCOL_VERSION, incarnation=7, reads_board=reads_board)
+                hello=pb.RouterHello(protocol_version=SPOKEN.newest, incarnation=7, reads_board=reads_board)
             )
         ]
 

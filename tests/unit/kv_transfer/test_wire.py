@@ -29,6 +29,7 @@ from kv_transfer.messages import (
     TransferKey,
     TransportOffer,
 )
+from tandem.dialect import VersionRange
 from tandem.errors import RequestTooLarge
 from tandem.ids import BlockHash, Incarnation, TransferId, WorkerId
 from tandem.outputs import PhaseTimes, SampledToken, TokenLogprob
@@ -53,7 +54,7 @@ FETCH = replace(
     held_tokens=16,
 )
 BODIES = [
-    Hello(protocol_version=1, worker_id=WorkerId("w"), layout=LAYOUT, transports=(OFFER,), wire_dtype="int8"),
+    Hello(versions=VersionRange(1, 2), worker_id=WorkerId("w"), layout=LAYOUT, transports=(OFFER,), wire_dtype="int8"),
     Prefill(job=JOB, lease_s=2.0),
     Prefill(job=replace(JOB, holder=HOLDER), lease_s=2.0),
     Prefill(job=replace(JOB, trace=TraceContext(trace_id=1, span_id=2, state="a=1")), lease_s=2.0),
