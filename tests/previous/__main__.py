@@ -1,0 +1,73 @@
+"""Keeps a revision as the version before this one: `python -m tests.previous REVISION`, in a checkout with its history.
+
+Run it for the last commit of a version when the next one begins; commit what it writes to `tests/previous/data`.
+"""
+
+import json
+import lzma
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from io import BytesIO
+from pathlib import Path
+
+from tests.previous import release
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("tandem", "engine", "kv_transfer", "fabric", "router", "prefill_worker", "decode_worker")
+LEFT_OUT = (":!engine/builtin_model", ":!*.pyi")
+_DEFAULTS = "from tandem.config import ClusterConfig, dump; print(dump(ClusterConfig()))"
+
+
+def main(revision: str) -> None:
+    """All three files, anew."""
+    commit = _git("rev-parse", revision).decode().strip()
+    release.DATA.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        code = Path(folder)
+        packed = _git("archive", commit, *PACKAGES, "--", *LEFT_OUT)
+        with tarfile.open(fileobj=BytesIO(packed)) as archive:
+            archive.extractall(code, filter="data")
+        shutil.copytree(Path(__file__).with_name("samples"), code / release.SAMPLES_INSIDE)
+        (code / release.DEFAULTS_INSIDE).write_bytes(_python(code, "-c", _DEFAULTS))
+        release.ARCHIVE.write_bytes(_packed(code))
+        told = {"commit": commit} | json.loads(_python(code, "-m", release.SAMPLES_INSIDE, "write"))
+        release.SAMPLES.write_text(json.dumps(told, indent=0) + "\n")
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=BytesIO(_git("archive", commit, "proto"))) as archive:
+            archive.extractall(folder, filter="data")
+        sources = sorted(str(path) for path in (Path(folder) / "proto/tandem/v1").glob("*.proto"))
+        out = f"--descriptor_set_out={release.DESCRIPTORS}"
+        command = [sys.executable, "-m", "grpc_tools.protoc", "-I", f"{folder}/proto", out, *sources]
+        subprocess.run(command, check=True)
+    print(f"{commit[:12]} speaks {told['spoken']}; its code takes {release.ARCHIVE.stat().st_size} bytes")
+
+
+def _packed(code: Path) -> bytes:
+    """The same bytes for the same files."""
+    packed = BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for path in sorted(path for path in code.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
+            member = tarfile.TarInfo(str(path.relative_to(code)))
+            member.size, member.mode = path.stat().st_size, 0o644
+            with path.open("rb") as file:
+                archive.addfile(member, file)
+    return lzma.compress(packed.getvalue(), preset=9 | lzma.PRESET_EXTREME)
+
+
+def _git(*arguments: str) -> bytes:
+    return subprocess.run(["git", "-C", str(ROOT), *arguments], stdout=subprocess.PIPE, check=True).stdout
+
+
+def _python(code: Path, *arguments: str) -> bytes:
+    """The output of Python in that code's folder, with that code alone."""
+    environment = {**os.environ, "PYTHONPATH": str(code), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-P", *arguments]
+    return subprocess.run(command, cwd=code, env=environment, stdout=subprocess.PIPE, check=True).stdout
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,124 @@
+"""The version before this one, as `python -m tests.previous REVISION` keeps it: its code, what it says, its protos.
+
+Tests run it beside this one. Its model is this checkout's: weights are no part of a version.
+"""
+
+import json
+import lzma
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import yaml
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
+
+from cluster.effective import module_command
+from cluster.local import Command
+from cluster.supervisor import ProcessPlan
+from tandem.dialect import VersionRange
+from tandem.model_path import BUILTIN, model_directory
+
+DATA = Path(__file__).with_name("data")
+ARCHIVE = DATA / "code.tar.xz"
+DESCRIPTORS = DATA / "wire.binpb"
+SAMPLES = DATA / "samples.json"
+SAMPLES_INSIDE = "samples"
+"""In the archive: this folder's, as it was when that version was the newest."""
+DEFAULTS_INSIDE = "defaults.yaml"
+"""In the archive: every setting that the version knows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spoken:
+    """Which versions of the protocols it speaks."""
+
+    session: VersionRange
+    handoff: VersionRange
+
+
+def spoken() -> Spoken:
+    """As its HELLOs say."""
+    told = json.loads(SAMPLES.read_text())["spoken"]
+    return Spoken(session=VersionRange(*told["session"]), handoff=VersionRange(*told["handoff"]))
+
+
+def descriptors() -> FileDescriptorSet:
+    """Of its `.proto` files."""
+    return FileDescriptorSet.FromString(DESCRIPTORS.read_bytes())
+
+
+def samples() -> dict[str, bytes]:
+    """What it says (`tests.previous.samples`)."""
+    return {name: bytes.fromhex(data) for name, data in json.loads(SAMPLES.read_text())["said"].items()}
+
+
+def samples_read() -> dict[str, Any]:
+    """What it understands of those itself."""
+    read: dict[str, Any] = json.loads(SAMPLES.read_text())["read"]
+    return read
+
+
+class Release:
+    """Its code, unpacked."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: an empty one, which is the code's from now on."""
+        self.folder = folder
+        with tarfile.open(fileobj=BytesIO(lzma.decompress(ARCHIVE.read_bytes()))) as archive:
+            archive.extractall(folder, filter="data")
+        (folder / "engine/builtin_model").symlink_to(model_directory(BUILTIN))
+
+    def says_of(self, said: Mapping[str, bytes]) -> dict[str, Any]:
+        """What its code understands of samples."""
+        told = json.dumps({name: data.hex() for name, data in said.items()})
+        command = [sys.executable, "-P", "-m", SAMPLES_INSIDE, "read"]
+        done = subprocess.run(
+            command, cwd=self.folder, env=self.environment(), input=told, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        read: dict[str, Any] = json.loads(done.stdout)
+        return read
+
+    def environment(self) -> dict[str, str]:
+        """Of a process of it, but for its folder."""
+        return {**os.environ, "PYTHONPATH": str(self.folder)}
+
+    def defaults(self) -> dict[str, Any]:
+        """Every setting that it knows, with its default."""
+        read: dict[str, Any] = yaml.safe_load((self.folder / DEFAULTS_INSIDE).read_text())
+        return read
+
+    def command(self, plan: ProcessPlan, config_path: Path, ready_fd: int) -> list[str]:
+        """How `LocalCluster` starts a process of it. It refuses settings that it does not know: they are left out."""
+        config = yaml.safe_load(config_path.read_text())
+        own = config_path.with_name(f"previous-{plan.name}.yaml")
+        own.touch(mode=0o600)
+        own.write_text(yaml.safe_dump(known(config, self.defaults())))
+        return self.prefix() + module_command(plan, own, ready_fd)
+
+    def prefix(self) -> list[str]:
+        """What a command line of Python begins with, to run in its folder and with its code."""
+        return ["env", "-C", str(self.folder), f"PYTHONPATH={self.folder}"]
+
+    def among(self, names: Collection[str], others: Command) -> Command:
+        """How `LocalCluster` starts these processes from it, and all others as `others` says."""
+
+        def command(plan: ProcessPlan, config_path: Path, ready_fd: int) -> Sequence[str]:
+            return (self.command if plan.name in names else others)(plan, config_path, ready_fd)
+
+        return command
+
+
+def known(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Of a configuration what stands in `defaults`, too. What is empty there may hold anything."""
+    return {
+        name: known(value, defaults[name]) if isinstance(value, dict) and defaults[name] else value
+        for name, value in config.items()
+        if name in defaults
+    }
