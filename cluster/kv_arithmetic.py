@@ -1,0 +1,179 @@
+"""`python -m cluster.kv_arithmetic`: what a model's KV takes, how many tokens a worker holds, what a hand-off moves.
+
+It reads a model's `config.json`, no weights, and uses the engine's own layout, so that what it says is what a worker
+will say at its start; only weights and workspace are estimates.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.memory import estimate_workspace_bytes, kv_layout
+from engine.model_config import ModelConfig, load_model_config, parse_model_config
+from tandem.config import EngineConfig
+from tandem.errors import ConfigError
+from tandem.kv_layout import AUTO_DTYPE, DTYPE_BYTES, KVLayout
+from tandem.model_path import BUILTIN, model_directory
+
+HEADROOM = 0.05
+"""Share of a worker's memory that the engine leaves alone."""
+_BLOCK_SIZE = 16
+_GB = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the figures depend on besides the model."""
+
+    dtype: str = "bfloat16"
+    kv_dtype: str = AUTO_DTYPE
+    tensor_parallel_size: int = 1
+    rank_bytes: int = 80 * 10**9
+    """`engine.memory_bytes`: of each rank."""
+    context: int = 4096
+    """Tokens of the sequence that is asked about, prompt and answer."""
+    link_gbytes: float = 10.0
+    """GB/s between two workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRoom:
+    """What one worker, all its ranks together, has room for."""
+
+    bytes_per_token: int
+    block_bytes: int
+    weights_bytes: int
+    workspace_bytes: int
+    num_blocks: int
+    context: int
+    hand_off_s: float
+    """Of one prompt of `context` tokens, if nothing of it were hidden behind its computation."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the pool holds: `kv_tokens` of `tandem plan --worker`."""
+        return self.num_blocks * _BLOCK_SIZE
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of `context` tokens at once; a sequence takes whole blocks."""
+        return self.num_blocks // -(-self.context // _BLOCK_SIZE)
+
+    def lines(self) -> list[str]:
+        """The figures in words."""
+        prompt_bytes = self.bytes_per_token * self.context
+        return [
+            f"KV of a token        {self.bytes_per_token:,} B ({self.bytes_per_token / 1024:g} KiB)",
+            f"KV of {self.context:,} tokens   {prompt_bytes / _GB:.3f} GB; "
+            f"a hand-off of them {1e3 * self.hand_off_s:.1f} ms if nothing hides it",
+            f"weights              {self.weights_bytes / _GB:.2f} GB",
+            f"workspace            {self.workspace_bytes / _GB:.2f} GB at most",
+            f"KV pool              {self.num_blocks:,} blocks of {_BLOCK_SIZE}: kv_tokens={self.kv_tokens}",
+            f"sequences at once    {self.sequences:,} of {self.context:,} tokens",
+        ]
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Weights of the model, counted from its geometry."""
+    queries, values = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    attention = model.hidden_size * (2 * queries + 2 * values)
+    biases = (queries + 2 * values) * model.qkv_bias + model.hidden_size * model.output_bias
+    mlp = 3 * model.hidden_size * model.intermediate_size
+    biases += (2 * model.intermediate_size + model.hidden_size) * model.mlp_bias
+    norms = 2 * model.hidden_size + 2 * model.head_dim * model.qk_norm
+    embeddings = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
+    return embeddings + model.num_layers * (attention + biases + mlp + norms) + model.hidden_size
+
+
+def layout_of(model: ModelConfig, asked: Asked) -> KVLayout:
+    """The geometry that the engine would choose."""
+    return kv_layout(
+        model,
+        fingerprint="",
+        dtype=asked.dtype,
+        block_size=_BLOCK_SIZE,
+        tp_size=asked.tensor_parallel_size,
+        kv_dtype=asked.kv_dtype,
+    )
+
+
+def room(model: ModelConfig, asked: Asked) -> WorkerRoom:
+    """The figures. Raises ConfigError when weights and workspace alone are too much."""
+    layout, defaults, ranks = layout_of(model, asked), EngineConfig(), asked.tensor_parallel_size
+    context = min(model.max_context, asked.context)
+    weights_bytes = num_parameters(model) * DTYPE_BYTES[asked.dtype]
+    workspace_bytes = estimate_workspace_bytes(
+        model,
+        dtype=asked.dtype,
+        max_batch_tokens=defaults.max_batched_tokens,
+        max_num_seqs=defaults.max_running_requests,
+        max_context=context,
+        kv_dtype=asked.kv_dtype,
+    )
+    rest = int(asked.rank_bytes * (1 - HEADROOM)) - weights_bytes // ranks - workspace_bytes
+    if rest < layout.block_bytes:
+        raise ConfigError(
+            f"no room for KV: of {asked.rank_bytes / _GB:.1f} GB a rank, weights take "
+            f"{weights_bytes / ranks / _GB:.1f}, the workspace at most {workspace_bytes / _GB:.1f}, "
+            f"headroom {HEADROOM:.0%}"
+        )
+    bytes_per_token = layout.worker_block_bytes // _BLOCK_SIZE
+    return WorkerRoom(
+        bytes_per_token=bytes_per_token,
+        block_bytes=layout.worker_block_bytes,
+        weights_bytes=weights_bytes,
+        workspace_bytes=workspace_bytes * ranks,
+        num_blocks=rest // layout.block_bytes,
+        context=context,
+        hand_off_s=bytes_per_token * context / (asked.link_gbytes * _GB),
+    )
+
+
+def read_model(text: str) -> ModelConfig:
+    """Of `builtin`, a model's directory, or a `config.json` alone. Raises ConfigError."""
+    path = Path(text)
+    if text == BUILTIN or path.is_dir():
+        return load_model_config(model_directory(text))
+    try:
+        return parse_model_config(json.loads(path.read_text(encoding="utf-8")), {})
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{text}: {error}") from error
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    defaults = Asked()
+    made = argparse.ArgumentParser(prog="python -m cluster.kv_arithmetic", description=__doc__)
+    made.add_argument("model", help="builtin, a directory in Hugging Face layout, or a config.json")
+    made.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default=defaults.dtype)
+    made.add_argument("--kv-dtype", choices=(AUTO_DTYPE, "int8", "fp8_e4m3"), default=defaults.kv_dtype)
+    made.add_argument("--tensor-parallel", type=int, default=1, help="ranks of one worker")
+    made.add_argument("--memory-gb", type=float, default=defaults.rank_bytes / _GB, help="of each rank")
+    made.add_argument("--context", type=int, default=defaults.context, help="tokens of a sequence")
+    made.add_argument("--link-gbytes", type=float, default=defaults.link_gbytes, help="GB/s between two workers")
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the figures; 2 for what cannot be."""
+    options = parser().parse_args(arguments)
+    asked = Asked(
+        dtype=options.dtype,
+        kv_dtype=options.kv_dtype,
+        tensor_parallel_size=options.tensor_parallel,
+        rank_bytes=int(options.memory_gb * _GB),
+        context=options.context,
+        link_gbytes=options.link_gbytes,
+    )
+    try:
+        print("\n".join(room(read_model(options.model), asked).lines()))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

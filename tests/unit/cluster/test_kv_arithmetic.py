@@ -1,0 +1,51 @@
+"""What the runbook's arithmetic says is what the engine counts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.kv_arithmetic import Asked, main, num_parameters, read_model, room
+from decode_worker.config import engine_spec
+from engine.assembly import assemble
+from tandem.config import load
+
+ROOT = Path(__file__).parents[3]
+LONE = {"prefill.replicas": 0, "secret": "0123456789abcdef", "engine.device": "cpu", "engine.num_threads": 1}
+
+
+def test_the_engine_counts_the_same() -> None:
+    memory_bytes, kv_dtype = 1 << 30, "int8"
+    config = load(None, LONE | {"engine.memory_bytes": memory_bytes, "engine.kv_dtype": kv_dtype})
+    parts = assemble(engine_spec(config))
+    model = read_model("builtin")
+    found = room(model, Asked(dtype="float32", kv_dtype=kv_dtype, rank_bytes=memory_bytes))
+    assert found.block_bytes == parts.layout.worker_block_bytes
+    assert found.bytes_per_token == parts.layout.worker_block_bytes // parts.layout.block_size
+    # The engine may keep some weights in a second order, and knows its workspace by measuring it.
+    assert found.weights_bytes == pytest.approx(parts.budget.weights_bytes, rel=0.02)
+    spoken_for = parts.budget.weights_bytes + parts.budget.workspace_bytes + parts.budget.headroom_bytes
+    estimated = found.weights_bytes + found.workspace_bytes + parts.budget.headroom_bytes
+    assert found.num_blocks * found.block_bytes == pytest.approx(memory_bytes - estimated, abs=found.block_bytes)
+    assert spoken_for <= estimated * 1.02
+
+
+def test_parameters_are_those_of_the_file() -> None:
+    model = read_model("builtin")
+    with (ROOT / "engine/builtin_model/model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    shapes = [tensor["shape"] for name, tensor in header.items() if name != "__metadata__"]
+    stored = 0
+    for shape in shapes:
+        size = 1
+        for dim in shape:
+            size *= dim
+        stored += size
+    assert num_parameters(model) == stored
+
+
+def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["builtin", "--memory-gb", "0.01"]) == 2
+    assert "no room for KV" in capsys.readouterr().err
+    assert main(["builtin", "--dtype", "float32", "--memory-gb", "2"]) == 0
+    assert "kv_tokens=" in capsys.readouterr().out
