@@ -39,6 +39,7 @@ from router.named_caches import KeptPrompts, NamedCaches
 from router.named_siblings import NamedSiblings
 from router.placer import Placer
 from router.prefix_map import PrefixMap
+from router.quality_probe import QUALITY_SALT, QualityProbe
 from router.reached import ReachedWorkers
 from router.readiness import Readiness, first_worker
 from router.session import SessionSettings
@@ -117,6 +118,8 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         server = build_server(frontend, gate, config.router, metrics, bounds.grpc, shares_port=shares, keeper=keeper)
         http, rpc = await _open_doors(stack, config, place, app, server, bounds.http, keeper.tls)
         await stack.enter_async_context(canary)
+        if (probe := _quality_probe(config, registry, dispatcher, frontend, tokenizer)) is not None:
+            metrics.registry.register(await stack.enter_async_context(probe))
         _collect_seldom()
         _announce(heart, config.router.host, http, rpc)
         await stack.enter_async_context(ReachedWorkers(registry, canary, addresses=fleet.addresses, tell=heart.tell))
@@ -126,6 +129,21 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         await canary.stop()
         is_alone = siblings is None or not await siblings.others()
         await drain(gate, http, rpc, drain_s=config.decode.drain_s, is_alone=is_alone)
+
+
+def _quality_probe(
+    config: ClusterConfig, registry: WorkerRegistry, dispatcher: Dispatcher, frontend: Frontend, tokenizer: Tokenizer
+) -> QualityProbe | None:
+    asked = config.router.quality
+    if asked.period_s is None:
+        return None
+    return QualityProbe(
+        registry,
+        dispatcher,
+        tokens=tuple(tokenizer.encode(asked.text)),
+        hash_root=frontend.hash_root(QUALITY_SALT),
+        period_s=asked.period_s,
+    )
 
 
 def _announce(heart: Heartbeat, where: str, http: HttpDoor, rpc: GrpcDoor) -> None:

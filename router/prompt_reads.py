@@ -79,6 +79,8 @@ class PromptReads:
     def _choose(self, request: RoutedRequest, excluded: _Excluded, prefer: WorkerKey | None = None) -> WorkerKey | None:
         around = self._around
         workers = around.placer.registry.snapshots()
+        if request.only_worker is not None:
+            workers = [worker for worker in workers if worker.info.key == request.only_worker]
         shunned = around.health.breakers.closed_to(around.clock())
         num_tokens = len(request.prompt_token_ids)
         # One that was lost and has come back in another session, the same process, may be asked again.

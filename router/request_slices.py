@@ -13,7 +13,7 @@ from prometheus_client.registry import CollectorRegistry
 from router.instruments import Spreads, Totals
 from router.requests import ChoiceFinish, RoutedRequest
 from router.tenant_labels import TenantLabels
-from tandem.outputs import CachedTokens
+from tandem.outputs import CachedTokens, FinishReason
 
 _LENGTHS = (128, 512, 2048, 8192, 32768, 131072)
 _LENGTH_NAMES = ("128", "512", "2k", "8k", "32k", "128k", "longer")
@@ -30,6 +30,8 @@ class RequestTraits:
 
     prompt_tokens: int
     guided: bool = False
+    structured: bool = False
+    """It follows a grammar, so that an answer that is cut is of no use."""
     tenant: str = ""
 
     @classmethod
@@ -39,6 +41,7 @@ class RequestTraits:
         return cls(
             prompt_tokens=len(request.prompt_token_ids),
             guided=sampling.grammar is not None or bool(sampling.allowed_token_ids or sampling.bad_words),
+            structured=sampling.grammar is not None,
             tenant=request.tenant,
         )
 
@@ -83,7 +86,13 @@ class SliceMetrics:
             ("source",),
             known=[(source,) for source in sources],
         )
-        for collector in (self._phases, self._ttft, self._tpot, self._tenant, self._sources):
+        self._structured = Totals(
+            "tandem_structured_answers",
+            "Choices that follow a grammar, by how they ended: stop, or length, which is cut and no whole structure",
+            ("finished_reason",),
+            known=[(reason.value,) for reason in (FinishReason.STOP, FinishReason.LENGTH)],
+        )
+        for collector in (self._phases, self._ttft, self._tpot, self._tenant, self._sources, self._structured):
             registry.register(collector)
 
     def ended(
@@ -104,6 +113,8 @@ class SliceMetrics:
             self._tpot.observe(each_s, pool, prompt, length_bucket(num_tokens), guided)
         for finish in finishes:
             self._count_sources(finish, traits.prompt_tokens)
+            if traits.structured:
+                self._structured.inc(finish.reason.value)
 
     def _split(self, times: FirstTokens, finishes: Sequence[ChoiceFinish]) -> None:
         preprocess_s = times.prepared_s - times.arrived_s

@@ -52,7 +52,7 @@ class RoutedRequest:
     deadline_s: float | None = None
     """On the router's monotonic clock; None: as long as its reader stays."""
     only_worker: WorkerKey | None = None
-    """The one decode worker that may run it, of a canary; clients cannot ask for that."""
+    """The one worker that may run or read it, of a canary or a probe; clients cannot ask for that."""
     resume: tuple[ResumePoint, ...] = ()
     """Of a stream that is continued, by choice."""
     pins: tuple[PinWish, ...] = ()

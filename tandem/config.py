@@ -28,6 +28,7 @@ from tandem.model_path import checked_name
 from tandem.plain_yaml import read_mapping
 from tandem.price_config import PriceConfig
 from tandem.prompt_cache_config import PinnedShares, PromptCaching
+from tandem.quality_config import QualityConfig
 from tandem.setting_names import meant_by
 
 
@@ -198,6 +199,7 @@ class RouterConfig(DoorLocks, PromptCaching):
     """For how long workers go on with the streams of a router that is gone, for their clients to come to another with a
     `Last-Event-ID`; 0: not at all, then such a stream is generated again."""
     grammars: GrammarsConfig = GrammarsConfig()
+    quality: QualityConfig = QualityConfig()
     batches: BatchesConfig = BatchesConfig()
     tool_parser: ToolParserName | None = None
     reasoning_parser: ReasoningParserName | None = None

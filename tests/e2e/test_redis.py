@@ -24,7 +24,7 @@ def server():
 async def cluster(hatchery, server):
     board = {"redis__url": server.url, "redis__timeout_s": 0.3, "redis__lease_s": 1.0}
     # So that it tells of all that boards show.
-    board |= {"engine__host_cache_bytes": 1 << 20}
+    board |= {"engine__host_cache_bytes": 1 << 20, "router__quality__period_s": 3600.0}
     async with running(command=hatchery.command, **board) as made:
         yield made
 
@@ -77,9 +77,15 @@ async def test_two_routers_share_what_one_has_routed_and_redis_may_come_and_go(c
 async def test_boards_and_alarms_name_what_this_cluster_tells(cluster, oracle):
     """Metrics, labels and values of labels: of everything that a panel or a rule names."""
     await cluster.stream(prompt(oracle, 7), 6)
+    await cluster.tokens(prompt(oracle, 8)[:32], 2)
     await cluster.tokens(prompt(oracle, 7), 6, ignore_eos=False, structured_outputs={"choice": ["yes", "no"]})
     async with AsyncClient(cluster.local.grpc_address) as client:
         await client.generate(prompt(oracle, 7), Options(max_tokens=2))
+
+    async def read_by_both():
+        return len(await cluster.figures("tandem_quality_loss_nats")) == 2
+
+    await cluster.until(read_by_both)
     said = list(expressions())
     exposition = (await cluster.http.get("/metrics")).text
     assert unknown(said, exposition) == []

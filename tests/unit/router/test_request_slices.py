@@ -19,10 +19,16 @@ TIMES = PhaseTimes(
 )
 
 
-def shown(*, finishes: bool = True, traits: RequestTraits | None = None, tenants: TenantLabels | None = None) -> Any:
+def shown(
+    *,
+    finishes: bool = True,
+    traits: RequestTraits | None = None,
+    tenants: TenantLabels | None = None,
+    reason: FinishReason = FinishReason.STOP,
+) -> Any:
     registry = CollectorRegistry()
     metrics = SliceMetrics(registry, tenants or TenantLabels())
-    finish = ChoiceFinish(reason=FinishReason.STOP, cached_tokens=100, times=TIMES)
+    finish = ChoiceFinish(reason=reason, cached_tokens=100, times=TIMES)
     metrics.ended(
         traits or RequestTraits(prompt_tokens=600, guided=True, tenant="a"), INSTANTS, [finish] if finishes else [], 5
     )
@@ -56,6 +62,17 @@ def test_a_request_that_was_given_up_counts_for_its_tenant_alone() -> None:
     assert value("tandem_tenant_ttft_seconds_count", {"tenant": "a"}) == 1
     assert value("tandem_slice_ttft_seconds_count", {"pool": "prefill"}) is None
     assert value("tandem_prompt_tokens_by_source_total", {"source": "computed"}) == 0
+
+
+def test_structures_that_were_cut_are_counted_apart() -> None:
+    def ended(*, structured: bool, reason: FinishReason) -> tuple[float, float]:
+        value = shown(traits=RequestTraits(prompt_tokens=600, structured=structured), reason=reason)
+        name = "tandem_structured_answers_total"
+        return value(name, {"finished_reason": "stop"}), value(name, {"finished_reason": "length"})
+
+    assert ended(structured=True, reason=FinishReason.STOP) == (1, 0)
+    assert ended(structured=True, reason=FinishReason.LENGTH) == (0, 1)
+    assert ended(structured=False, reason=FinishReason.LENGTH) == (0, 0)
 
 
 def test_tenants_beyond_the_bound_are_one() -> None:
