@@ -118,9 +118,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         server = build_server(frontend, gate, config.router, metrics, bounds.grpc, shares_port=shares, keeper=keeper)
         http, rpc = await _open_doors(stack, config, place, app, server, bounds.http, keeper.tls)
         await stack.enter_async_context(canary)
-        if (probe := _quality_probe(config, registry, dispatcher, frontend, tokenizer)) is not None:
-            metrics.registry.register(await stack.enter_async_context(probe))
-        _collect_seldom()
+        await _begin_quality_probe(stack, config, registry, dispatcher, frontend, metrics)
         _announce(heart, config.router.host, http, rpc)
         await stack.enter_async_context(ReachedWorkers(registry, canary, addresses=fleet.addresses, tell=heart.tell))
         await lifetime.wait()
@@ -131,22 +129,29 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         await drain(gate, http, rpc, drain_s=config.decode.drain_s, is_alone=is_alone)
 
 
-def _quality_probe(
-    config: ClusterConfig, registry: WorkerRegistry, dispatcher: Dispatcher, frontend: Frontend, tokenizer: Tokenizer
-) -> QualityProbe | None:
+async def _begin_quality_probe(
+    stack: AsyncExitStack,
+    config: ClusterConfig,
+    registry: WorkerRegistry,
+    dispatcher: Dispatcher,
+    frontend: Frontend,
+    metrics: RouterMetrics,
+) -> None:
     asked = config.router.quality
     if asked.period_s is None:
-        return None
-    return QualityProbe(
+        return
+    probe = QualityProbe(
         registry,
         dispatcher,
-        tokens=tuple(tokenizer.encode(asked.text)),
+        tokens=tuple(frontend.tokenizer.encode(asked.text)),
         hash_root=frontend.hash_root(QUALITY_SALT),
         period_s=asked.period_s,
     )
+    metrics.registry.register(await stack.enter_async_context(probe))
 
 
 def _announce(heart: Heartbeat, where: str, http: HttpDoor, rpc: GrpcDoor) -> None:
+    _collect_seldom()
     shown = reachable(where)
     heart.begin({"http": f"{http.scheme}://{join(shown, http.port)}", "grpc": join(shown, rpc.port)})
     _log.info("router serves HTTP on %s:%d and gRPC on %s:%d", where, http.port, where, rpc.port)
