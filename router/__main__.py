@@ -73,7 +73,7 @@ _COLLECT_AFTER = (20_000, 20, 20)
 """Objects made and not freed before a collection looks at the young ones: hardly anything here is in a cycle, and with
 Python's 700 a busy router looks for them during one request in two."""
 _HAND_OVER_S = 1.0
-"""For requests that are on their way over connections to a process that leaves its doors to others."""
+"""After it a client that is connected to a process that leaves its doors to others is thought to ask nothing more."""
 _log = logging.getLogger(__name__)
 
 
@@ -343,7 +343,8 @@ async def drain(
     async with asyncio.TaskGroup() as closing:
         if not is_alone:
             closing.create_task(rpc.stop(drain_s))
-            await http.hand_over(min(_HAND_OVER_S, drain_s))
+            # The other half is for those whose answers are long.
+            await http.hand_over(idle_s=_HAND_OVER_S, most_s=drain_s / 2)
         await dispatcher.drain(most_s=max(0.0, ends_s - time.monotonic()))
         left_s = max(0.0, ends_s - time.monotonic())
         closing.create_task(http.stop(left_s))

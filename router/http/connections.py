@@ -81,6 +81,10 @@ class Connections(Generic[ConnectionT]):
             self._asking.remove(connection)
             (self._heads if is_sending else self._idle)[connection] = now_s
 
+    def idle(self, now_s: float, least_s: float) -> list[ConnectionT]:
+        """Those with no request under way for so long; they stay in the books."""
+        return [*_older(self._heads, now_s - least_s), *_older(self._idle, now_s - least_s)]
+
     def unread(self, connection: ConnectionT, now_s: float, num_bytes: int) -> None:
         """So much waits for the client to take it."""
         self._unread.setdefault(connection, (now_s, num_bytes))

@@ -2,8 +2,8 @@
 
 Until a process closes its socket the kernel gives it its share of what is new; what is in the socket's queue by then is
 reset. So the queue is emptied in the same breath. Who is connected already is served, and told to come back over
-another connection, which one of the others will have. A client whose handshake falls between the last look into the
-queue and the close, some microseconds, is reset all the same.
+another connection, which one of the others will have; who asks nothing for a while is parted with. A client whose
+handshake falls between the last look into the queue and the close, some microseconds, is reset all the same.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import uvicorn
 
+from router.http.protocol import Connection
 from router.http.tls_listener import TlsListener
 
 _CLOSE = (b"connection", b"close")
@@ -23,6 +24,9 @@ _CLOSE = (b"connection", b"close")
 async def leave_port(server: uvicorn.Server, listening: socket.socket, secured: TlsListener | None) -> None:
     """Stop listening at once; connections that are there stay, each for one answer more. `secured`: of one in TLS."""
     arrived = _arrived(listening)
+    # At once: uvloop closes what it was given only when its loop turns next.
+    with contextlib.suppress(OSError):
+        listening.shutdown(socket.SHUT_RD)
     for one in server.servers:
         one.close()
     listening.close()
@@ -30,13 +34,20 @@ async def leave_port(server: uvicorn.Server, listening: socket.socket, secured: 
     server.config.encoded_headers = [*server.config.encoded_headers, _CLOSE]
     server.server_state.default_headers = [*server.server_state.default_headers, _CLOSE]
     loop, protocol = asyncio.get_running_loop(), new_protocol(server)
-    for connection in arrived:
+    for accepted in arrived:
         if secured is not None:
-            secured.take(connection)
+            secured.take(accepted)
             continue
         # Its client may have left already.
         with contextlib.suppress(OSError):
-            await loop.connect_accepted_socket(protocol, connection)
+            await loop.connect_accepted_socket(protocol, accepted)
+
+
+def end_behind_answers(server: uvicorn.Server) -> None:
+    """Connections that are there end with the answer under way, though its head may not have said so."""
+    for connection in server.server_state.connections:
+        if isinstance(connection, Connection):
+            connection.end_behind_answer()
 
 
 def new_protocol(server: uvicorn.Server) -> Callable[[], asyncio.Protocol]:

@@ -61,6 +61,11 @@ class ConnectionWatch:
             gone.give_up()
         return gone is not connection
 
+    def close_idle(self, least_s: float) -> None:
+        """Part with those who have asked nothing for so long."""
+        for connection in self.books.idle(self.now_s(), least_s):
+            connection.leave_if_idle()
+
     def stop(self) -> None:
         """Look no more."""
         self._timer.cancel()
@@ -100,6 +105,17 @@ class Connection(HttpToolsProtocol):
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
+            self.transport.close()
+
+    def end_behind_answer(self) -> None:
+        """The answer that is under way is the last over this connection: its client asks elsewhere next."""
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete and not self.pipeline:
+            cycle.keep_alive = False
+
+    def leave_if_idle(self) -> None:
+        """Nothing is coming: close it. What had come would be lost with it, and its client told so by a reset."""
+        if not self._is_receiving and not _has_come(self.transport):
             self.transport.close()
 
     def notice_leave(self) -> None:
@@ -181,6 +197,13 @@ def _has_hung_up(transport: asyncio.Transport) -> bool:
     """Asked of the kernel, which knows it before all that was sent is read."""
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), _HUNG_UP)
+    return bool(poll.poll(0))
+
+
+def _has_come(transport: asyncio.Transport) -> bool:
+    """Whether there is something to read that the event loop has not seen yet."""
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
     return bool(poll.poll(0))
 
 

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from router.door_tls import DoorTlsState
 from router.http.connections import ConnectionLimits, Connections
-from router.http.handover import leave_port, new_protocol
+from router.http.handover import end_behind_answers, leave_port, new_protocol
 from router.http.protocol import Connection, ConnectionWatch
 from router.http.tls_listener import TlsListener
 from router.slow_reader import WRITE_TIMEOUT_S
@@ -118,15 +118,19 @@ class HttpDoor:
     ) -> None:
         await self.stop(self._grace_s)
 
-    async def hand_over(self, most_s: float) -> None:
-        """Leave what is new to the other processes, and serve who is connected, at most for so long."""
-        if self._socket is None:
+    async def hand_over(self, *, idle_s: float, most_s: float) -> None:
+        """Leave what is new to the other processes, and serve who is connected until they have asked nothing for
+        `idle_s`, at most for `most_s`.
+        """
+        if self._socket is None or self._watch is None:
             return
         await leave_port(self._server, self._socket, self._server.secured)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(most_s):
-                while self._server.server_state.connections:  # noqa: ASYNC110 - uvicorn tells nobody
-                    await asyncio.sleep(_LOOK_S)
+        loop = asyncio.get_running_loop()
+        ends_s = loop.time() + most_s
+        while self._server.server_state.connections and loop.time() < ends_s:  # uvicorn tells nobody
+            self._watch.close_idle(idle_s)
+            await asyncio.sleep(_LOOK_S)
+        end_behind_answers(self._server)
 
     async def stop(self, grace_s: float) -> None:
         """Take no more connections; running requests may end within `grace_s`. Once is enough."""

@@ -136,7 +136,7 @@ async def test_who_was_in_the_queue_of_a_port_that_is_left_is_served() -> None:
     async with _router(worker) as router:
         unseen = [socket.create_connection(("127.0.0.1", router.http.port)) for _ in range(20)]
         # The event loop has not run since, and does not before the queue is emptied.
-        await router.http.hand_over(0.0)
+        await router.http.hand_over(idle_s=60.0, most_s=0.0)
         await _until_refused(router.http.port)
         for connection in unseen:
             connection.setblocking(False)
