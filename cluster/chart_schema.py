@@ -23,6 +23,7 @@ DECIDED_BY_THE_CHART = (
     "router.host",
     "router.port",
     "router.grpc_port",
+    "router.handover_socket",
     "router.api_keys",
     "router.api_keys_file",
     "router.tls",

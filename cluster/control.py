@@ -5,9 +5,6 @@ A Unix socket of mode 0600 in a folder of mode 0700, named after the port of the
 
 import asyncio
 import contextlib
-import os
-import stat
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +17,7 @@ from cluster.operations import carry_out
 from cluster.rollout import ChangeRefused
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
+from tandem.runtime_folder import enter_privately, runtime_folder
 
 MAX_LINE_BYTES = 1 << 16
 _BACKLOG_LINES = 1024
@@ -32,9 +30,7 @@ def control_path(config: ClusterConfig) -> Path:
 
 def default_path(port: int) -> Path:
     """Of a cluster that has its HTTP door there."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(runtime) / "tandem" if runtime else Path(tempfile.gettempdir()) / f"tandem-{os.getuid()}"
-    return folder / f"{port}.sock"
+    return runtime_folder() / f"{port}.sock"
 
 
 class ControlSocket:
@@ -50,12 +46,8 @@ class ControlSocket:
 
     async def __aenter__(self) -> Self:
         """Raises ConfigError when there is no safe place for it."""
-        folder = self.path.parent
+        enter_privately(self.path.parent, "control_socket")
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = folder.stat()
-            if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-                raise ConfigError(f"control_socket: {folder} can be entered by others than this user")
             self.path.unlink(missing_ok=True)  # of an earlier life: who listens at the port is known by now
             self._server = await asyncio.start_unix_server(self._answer, self.path, limit=MAX_LINE_BYTES)
             self.path.chmod(0o600)

@@ -26,9 +26,9 @@ from router.descriptors import connection_bounds, raise_file_limit
 from router.dispatch import Dispatcher
 from router.door_tls import DoorTlsState
 from router.doorkeeper import Doorkeeper
+from router.drain import Heirs, drain
 from router.fleet import WorkerFleet
 from router.frontend import Frontend
-from router.gate import Gate
 from router.grammar_check import GrammarProcess
 from router.grpc.server import GrpcDoor, build_server
 from router.http.app import Extras, create_app
@@ -51,6 +51,7 @@ from router.slow_reader import WRITE_TIMEOUT_S
 from router.spending import PriceTable
 from router.stated_workers import StatedWorkers, stated
 from router.status.assembly import open_status
+from router.successor import HandsOver, Predecessor
 from router.surroundings import DispatchSettings
 from router.tenant_usage import TenantUsage
 from router.tokenizer import Tokenizer
@@ -72,17 +73,15 @@ from tandem.worker_identity import draw_incarnation
 _COLLECT_AFTER = (20_000, 20, 20)
 """Objects made and not freed before a collection looks at the young ones: hardly anything here is in a cycle, and with
 Python's 700 a busy router looks for them during one request in two."""
-_HAND_OVER_S = 1.0
-"""After it a client that is connected to a process that leaves its doors to others is thought to ask nothing more."""
 _log = logging.getLogger(__name__)
 
 
 async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -> None:
     """Join the workers, open the doors, serve until told to stop, drain. What is entered last leaves first."""
     secret, registry = cluster_secret(config), _registry(config)
-    _look_at_ports(config, place)
-    tokenizer = await asyncio.to_thread(Tokenizer.load, model_directory(config.model.path))
     async with AsyncExitStack() as stack:
+        predecessor = await _look_at_ports(stack, config, place)
+        tokenizer = await asyncio.to_thread(Tokenizer.load, model_directory(config.model.path))
         heart = stack.enter_context(Heartbeat(place.ready_fd, beats=place.siblings is not None))
         tracer = open_tracer(
             stack, config.telemetry, service="tandem-router", instance=f"router.{socket.gethostname()}"
@@ -114,9 +113,9 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         extras = Extras(decisions=decisions, status=status, batches=batches)
         app = create_app(frontend, gate, readiness, config.router, metrics, extras, keeper)
         bounds = connection_bounds(config.router.connections, raise_file_limit())
-        shares = place.siblings is not None
-        server = build_server(frontend, gate, config.router, metrics, bounds.grpc, shares_port=shares, keeper=keeper)
-        http, rpc = await _open_doors(stack, config, place, app, server, bounds.http, keeper.tls)
+        server = build_server(frontend, gate, config.router, metrics, bounds.grpc, shares_port=True, keeper=keeper)
+        http, rpc = await _open_doors(stack, config, place, app, server, bounds.http, keeper.tls, predecessor)
+        handing = await _await_successor(stack, config, place, http, lifetime, predecessor)
         await stack.enter_async_context(canary)
         await _begin_quality_probe(stack, config, registry, dispatcher, frontend, metrics)
         _announce(heart, config.router.host, http, rpc)
@@ -125,8 +124,8 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         readiness.drain()
         status.close()
         await canary.stop()
-        is_alone = siblings is None or not await siblings.others()
-        await drain(gate, http, rpc, drain_s=config.decode.drain_s, is_alone=is_alone)
+        leaves_to = await _heirs(config, siblings, handing)
+        await drain(gate, http, rpc, drain_s=config.decode.drain_s, leaves_to=leaves_to)
 
 
 async def _begin_quality_probe(
@@ -157,11 +156,20 @@ def _announce(heart: Heartbeat, where: str, http: HttpDoor, rpc: GrpcDoor) -> No
     _log.info("router serves HTTP on %s:%d and gRPC on %s:%d", where, http.port, where, rpc.port)
 
 
-def _look_at_ports(config: ClusterConfig, place: RouterPlace) -> None:
-    """Before it waits for workers. Raises OSError when one is taken; for several processes their parent has looked."""
-    if place.siblings is None:
-        for port in (config.router.port, config.router.grpc_port):
-            hold(config.router.host, port).close()
+async def _look_at_ports(stack: AsyncExitStack, config: ClusterConfig, place: RouterPlace) -> Predecessor | None:
+    """Before it waits for workers: whoever will hand over the doors. Raises OSError when one is taken otherwise.
+
+    For processes that share them their parent has looked.
+    """
+    if place.siblings is not None:
+        return None
+    predecessor = await asyncio.to_thread(Predecessor.find, config.router)
+    if predecessor is not None:
+        stack.callback(predecessor.close)
+        return predecessor
+    for port in (config.router.port, config.router.grpc_port):
+        hold(config.router.host, port).close()
+    return None
 
 
 def _registry(config: ClusterConfig) -> WorkerRegistry:
@@ -266,18 +274,53 @@ async def _open_doors(
     server: grpc.aio.Server,
     max_http: int,
     tls: DoorTlsState | None,
+    predecessor: Predecessor | None,
 ) -> tuple[HttpDoor, GrpcDoor]:
     where, drain_s = config.router.host, config.decode.drain_s
     shared = place.siblings is not None
     limits = ConnectionLimits.of(config.router.connections, most=max_http, write_timeout_s=WRITE_TIMEOUT_S)
     http = HttpDoor(
-        app, host=where, port=config.router.port, grace_s=drain_s, shares_port=shared, limits=limits, tls=tls
+        app,
+        host=where,
+        port=config.router.port,
+        grace_s=drain_s,
+        shares_port=shared,
+        listening=None if predecessor is None else predecessor.http,
+        limits=limits,
+        tls=tls,
     )
     rpc = GrpcDoor(server, host=where, port=config.router.grpc_port, grace_s=drain_s, tls=tls)
+    # First the one that nobody else can open: gRPC's would let another process in beside us.
     await stack.enter_async_context(http)
     await stack.enter_async_context(rpc)
     await rpc.set_serving(True)
     return http, rpc
+
+
+async def _await_successor(
+    stack: AsyncExitStack,
+    config: ClusterConfig,
+    place: RouterPlace,
+    http: HttpDoor,
+    lifetime: Lifetime,
+    predecessor: Predecessor | None,
+) -> HandsOver | None:
+    """From now on this router can be succeeded itself, unless others stand beside it."""
+    if place.siblings is not None:
+        return None
+    handing = HandsOver(config.router, lambda: http.listening, relieved=lifetime.stop)
+    await stack.enter_async_context(handing)
+    if predecessor is not None:
+        predecessor.relieve()
+    return handing
+
+
+async def _heirs(config: ClusterConfig, siblings: Siblings | None, handing: HandsOver | None) -> Heirs:
+    if handing is not None:
+        return Heirs.SUCCESSOR if handing.is_relieved else Heirs.NOBODY
+    if siblings is None or not await siblings.others():
+        return Heirs.NOBODY
+    return Heirs.LAST_OF_TWO if config.router.processes == 1 else Heirs.OTHERS
 
 
 def make_dispatcher(
@@ -328,28 +371,6 @@ def _model_info(registry: WorkerRegistry) -> ModelInfo:
         eos_token_ids=infos[0].eos_token_ids,
         created_s=int(time.time()),
     )
-
-
-async def drain(
-    dispatcher: Dispatcher | Gate, http: HttpDoor, rpc: GrpcDoor, *, drain_s: float, is_alone: bool = True
-) -> None:
-    """Refuse what is new at both doors, let what was accepted end, close both: all within one bound.
-
-    The doors of a router that is alone listen until then, so that a client is told to go elsewhere rather than find
-    nobody. Where others share them they have what is new at once, and who is connected has a moment to be served.
-    """
-    ends_s = time.monotonic() + drain_s
-    await rpc.set_serving(False)
-    async with asyncio.TaskGroup() as closing:
-        if not is_alone:
-            closing.create_task(rpc.stop(drain_s))
-            # The other half is for those whose answers are long.
-            await http.hand_over(idle_s=_HAND_OVER_S, most_s=drain_s / 2)
-        await dispatcher.drain(most_s=max(0.0, ends_s - time.monotonic()))
-        left_s = max(0.0, ends_s - time.monotonic())
-        closing.create_task(http.stop(left_s))
-        if is_alone:
-            closing.create_task(rpc.stop(left_s))
 
 
 if __name__ == "__main__":

@@ -201,6 +201,9 @@ class RouterConfig(DoorLocks, PromptCaching):
     grammars: GrammarsConfig = GrammarsConfig()
     quality: QualityConfig = QualityConfig()
     batches: BatchesConfig = BatchesConfig()
+    handover_socket: str | None = None
+    """Unix socket over which a router that stands alone hands its doors to its successor; null: one named after `port`,
+    beside `control_socket`."""
     tool_parser: ToolParserName | None = None
     reasoning_parser: ReasoningParserName | None = None
     stream_buffer_tokens: PositiveInt = 4096

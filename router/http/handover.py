@@ -21,12 +21,18 @@ from router.http.tls_listener import TlsListener
 _CLOSE = (b"connection", b"close")
 
 
-async def leave_port(server: uvicorn.Server, listening: socket.socket, secured: TlsListener | None) -> None:
-    """Stop listening at once; connections that are there stay, each for one answer more. `secured`: of one in TLS."""
-    arrived = _arrived(listening)
-    # At once: uvloop closes what it was given only when its loop turns next.
-    with contextlib.suppress(OSError):
-        listening.shutdown(socket.SHUT_RD)
+async def leave_port(
+    server: uvicorn.Server, listening: socket.socket, secured: TlsListener | None, *, is_inherited: bool = False
+) -> None:
+    """Stop listening at once; connections that are there stay, each for one answer more. `secured`: of one in TLS.
+
+    `is_inherited`: another process listens with the same socket, which has all that is in the queue.
+    """
+    arrived = [] if is_inherited else _arrived(listening)
+    if not is_inherited:
+        # At once: uvloop closes what it was given only when its loop turns next.
+        with contextlib.suppress(OSError):
+            listening.shutdown(socket.SHUT_RD)
     for one in server.servers:
         one.close()
     listening.close()

@@ -54,11 +54,12 @@ class HttpDoor:
         port: int,
         grace_s: float = 30.0,
         shares_port: bool = False,
+        listening: socket.socket | None = None,
         limits: ConnectionLimits | None = None,
         tls: DoorTlsState | None = None,
     ) -> None:
-        """`shares_port`: other processes listen on it, too; the kernel gives each connection to one of them. `tls`: in
-        the clear without it."""
+        """`shares_port`: other processes listen on it, too; the kernel gives each connection to one of them.
+        `listening`: a predecessor's, in place of one of its own. `tls`: in the clear without it."""
         self._shares_port = shares_port
         self._host = host
         self._grace_s = grace_s
@@ -83,20 +84,31 @@ class HttpDoor:
             )
         )
         self._socket: socket.socket | None = None
+        self._inherited = listening
         self._task: asyncio.Task[Any] | None = None
 
     async def __aenter__(self) -> Self:
         """Raises OSError when the address is taken."""
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        self._socket = socket.create_server(
-            (self._host, self.port), family=family, backlog=_BACKLOG, reuse_port=self._shares_port
-        )
+        self._socket = self._inherited or self._listen()
         self.port = self._socket.getsockname()[1]
         self._watch = ConnectionWatch(self._connections, asyncio.get_running_loop())
         if self._tls is not None:
             self._server.secured = TlsListener(self._socket, self._tls, self._connections.limits)
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         return self
+
+    def _listen(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        return socket.create_server(
+            (self._host, self.port), family=family, backlog=_BACKLOG, reuse_port=self._shares_port
+        )
+
+    @property
+    def listening(self) -> socket.socket:
+        """While entered: what clients connect to."""
+        if self._socket is None:
+            raise RuntimeError("the door is not open")
+        return self._socket
 
     @property
     def num_connections(self) -> int:
@@ -118,13 +130,13 @@ class HttpDoor:
     ) -> None:
         await self.stop(self._grace_s)
 
-    async def hand_over(self, *, idle_s: float, most_s: float) -> None:
+    async def hand_over(self, *, idle_s: float, most_s: float, is_inherited: bool = False) -> None:
         """Leave what is new to the other processes, and serve who is connected until they have asked nothing for
-        `idle_s`, at most for `most_s`.
+        `idle_s`, at most for `most_s`. `is_inherited`: another process has the very socket.
         """
         if self._socket is None or self._watch is None:
             return
-        await leave_port(self._server, self._socket, self._server.secured)
+        await leave_port(self._server, self._socket, self._server.secured, is_inherited=is_inherited)
         loop = asyncio.get_running_loop()
         ends_s = loop.time() + most_s
         while self._server.server_state.connections and loop.time() < ends_s:  # uvicorn tells nobody

@@ -2,21 +2,34 @@
 
 import asyncio
 import json
+import os
+import sys
 import time
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import grpc.aio
 import httpx
 import pytest
+import pytest_asyncio
 
 from cluster.control_wire import FlipAsked, RestartAsked, ScaleAsked
+from cluster.effective import PortDrawer
 from cluster.operations import carry_out
+from tandem.v1 import common_pb2
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.e2e.running_cluster import WAIT_S, body, running
+from tests.e2e.test_takeover import Reader
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPTS = 6
 ANSWER = 48
+LONG_ANSWER = 1500
+LONG_TRIES = 3
+SHORT_DRAIN_S = 0.5
 ROUNDS = 4
 
 
@@ -25,6 +38,7 @@ class Load:
     """Clients that ask again and again. A stream that fails, or says anything else than `transformers`, is told."""
 
     cluster: object
+    doors: object
     expected: dict
     over: bool = False
     answers: dict = field(default_factory=lambda: {"kept": 0, "fresh": 0, "grpc": 0})
@@ -36,8 +50,8 @@ class Load:
         """One client, until it is over."""
         prompts = list(self.expected)
         async with (
-            httpx.AsyncClient(base_url=self.cluster.local.http_url, timeout=WAIT_S, trust_env=False) as http,
-            grpc.aio.insecure_channel(self.cluster.local.grpc_address) as channel,
+            httpx.AsyncClient(base_url=self.doors.http_url, timeout=WAIT_S, trust_env=False) as http,
+            grpc.aio.insecure_channel(self.doors.grpc_address) as channel,
         ):
             stub = InferenceStub(channel)
             while not self.over:
@@ -69,13 +83,173 @@ class Load:
 
     async def _call(self, stub, prompt):
         said, pieces_s = [], []
-        asked = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=prompt), max_tokens=ANSWER, ignore_eos=True)
-        async for piece in stub.GenerateStream(asked, timeout=WAIT_S, wait_for_ready=True):
+        greedy = common_pb2.SamplingParams(max_tokens=ANSWER, ignore_eos=True, temperature=0.0)
+        asked = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=prompt), sampling=greedy)
+        async for piece in stub.Generate(asked, timeout=WAIT_S, wait_for_ready=True):
             said += piece.token_ids
             pieces_s.append(time.monotonic())
         self._note(pieces_s)
         return said
 
     def _note(self, pieces_s):
-        gaps = [later - earlier for earlier, later in zip(pieces_s, pieces_s[1:], strict=False)]
+        gaps = [later - earlier for earlier, later in pairwise(pieces_s)]
         self.longest_pause_s = max(self.longest_pause_s, *gaps, 0.0)
+
+
+@asynccontextmanager
+async def loaded(cluster, oracle, first, doors=None):
+    """Clients of all kinds while the block runs: nothing of theirs fails, and each has had answers. `doors`: of another
+    router than the cluster's own."""
+    prompts = [tuple(oracle.story(first + i, 80)) for i in range(PROMPTS)]
+    expected = dict(zip(prompts, oracle.batch(prompts, ANSWER), strict=True))
+    load = Load(cluster, doors or cluster.local, expected)
+    clients = [
+        asyncio.create_task(load.ask(kind, number)) for number, kind in enumerate([*load.answers, "kept", "grpc"])
+    ]
+    try:
+        yield load
+    finally:
+        load.over = True
+        await asyncio.gather(*clients)
+    assert not load.failures, (load.failures[:5], cluster.logs.lines[-40:])
+    assert min(load.answers.values()) > 0, load.answers
+    print(f"answers {load.answers}, failed 0, longest pause of a stream {load.longest_pause_s:.2f} s")
+
+
+async def roll(cluster, load, *changes):
+    """Carry them out, with answers of every kind before, between and behind."""
+    for change in changes:
+        await answered(load)
+        await carry_out(cluster.local, change, cluster.logs.lines.append)
+    await answered(load)
+
+
+async def answered(load):
+    """Until each kind of client has had another answer."""
+    before = dict(load.answers)
+
+    async def has_more():
+        return all(load.failures or load.answers[kind] > count for kind, count in before.items())
+
+    await load.cluster.until(has_more)
+
+
+def pids(cluster):
+    return {view.pid for view in cluster.local.processes}
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def cluster(hatchery):
+    """One of each."""
+    async with running(command=hatchery.command, transfer__succession_s=1.0) as made:
+        yield made
+
+
+async def test_one_of_each_is_replaced_under_load(cluster, oracle):
+    before = pids(cluster)
+    async with loaded(cluster, oracle, 9700) as load:
+        await roll(cluster, load, RestartAsked())
+        assert before.isdisjoint(pids(cluster))
+        assert len(cluster.local.processes) == len(before)
+        await roll(cluster, load, ScaleAsked(prefill=2), FlipAsked(to="decode"), ScaleAsked(decode=1))
+    assert [view.role.value for view in cluster.local.workers] == ["prefill", "decode"]
+    assert before.isdisjoint(pids(cluster))
+    await cluster.until_idle()
+
+
+class LoneRouter:
+    """`python -m router` of the cluster's YAML, by hand, at ports that its successor will have too."""
+
+    def __init__(self, cluster, ports, folder):
+        self._command = (sys.executable, "-m", "router", "--config", str(cluster.local.config_path))
+        self._environment = os.environ | {
+            "TANDEM_ROUTER__PORT": str(ports[0]),
+            "TANDEM_ROUTER__GRPC_PORT": str(ports[1]),
+            "TANDEM_ROUTER__HANDOVER_SOCKET": str(folder / "handover.sock"),
+        }
+        self.http_url, self.grpc_address = (
+            f"{scheme}127.0.0.1:{p}" for scheme, p in zip(("http://", ""), ports, strict=True)
+        )
+        self.running = []
+
+    async def start(self, drain_s=30.0):
+        """One more; it serves when the one before has ended, or when the first one is ready."""
+        environment = self._environment | {"TANDEM_DECODE__DRAIN_S": str(drain_s)}
+        process = await asyncio.create_subprocess_exec(*self._command, env=environment)
+        self.running.append(process)
+        if len(self.running) > 1:
+            assert await self.running[-2].wait() == 0
+        else:
+            await self._ready()
+
+    async def _ready(self):
+        async with httpx.AsyncClient(base_url=self.http_url, timeout=WAIT_S, trust_env=False) as http:
+            async with asyncio.timeout(WAIT_S):
+                while True:
+                    with suppress(httpx.TransportError):
+                        if (await http.get("/readyz")).status_code == 200:
+                            return
+                    await asyncio.sleep(0.05)
+
+    async def stop(self):
+        """The one that serves, and whatever a failed test has left."""
+        for process in self.running:
+            if process.returncode is None:
+                process.terminate()
+                await process.wait()
+
+
+async def test_a_router_that_stands_alone_hands_its_doors_to_its_successor(cluster, oracle, tmp_path):
+    """And a stream that is longer than its drain goes on at the successor."""
+    tmp_path.chmod(0o700)
+    with PortDrawer() as drawer:
+        ports = [drawer.draw("127.0.0.1", "router.host") for _ in range(2)]
+    lone = LoneRouter(cluster, ports, tmp_path)
+    try:
+        await lone.start()
+        async with loaded(cluster, oracle, 9730, lone) as load:
+            await answered(load)
+            await lone.start(SHORT_DRAIN_S)
+            await answered(load)
+        streams = LongStreams(lone.http_url, oracle.story(9740, 100))
+        reading = asyncio.create_task(streams.read())
+        for _ in range(LONG_TRIES):
+            await lone.start(SHORT_DRAIN_S)
+            if streams.num_broken:
+                break
+        streams.over = True
+        await reading
+    finally:
+        await lone.stop()
+    assert streams.num_broken, "none was longer than the drain"
+    assert {tuple(answer) for answer in streams.answers} == {tuple(oracle.tokens(streams.prompt, LONG_ANSWER))}
+    assert {process.returncode for process in lone.running} == {0}
+
+
+class LongStreams:
+    """One long stream after another, each with ids: what breaks is asked for again from where it broke."""
+
+    def __init__(self, url, prompt):
+        self.prompt = prompt
+        self.over = False
+        self.answers = []
+        self.num_broken = 0
+        self._url = url
+
+    async def read(self):
+        async with httpx.AsyncClient(base_url=self._url, timeout=WAIT_S, trust_env=False) as http:
+            while not self.over:
+                reader = Reader(body(self.prompt, LONG_ANSWER))
+                while not await reader.read(http):
+                    self.num_broken += 1
+                self.answers.append(reader.token_ids[0])
+
+
+@pytest.mark.slow
+async def test_routers_that_share_a_port_are_replaced_again_and_again(hatchery, oracle):
+    settings = {"router__processes": 2, "decode__replicas": 2, "transfer__succession_s": 1.0}
+    async with running(command=hatchery.command, **settings) as cluster, loaded(cluster, oracle, 9720) as load:
+        for _ in range(ROUNDS):
+            before = pids(cluster)
+            await roll(cluster, load, RestartAsked())
+            assert before.isdisjoint(pids(cluster))

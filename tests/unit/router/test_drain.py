@@ -11,8 +11,8 @@ import grpc.aio
 import httpx
 import pytest
 
-from router import __main__ as router_main
-from router.__main__ import drain
+from router import drain as router_drain
+from router.drain import Heirs, drain
 from router.grpc.server import GrpcDoor, build_server
 from router.http.app import create_app
 from router.http.server import HttpDoor
@@ -42,8 +42,8 @@ class _Router:
     async def ask(self) -> httpx.Response:
         return await self.client.post(f"http://127.0.0.1:{self.http.port}/v1/completions", json=BODY)
 
-    async def drain(self, drain_s: float, *, is_alone: bool = True) -> None:
-        await drain(self.core.dispatcher, self.http, self.rpc, drain_s=drain_s, is_alone=is_alone)
+    async def drain(self, drain_s: float, *, leaves_to: Heirs = Heirs.NOBODY) -> None:
+        await drain(self.core.dispatcher, self.http, self.rpc, drain_s=drain_s, leaves_to=leaves_to)
 
 
 @asynccontextmanager
@@ -102,7 +102,7 @@ async def test_both_doors_share_one_bound() -> None:
 
 async def test_a_router_that_is_not_alone_leaves_what_is_new_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """And serves who is connected, whether it has asked before or not."""
-    monkeypatch.setattr(router_main, "_HAND_OVER_S", 60.0)
+    monkeypatch.setattr(router_drain, "_HAND_OVER_S", 60.0)
     worker = FakeWorker("d0")
     async with _router(worker) as router:
         assert (await router.ask()).status_code == 200
@@ -113,7 +113,7 @@ async def test_a_router_that_is_not_alone_leaves_what_is_new_to_the_others(monke
             running = await worker.submissions.get()
         worker.script = _answer
         silent = await asyncio.open_connection("127.0.0.1", router.http.port)
-        draining = asyncio.create_task(router.drain(60.0, is_alone=False))
+        draining = asyncio.create_task(router.drain(60.0, leaves_to=Heirs.OTHERS))
         await _until_refused(router.http.port)
         await _until_refused(router.rpc.port)
         assert b"connection: close\r\n" in await _answered(*silent)

@@ -1,0 +1,25 @@
+"""Where processes of one user on one machine leave sockets for each other: a folder that nobody else can enter."""
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from tandem.errors import ConfigError
+
+
+def runtime_folder() -> Path:
+    """`$XDG_RUNTIME_DIR/tandem`; without that, one of this user's in the temporary folder."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime) / "tandem" if runtime else Path(tempfile.gettempdir()) / f"tandem-{os.getuid()}"
+
+
+def enter_privately(folder: Path, what: str) -> None:
+    """Make it if need be. Raises ConfigError, naming the setting `what`, for one that others can enter."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise ConfigError(f"{what}: {folder}: {error.strerror}") from None
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise ConfigError(f"{what}: {folder} can be entered by others than this user")

@@ -1,0 +1,211 @@
+"""Changes of a running cluster, by a world in which processes start, die and are slow as hypothesis likes."""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.rollout import (
+    Add,
+    ChangeRefused,
+    Member,
+    Progress,
+    Retire,
+    Rollout,
+    RolloutState,
+    flip_steps,
+    restart_steps,
+    scale_steps,
+    sizes_of,
+    who_misses,
+)
+from cluster.supervisor import ProcessState, Role
+
+WORKERS = (Role.PREFILL, Role.DECODE)
+KNOWN_S = 5.0
+ENDLESS = 400
+
+
+def member(role, index, state=ProcessState.READY, reaches=None):
+    address = "" if role is Role.ROUTER else f"{role.value}:{index}"
+    return Member(role=role, index=index, state=state, address=address, reaches=reaches)
+
+
+def cluster(prefill=1, decode=1, routers=1):
+    counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.ROUTER: routers}
+    made = {f"{role.value}-{i}": member(role, i) for role, count in counts.items() for i in range(count)}
+    return everybody_known(made)
+
+
+def everybody_known(members):
+    workers = frozenset(m.address for m in members.values() if m.role is not Role.ROUTER and m.serves)
+    return {n: replace(m, reaches=workers) if m.role is Role.ROUTER else m for n, m in members.items()}
+
+
+def serving(members):
+    return {role: sum(m.role is role and m.serves for m in members.values()) for role in Role}
+
+
+@dataclass
+class World:
+    """Carries out a rollout's orders; `fate` decides what becomes of each process that is added."""
+
+    members: dict
+    fates: list
+    now: float = 0.0
+    fewest: dict = field(default_factory=dict)
+    births: dict = field(default_factory=dict)
+    """By name: how many have had it."""
+    retired: list = field(default_factory=list)
+    """Name and birth; those that were there before were not born."""
+
+    def run(self, rollout):
+        self.fewest = serving(self.members)
+        for _ in range(ENDLESS):
+            orders = rollout.advance(self.members, self.now)
+            for order in orders:
+                self.carry_out(order, rollout)
+            if rollout.state is not RolloutState.UNDER_WAY:
+                return
+            if not orders:
+                self.pass_time(rollout)
+        raise AssertionError("it never ends")
+
+    def carry_out(self, order, rollout):
+        match order:
+            case Add():
+                name = f"{order.role.value}-{order.index}"
+                assert name not in self.members
+                self.births[name] = self.births.get(name, 0) + 1
+                self.members[name] = member(order.role, order.index, ProcessState.STARTING)
+                rollout.started(name)
+            case Retire():
+                self.retired.append((order.name, self.births.get(order.name, 0)))
+                self.members[order.name] = replace(self.members[order.name], state=ProcessState.RETIRING)
+                self.note()
+
+    def pass_time(self, rollout):
+        """Whoever starts gets its fate, whoever retires ends, routers hear of workers."""
+        self.now += 1.0
+        for name, one in list(self.members.items()):
+            if one.state is ProcessState.RETIRING:
+                del self.members[name]
+                rollout.gone(name, None)
+            elif one.state is ProcessState.STARTING:
+                fate = self.fates.pop(0) if self.fates else "serves"
+                if fate == "dies":
+                    del self.members[name]
+                    rollout.gone(name, f"{name} exited")
+                elif fate != "waits":
+                    state = ProcessState.ABANDONED if fate == "abandoned" else ProcessState.READY
+                    self.members[name] = replace(one, state=state)
+                    if fate == "serves":
+                        self.members = everybody_known(self.members)
+        self.note()
+
+    def note(self):
+        now = serving(self.members)
+        self.fewest = {role: min(count, now[role]) for role, count in self.fewest.items()}
+
+
+FATES = st.lists(st.sampled_from(["serves", "serves", "serves", "waits", "dies", "abandoned", "unknown"]), max_size=12)
+CLUSTERS = st.builds(cluster, st.integers(0, 3), st.integers(1, 3), st.integers(1, 3))
+
+
+@given(CLUSTERS, FATES, st.lists(st.sampled_from(list(Role)), min_size=1, max_size=3, unique=True))
+def test_a_restart_never_serves_with_fewer_and_what_fails_leaves_the_old_one(members, fates, roles):
+    before = dict(members)
+    world = World(dict(members), list(fates))
+    rollout = Rollout(restart_steps(members, roles), known_s=KNOWN_S)
+    world.run(rollout)
+    assert all(world.fewest[role] >= count for role, count in serving(before).items())
+    assert len(world.retired) == len(set(world.retired)), "nobody twice"
+    replaced = {name for name, birth in world.retired if birth == 0}
+    if rollout.state is RolloutState.DONE:
+        assert serving(world.members) == serving(before)
+        assert replaced == {n for n, m in before.items() if m.role in roles}
+    else:
+        assert rollout.failure
+        assert all(world.members[name].serves for name in before.keys() - replaced)
+    assert rollout.advance(world.members, world.now) == []
+
+
+@given(CLUSTERS, FATES, st.integers(0, 4), st.integers(1, 4))
+def test_scaling_ends_at_what_was_asked_or_says_why(members, fates, prefill, decode):
+    wanted = {Role.PREFILL: prefill, Role.DECODE: decode}
+    before = serving(members)
+    world = World(dict(members), list(fates))
+    rollout = Rollout(scale_steps(members, wanted), known_s=KNOWN_S)
+    world.run(rollout)
+    assert all(world.fewest[role] >= min(before[role], size) for role, size in wanted.items())
+    assert world.fewest[Role.ROUTER] == before[Role.ROUTER]
+    if rollout.state is RolloutState.DONE:
+        assert all(serving(world.members)[role] == size for role, size in wanted.items())
+
+
+@given(CLUSTERS, FATES, st.sampled_from(WORKERS))
+def test_a_flip_moves_one_worker_and_never_takes_the_last_decoder(members, fates, to):
+    before, world = serving(members), World(dict(members), list(fates))
+    other = Role.PREFILL if to is Role.DECODE else Role.DECODE
+    try:
+        steps = flip_steps(members, to)
+    except ChangeRefused:
+        assert before[other] < (2 if other is Role.DECODE else 1)
+        return
+    rollout = Rollout(steps, known_s=KNOWN_S)
+    world.run(rollout)
+    assert world.fewest[Role.DECODE] >= 1
+    assert world.fewest[to] >= before[to]
+    if rollout.state is RolloutState.DONE:
+        assert serving(world.members)[to] == before[to] + 1
+        assert serving(world.members)[other] == before[other] - 1
+
+
+def test_the_old_one_waits_until_every_router_has_an_answer_from_the_new_one():
+    members = cluster(routers=2)
+    rollout = Rollout(restart_steps(members, [Role.DECODE]), known_s=KNOWN_S)
+    assert [type(order) for order in rollout.advance(members, 0.0)] == [Progress, Add]
+    rollout.started("decode-1")
+    members["decode-1"] = member(Role.DECODE, 1)
+    known = everybody_known(members)
+    members["router-0"] = known["router-0"]
+    assert rollout.advance(members, 1.0) == []
+    assert rollout.next_wake() == 1.0 + KNOWN_S
+    members["router-1"] = known["router-1"]
+    assert Retire(name="decode-0") in rollout.advance(members, 2.0)
+
+
+def test_who_is_never_known_goes_again_and_the_old_one_stays():
+    members = cluster()
+    rollout = Rollout(restart_steps(members, [Role.DECODE]), known_s=KNOWN_S)
+    rollout.advance(members, 0.0)
+    rollout.started("decode-1")
+    members["decode-1"] = member(Role.DECODE, 1)
+    assert rollout.advance(members, 0.0) == []
+    assert rollout.advance(members, KNOWN_S) == [Retire(name="decode-1")]
+    assert rollout.failure == "router-0 did not get an answer from decode-1 after 5 s"
+
+
+def test_a_router_whose_workers_are_elsewhere_must_reach_what_its_predecessor_does():
+    far = frozenset({"a:1", "b:2"})
+    members = {"router-0": member(Role.ROUTER, 0, reaches=far), "router-1": member(Role.ROUTER, 1)}
+    assert who_misses("router-1", "router-0", members) == "router-1 does not reach any worker"
+    members["router-1"] = member(Role.ROUTER, 1, reaches=frozenset({"a:1"}))
+    assert who_misses("router-1", "router-0", members) == "router-1 does not reach b:2"
+    members["router-1"] = member(Role.ROUTER, 1, reaches=far | {"c:3"})
+    assert who_misses("router-1", "router-0", members) is None
+
+
+def test_who_serves_nobody_leaves_first():
+    members = cluster(decode=3)
+    members["decode-0"] = replace(members["decode-0"], state=ProcessState.ABANDONED)
+    members["decode-1"] = replace(members["decode-1"], state=ProcessState.BACKOFF)
+    steps = scale_steps(members, {Role.DECODE: 1})
+    assert [step.retire for step in steps] == ["decode-0", "decode-1"]
+    assert sizes_of(members)[Role.DECODE] == 3
+
+
+def test_the_last_decoder_is_not_scaled_away():
+    with pytest.raises(ChangeRefused, match="at least one decode worker"):
+        scale_steps(cluster(), {Role.DECODE: 0})
