@@ -31,11 +31,12 @@ def steer_to_last(port: int) -> bool:
     """
     program = (_Instruction * 1)(_Instruction(code=_BPF_RET_K, k=_LAST_OF_TWO))
     fprog = struct.pack("HL", len(program), ctypes.addressof(program))
+    is_done = False
     for listener in _listeners(port):
         with listener, contextlib.suppress(OSError):
             listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, fprog)
-            return True
-    return False
+            is_done = True
+    return is_done
 
 
 def _listeners(port: int) -> list[socket.socket]:

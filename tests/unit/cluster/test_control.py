@@ -1,0 +1,113 @@
+"""What is asked over the control socket, by the commands, of a cluster of tiny processes."""
+
+import asyncio
+import json
+import os
+import stat
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli import app
+from cluster.control import ControlSocket
+from cluster.control_client import NoCluster, ask
+from cluster.control_wire import FlipAsked, NotUnderstood, ScaleAsked, StatusAsked, read_asked, written
+from cluster.local import LocalCluster
+from cluster.supervisor import Policy
+from tandem.errors import ConfigError
+from tandem.runtime_folder import runtime_folder
+from tests.unit.cluster.fake_cluster import fake_command, fake_config
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = tmp_path / "run"
+    made.mkdir(mode=0o700)
+    return made
+
+
+def make(folder, **counts):
+    config = fake_config(**counts).model_copy(update={"control_socket": str(folder / "c.sock")})
+    policy = Policy(stop_early_s=0.5, start_timeout_s=30)
+    return LocalCluster(config, command=fake_command(folder / "journal"), policy=policy)
+
+
+async def run(*arguments):
+    """A command, beside the event loop that answers it."""
+    return await asyncio.to_thread(CliRunner().invoke, app, list(arguments))
+
+
+async def test_commands_change_a_cluster_and_say_how_it_goes(folder):
+    told = []
+    async with make(folder) as cluster, ControlSocket(cluster, tell=told.append) as control:
+        assert stat.S_IMODE(control.path.stat().st_mode) == 0o600
+        where = ("--socket", str(control.path))
+        done = await run("scale", "decode=2", "prefill=2", *where)
+        assert (done.exit_code, done.output.splitlines()[-1]) == (0, "done"), done.output
+        assert "decode-1 serves" in done.output
+        done = await run("flip", "prefill", *where)
+        assert done.exit_code == 0, done.output
+        assert sorted(view.name for view in cluster.workers) == ["decode-0", "prefill-0", "prefill-1", "prefill-2"]
+        done = await run("flip", "prefill", *where)
+        assert (done.exit_code, done.output) == (1, "not done: there is no decode worker to spare\n")
+        done = await run("restart", "router", *where)
+        assert done.exit_code == 0, done.output
+        (status, end) = await asyncio.to_thread(lambda: list(ask(control.path, StatusAsked())))
+        assert {one.name: one.role for one in status.processes}["router-1"] == "router"
+        assert {one.state for one in status.processes} == {"ready"}
+        assert (status.changing, end.done) == (False, True)
+    assert told[-1] == "router has left"
+    assert not control.path.exists()
+    assert (await run("restart", *where)).output.startswith("not done: no cluster answers at")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("scale", "decode"), ("scale", "router=2"), ("scale", "decode=0"), ("scale", "decode=1", "decode=2"),
+     ("flip", "router"), ("restart", "nobody"), ("scale", "prefill=-1")],
+)  # fmt: skip
+async def test_what_makes_no_sense_is_refused_before_anybody_is_asked(arguments):
+    assert (await run(*arguments)).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"x", b"[]", b'{"op":"melt"}', b'{"op":"scale","decode":2,"gpu":1}', b'{"op":"flip"}', b"{" * 9]
+)
+async def test_a_line_that_asks_for_nothing_is_answered_with_why(folder, line):
+    with pytest.raises(NotUnderstood):
+        read_asked(line)
+    async with make(folder) as cluster, ControlSocket(cluster, tell=[].append) as control:
+        reader, writer = await asyncio.open_unix_connection(control.path)
+        writer.write(line + b"\n")
+        answer = json.loads(await reader.read())
+        assert answer["done"] is False
+        assert answer["reason"]
+        writer.close()
+
+
+async def test_one_change_at_a_time_and_it_outlives_who_asked_for_it(folder):
+    async with make(folder) as cluster, ControlSocket(cluster, tell=[].append) as control:
+        reader, writer = await asyncio.open_unix_connection(control.path)
+        writer.write(written(ScaleAsked(decode=2)))
+        assert b"starting one more decode" in await reader.readline()
+        (told,) = await asyncio.to_thread(lambda: list(ask(control.path, FlipAsked(to="decode"))))
+        assert told.reason == "another change is under way"
+        writer.close()
+        await cluster.wait_ready("decode-1")
+        assert len(cluster.workers) == 3
+
+
+async def test_no_socket_where_others_can_enter(folder):
+    folder.chmod(0o755)
+    async with make(folder) as cluster:
+        with pytest.raises(ConfigError, match="can be entered by others"):
+            await ControlSocket(cluster, tell=[].append).__aenter__()
+
+
+def test_nobody_answers(folder, monkeypatch):
+    with pytest.raises(NoCluster, match="no cluster answers"):
+        list(ask(folder / "none.sock", StatusAsked()))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    assert runtime_folder() == folder / "tandem"
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert runtime_folder().name == f"tandem-{os.getuid()}"
