@@ -63,3 +63,26 @@ async def test_who_stands_alone_says_it_once() -> None:
     os.close(reading)
     with Heartbeat(None, beats=True) as heart:
         heart.begin({})
+
+
+async def test_news_come_whole_between_the_beats_and_the_last_of_several_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
+    reading, writing = os.pipe()
+    with Heartbeat(writing, beats=True) as heart:
+        heart.begin({})
+        os.set_blocking(writing, False)
+        while not is_full(writing):
+            pass
+        for number in range(3):
+            heart.tell({"number": number, "long": "y" * 100_000})
+        said = b""
+        while said.count(b"\n") < 5:  # the ready line; an end before each news and behind it
+            said += await read(reading)
+        while not said.endswith(b".."):
+            said += await read(reading)
+    os.close(reading)
+    news = [json.loads(line.strip(b".x")) for line in said.split(b"\n")[1:] if line.strip(b".x")]
+    assert [one["number"] for one in news] == [0, 2], "one had begun"
+    assert {len(one["long"]) for one in news} == {100_000}

@@ -58,6 +58,7 @@ PURE = (
     "cluster.planner.planner",
     "cluster.simulator.elastic",
     "cluster.simulator.simulation",
+    "cluster.rollout",
     "cluster.supervisor",
     "fabric.destinations",
     "fabric.cost",

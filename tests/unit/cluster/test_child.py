@@ -95,6 +95,27 @@ async def test_beats_after_the_ready_line_are_heard():
     await heard.ended.wait()
 
 
+async def test_news_between_beats_are_heard_and_what_is_none_is_not():
+    told = '{"a": 1}\\n...\\n{"reaches": ["b:1"]}\\n..\\nnonsense\\n[1]\\n.\\n{"reaches":'
+    heard = await run(f"os.write(fd, b'{told}')\ntime.sleep(0.05)\nos.write(fd, b' []}}\\n.')")
+    assert heard.ready == [{"a": 1}]
+    assert heard.news == [{"reaches": ["b:1"]}, {"reaches": []}]
+
+
+async def test_a_sighup_ends_a_child_whose_parent_ignores_it():
+    """It says something to a child that listens, also under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        heard = Heard()
+        child = spawn("os.write(fd, b'{}\\n')\ntime.sleep(60)", heard)
+        await heard.serves.wait()
+        child.send(signal.SIGHUP)
+        await heard.ended.wait()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert heard.status == -signal.SIGHUP
+
+
 async def test_who_beats_no_more_is_heard_of_no_more():
     heard = await run("os.write(fd, b'{}\\n.')\nos.close(fd)\nsys.exit(3)")
     assert (heard.ready, heard.status) == ([{}], 3)

@@ -1,0 +1,184 @@
+"""The set of processes changes while the supervisor keeps it alive."""
+
+import signal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.supervisor import Gone, Launch, Phase, Policy, ProcessPlan, ProcessState, Role, Send, Supervisor
+from tandem.errors import InvariantError
+
+POLICY = Policy(start_timeout_s=60, stop_early_s=5, stable_s=30, backoff_s=1, max_backoff_s=5, max_rapid_deaths=2)
+FIRST = ("prefill-0", "decode-0", "router-0")
+NAMES = (*FIRST, "prefill-1", "decode-1", "router-1")
+
+
+def plan(name):
+    role, _, index = name.partition("-")
+    return ProcessPlan(name=name, role=Role(role), index=int(index), drain_s=10)
+
+
+def running():
+    supervisor = Supervisor([plan(name) for name in FIRST], POLICY)
+    supervisor.start(0)
+    for name in FIRST:
+        supervisor.on_ready(name, 0)
+    assert supervisor.phase is Phase.RUNNING
+    return supervisor
+
+
+class World:
+    """Processes that follow a supervisor; it complains of whatever makes no sense to them."""
+
+    def __init__(self):
+        self.supervisor = running()
+        self.there, self.alive = set(FIRST), set(FIRST)
+        self.served, self.retired = set(FIRST), set()
+        self.gone = []
+
+    def carry_out(self, actions):
+        for action in actions:
+            match action:
+                case Launch():
+                    assert action.name not in self.alive
+                    assert action.name not in self.retired, "who is retired is never started again"
+                    assert self.supervisor.phase is not Phase.STOPPING
+                    self.alive.add(action.name)
+                case Send():
+                    assert action.name in self.alive
+                case Gone():
+                    assert action.name not in self.alive
+                    assert (action.failure is None) == (action.name in self.retired or action.name in self.served)
+                    self.there.discard(action.name)
+                    self.retired.discard(action.name)
+                    self.served.discard(action.name)
+                    self.gone.append(action.name)
+
+    def happen(self, kind, name, now):
+        supervisor = self.supervisor
+        is_running = supervisor.phase is Phase.RUNNING
+        if kind == "add" and is_running and name not in self.there:
+            self.there.add(name)
+            self.carry_out(supervisor.add(plan(name), now))
+            assert not supervisor.is_member(name)
+        elif kind == "retire" and is_running and name in self.there:
+            self.retired.add(name)
+            self.carry_out(supervisor.retire(name, now))
+            assert name not in self.there or supervisor.state(name) is ProcessState.RETIRING
+        elif kind == "ready" and name in self.alive:
+            self.carry_out(supervisor.on_ready(name, now))
+            if name not in self.retired and supervisor.phase is Phase.RUNNING:
+                self.served.add(name)
+                assert supervisor.is_member(name)
+        elif kind == "exit" and name in self.alive:
+            self.alive.discard(name)
+            self.carry_out(supervisor.on_exited(name, 1, now))
+        elif kind == "stop":
+            self.carry_out(supervisor.stop(now))
+        elif kind == "tick":
+            self.carry_out(supervisor.tick(now))
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(("add", "add", "retire", "ready", "exit", "tick", "tick")), st.sampled_from(NAMES)),
+        max_size=60,
+    ),
+    st.booleans(),
+)
+def test_whatever_happens_the_set_is_what_was_asked_for(events, stops):
+    world, now = World(), 0.0
+    for kind, name in events:
+        now += 1.0
+        if kind == "tick":
+            now = max(now, world.supervisor.next_wake() or now)
+        world.happen(kind, name, now)
+    if stops:
+        world.happen("stop", "", now)
+        for _ in NAMES:
+            for name in sorted(world.alive):
+                world.happen("exit", name, now)
+        assert world.supervisor.phase is Phase.STOPPED
+    elif world.supervisor.phase is Phase.RUNNING:
+        for name in sorted(world.retired & world.alive):
+            world.happen("exit", name, now)
+        assert not world.retired & world.there
+
+
+def test_who_was_added_is_of_the_set_once_it_has_served():
+    supervisor = running()
+    assert supervisor.add(plan("decode-1"), 1) == [Launch(name="decode-1")]
+    assert not supervisor.is_member("decode-1")
+    supervisor.on_ready("decode-1", 2)
+    assert supervisor.is_member("decode-1")
+    supervisor.on_exited("decode-1", 1, 3)
+    assert supervisor.state("decode-1") is ProcessState.BACKOFF, "from now on it is kept alive like all others"
+    assert supervisor.tick(supervisor.next_wake()) == [Launch(name="decode-1")]
+
+
+def test_one_that_hangs_at_its_start_is_killed_and_gone():
+    supervisor = running()
+    supervisor.add(plan("decode-1"), 1)
+    assert supervisor.next_wake() == 1 + POLICY.start_timeout_s
+    assert Send(name="decode-1", signum=signal.SIGKILL) in supervisor.tick(1 + POLICY.start_timeout_s)
+    (gone,) = supervisor.on_exited("decode-1", -9, 70)
+    assert gone == Gone(name="decode-1", failure="decode-1 was ended by SIGKILL before it was ready")
+    assert supervisor.phase is Phase.RUNNING
+
+
+def test_the_end_of_one_that_was_retired_is_no_death():
+    supervisor = running()
+    assert supervisor.retire("prefill-0", 1) == [Send(name="prefill-0", signum=signal.SIGTERM)]
+    assert supervisor.retire("prefill-0", 2) == []
+    assert supervisor.next_wake() == 11, "it has its drain"
+    assert Send(name="prefill-0", signum=signal.SIGKILL) in supervisor.tick(11)
+    assert supervisor.on_exited("prefill-0", -9, 12) == [Gone(name="prefill-0")]
+    with pytest.raises(KeyError):
+        supervisor.state("prefill-0")
+
+
+def test_one_that_waits_to_be_started_again_goes_at_once():
+    supervisor = running()
+    supervisor.on_exited("prefill-0", 1, 1)
+    assert supervisor.retire("prefill-0", 1) == [Gone(name="prefill-0")]
+    assert supervisor.next_wake() is None
+
+
+def test_a_stop_leaves_who_is_retiring_its_own_time():
+    supervisor = running()
+    supervisor.retire("router-0", 1)
+    assert supervisor.stop(5) == [], "the workers have to wait for what it still answers"
+    assert supervisor.next_wake() == 11
+    assert {action.name for action in supervisor.on_exited("router-0", 0, 6)} == {"prefill-0", "decode-0"}
+
+
+def test_the_last_one_that_is_given_up_beside_one_that_leaves_is_the_end():
+    supervisor, now = running(), 0.0
+    supervisor.add(plan("decode-1"), now)
+    supervisor.on_ready("decode-1", now)
+    supervisor.retire("decode-1", now)
+    for _ in range(POLICY.max_rapid_deaths + 1):
+        supervisor.on_exited("decode-0", 1, now)
+        due = [at for at in (supervisor.next_wake(),) if at is not None]
+        now = max([now, *due])
+        supervisor.tick(now)
+    assert supervisor.failure is not None
+    assert supervisor.failure.startswith("no decode is left")
+
+
+def test_nothing_is_added_or_retired_but_in_a_cluster_that_runs():
+    supervisor = Supervisor([plan(name) for name in FIRST], POLICY)
+    supervisor.start(0)
+    with pytest.raises(InvariantError, match="starting"):
+        supervisor.add(plan("decode-1"), 0)
+    with pytest.raises(InvariantError, match="starting"):
+        supervisor.retire("decode-0", 0)
+    with pytest.raises(InvariantError, match="there is a decode-0 already"):
+        running().add(plan("decode-0"), 0)
+
+
+def test_only_routers_are_told_of_workers():
+    supervisor = running()
+    assert supervisor.reread(Role.ROUTER) == [Send(name="router-0", signum=signal.SIGHUP)]
+    assert len(supervisor.reread()) == 3
