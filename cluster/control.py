@@ -17,7 +17,7 @@ from cluster.operations import carry_out
 from cluster.rollout import ChangeRefused
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
-from tandem.runtime_folder import enter_privately, runtime_folder
+from tandem.runtime_folder import place_for_socket, runtime_folder
 
 MAX_LINE_BYTES = 1 << 16
 _BACKLOG_LINES = 1024
@@ -45,15 +45,23 @@ class ControlSocket:
         self._changes: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        """Raises ConfigError when there is no safe place for it."""
-        enter_privately(self.path.parent, "control_socket")
+        """Without a safe place the cluster serves all the same; raises ConfigError if the place was stated."""
+        try:
+            await self._open()
+        except ConfigError as error:
+            if self._cluster.config.control_socket is not None:
+                raise
+            self._tell(f"nobody can change this cluster: {error}")
+        return self
+
+    async def _open(self) -> None:
+        place_for_socket(self.path, "control_socket")
         try:
             self.path.unlink(missing_ok=True)  # of an earlier life: who listens at the port is known by now
             self._server = await asyncio.start_unix_server(self._answer, self.path, limit=MAX_LINE_BYTES)
             self.path.chmod(0o600)
         except OSError as error:
             raise ConfigError(f"control_socket: {self.path}: {error.strerror or error}") from None
-        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -18,7 +18,7 @@ from typing import Self
 
 from tandem.config import RouterConfig
 from tandem.errors import ConfigError
-from tandem.runtime_folder import enter_privately, runtime_folder
+from tandem.runtime_folder import place_for_socket, runtime_folder
 
 _SERVES = b"serves\n"
 _ANSWER_S = 5.0
@@ -117,7 +117,7 @@ class HandsOver:
         if self._path is None:
             return self
         try:
-            enter_privately(self._path.parent, "router.handover_socket")
+            place_for_socket(self._path, "router.handover_socket")
             self._listening = self._listen(self._path)
         except (ConfigError, OSError) as error:
             _log.warning("a successor will not find this router: %s", error)

@@ -14,8 +14,15 @@ def runtime_folder() -> Path:
     return Path(runtime) / "tandem" if runtime else Path(tempfile.gettempdir()) / f"tandem-{os.getuid()}"
 
 
-def enter_privately(folder: Path, what: str) -> None:
-    """Make it if need be. Raises ConfigError, naming the setting `what`, for one that others can enter."""
+def place_for_socket(path: Path, what: str) -> None:
+    """Raises ConfigError, naming the setting `what`, where others could enter or something else than a socket is."""
+    _enter_privately(path.parent, what)
+    if path.exists() and not path.is_socket():
+        raise ConfigError(f"{what}: {path} is there, and no socket")
+
+
+def _enter_privately(folder: Path, what: str) -> None:
+    """Make it if need be."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()

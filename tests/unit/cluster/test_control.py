@@ -97,11 +97,22 @@ async def test_one_change_at_a_time_and_it_outlives_who_asked_for_it(folder):
         assert len(cluster.workers) == 3
 
 
-async def test_no_socket_where_others_can_enter(folder):
+async def test_no_socket_where_others_can_enter(folder, monkeypatch):
     folder.chmod(0o755)
     async with make(folder) as cluster:
         with pytest.raises(ConfigError, match="can be entered by others"):
             await ControlSocket(cluster, tell=[].append).__aenter__()
+        folder.chmod(0o700)
+        (folder / "c.sock").write_text("mine")
+        with pytest.raises(ConfigError, match="is there, and no socket"):
+            await ControlSocket(cluster, tell=[].append).__aenter__()
+        assert (folder / "c.sock").read_text() == "mine"
+        told = []
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+        (folder / "tandem").mkdir(mode=0o755)
+        cluster.config = cluster.config.model_copy(update={"control_socket": None})
+        async with ControlSocket(cluster, tell=told.append):
+            assert told[0].startswith("nobody can change this cluster: control_socket: ")
 
 
 def test_nobody_answers(folder, monkeypatch):
