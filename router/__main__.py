@@ -317,6 +317,7 @@ async def _await_successor(
 
 async def _heirs(config: ClusterConfig, siblings: Siblings | None, handing: HandsOver | None) -> Heirs:
     if handing is not None:
+        await handing.close()  # one that came now would share the doors with somebody who refuses
         return Heirs.SUCCESSOR if handing.is_relieved else Heirs.NOBODY
     if siblings is None or not await siblings.others():
         return Heirs.NOBODY

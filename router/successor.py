@@ -128,6 +128,10 @@ class HandsOver:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Offer the doors no more: this router leaves them to nobody, or has left them. Once is enough."""
         tasks = [*self._tasks] + ([self._accepting] if self._accepting is not None else [])
         for task in tasks:
             task.cancel()
@@ -135,6 +139,7 @@ class HandsOver:
         if self._listening is None or self._path is None:
             return
         self._listening.close()
+        self._listening = None
         with contextlib.suppress(OSError):
             if self._path.stat().st_ino == self._inode:  # the successor's own may be there by now
                 self._path.unlink()

@@ -73,6 +73,7 @@ async def test_the_successors_own_socket_stays_when_the_predecessor_leaves(confi
     first = HandsOver(config, lambda: door, relieved=lambda: None)
     await first.__aenter__()
     async with HandsOver(config, lambda: door, relieved=lambda: None):
+        await first.close()
         await first.__aexit__(None, None, None)
         found = await find(config)
         assert found is not None
