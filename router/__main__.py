@@ -280,15 +280,10 @@ async def _open_doors(
     shared = place.siblings is not None
     limits = ConnectionLimits.of(config.router.connections, most=max_http, write_timeout_s=WRITE_TIMEOUT_S)
     http = HttpDoor(
-        app,
-        host=where,
-        port=config.router.port,
-        grace_s=drain_s,
-        shares_port=shared,
-        listening=None if predecessor is None else predecessor.http,
-        limits=limits,
-        tls=tls,
+        app, host=where, port=config.router.port, grace_s=drain_s, shares_port=shared, limits=limits, tls=tls
     )
+    if predecessor is not None:
+        http.inherit(predecessor.http)
     rpc = GrpcDoor(server, host=where, port=config.router.grpc_port, grace_s=drain_s, tls=tls)
     # First the one that nobody else can open: gRPC's would let another process in beside us.
     await stack.enter_async_context(http)

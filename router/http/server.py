@@ -54,12 +54,11 @@ class HttpDoor:
         port: int,
         grace_s: float = 30.0,
         shares_port: bool = False,
-        listening: socket.socket | None = None,
         limits: ConnectionLimits | None = None,
         tls: DoorTlsState | None = None,
     ) -> None:
-        """`shares_port`: other processes listen on it, too; the kernel gives each connection to one of them.
-        `listening`: a predecessor's, in place of one of its own. `tls`: in the clear without it."""
+        """`shares_port`: other processes listen on it, too; the kernel gives each connection to one of them. `tls`: in
+        the clear without it."""
         self._shares_port = shares_port
         self._host = host
         self._grace_s = grace_s
@@ -84,7 +83,7 @@ class HttpDoor:
             )
         )
         self._socket: socket.socket | None = None
-        self._inherited = listening
+        self._inherited: socket.socket | None = None
         self._task: asyncio.Task[Any] | None = None
 
     async def __aenter__(self) -> Self:
@@ -96,6 +95,10 @@ class HttpDoor:
             self._server.secured = TlsListener(self._socket, self._tls, self._connections.limits)
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         return self
+
+    def inherit(self, listening: socket.socket) -> None:
+        """Before it is entered: a predecessor's, in place of one of its own."""
+        self._inherited = listening
 
     def _listen(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
