@@ -96,7 +96,7 @@ class RayProcess:
         self._callbacks = callbacks
         self._host: HostHandle | None = None
         self._node: Node | None = None
-        self._is_started = False
+        self._is_started = self._has_ended = False
         self._orders: set[asyncio.Task[None]] = set()
         self.pid: int | None = None
         """On its node."""
@@ -104,7 +104,7 @@ class RayProcess:
 
     def send(self, signum: signal.Signals) -> None:
         """A worker without a process has nothing to drain: whatever is to end it does so at once."""
-        if self._life.done():
+        if self._has_ended:
             return
         if not self._is_started:
             if signum is not signal.SIGHUP:
@@ -140,6 +140,7 @@ class RayProcess:
             status = -signal.SIGKILL
         finally:
             placement.leave(name)
+            self._has_ended = True
             self._callbacks.on_exit(status)
 
     async def _run(self) -> int:
