@@ -141,10 +141,11 @@ class RaySession:
             )
             yield HostHandle(actor)
         finally:
+            gone = (ray.exceptions.RayError, RuntimeError, ValueError)  # what is to be ended has ended, or Ray has
             if actor is not None:
-                with suppress(Exception):
+                with suppress(*gone):
                     ray.kill(actor)
-            with suppress(Exception):
+            with suppress(*gone):
                 remove_placement_group(group)
 
 

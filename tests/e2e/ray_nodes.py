@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -40,12 +41,19 @@ class RayNodes:
 
     process: asyncio.subprocess.Process
     address: str
+    session: Path
+    """Where Ray writes, logs among others."""
     environment: dict[str, str]
     """For whoever is to find its way in: with the token."""
 
     async def kill_one(self) -> list[str]:
         """Kill the node that runs most workers, as if its machine had lost power; which workers ran there."""
         told = await self._ask("kill")
+        return told["had"]
+
+    async def workers(self) -> list[int]:
+        """Pids of those that run on any node."""
+        told = await self._ask("workers")
         return told["had"]
 
     async def _ask(self, what: str) -> dict:
@@ -72,7 +80,7 @@ async def ray_nodes() -> AsyncIterator[RayNodes]:
     )
     try:
         told = await _answer(process)
-        yield RayNodes(process, told["address"], environment)
+        yield RayNodes(process, told["address"], Path(told["session"]), environment)
     finally:
         assert process.stdin is not None
         process.stdin.close()
@@ -97,10 +105,14 @@ def main() -> None:
     try:
         nodes = [cluster.add_node(wait=False, num_cpus=CPUS, object_store_memory=STORE_BYTES) for _ in range(NODES)]
         cluster.wait_for_nodes()
-        say.write(json.dumps({"address": cluster.address}) + "\n")
-        for _ in sys.stdin:
+        session = cluster.head_node.get_session_dir_path()
+        say.write(json.dumps({"address": cluster.address, "session": session}) + "\n")
+        for order in sys.stdin:
+            if order.strip() == "workers":
+                say.write(json.dumps({"had": sorted(pid for node in nodes for pid in workers_of(node))}) + "\n")
+                continue
             busiest = max(nodes, key=lambda node: len(workers_of(node)))
-            had = workers_of(busiest)
+            had = sorted(workers_of(busiest).values())
             nodes.remove(busiest)
             cluster.remove_node(busiest, allow_graceful=False)
             say.write(json.dumps({"had": had}) + "\n")
@@ -108,18 +120,16 @@ def main() -> None:
         cluster.shutdown()
 
 
-def workers_of(node: object) -> list[str]:
-    """Processes of ours that descend from a node's: their names."""
-    found = []
+def workers_of(node: object) -> dict[int, str]:
+    """Processes of ours that descend from a node's, by pid."""
+    found = {}
     for infos in node.all_processes.values():  # type: ignore[attr-defined]
         for info in infos:
             with contextlib.suppress(psutil.Error):
-                found += [
-                    name
-                    for child in psutil.Process(info.process.pid).children(recursive=True)
-                    if (name := worker_name(child))
-                ]
-    return sorted(set(found))
+                for child in psutil.Process(info.process.pid).children(recursive=True):
+                    if (name := worker_name(child)) is not None:
+                        found[child.pid] = name
+    return found
 
 
 def worker_name(process: psutil.Process) -> str | None:

@@ -25,6 +25,7 @@ ANSWER = 500
 START_S = 180.0
 """For processes to start, however busy the machine is."""
 BEGUN = 12
+SECRET = "the-secret-of-this-cluster"
 """Tokens of every stream before the node is killed."""
 
 
@@ -78,7 +79,11 @@ async def nodes():
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def upped(nodes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ray")
-    environment = nodes.environment | {"XDG_RUNTIME_DIR": str(folder), "TANDEM_ENGINE__NUM_THREADS": "1"}
+    environment = nodes.environment | {
+        "XDG_RUNTIME_DIR": str(folder),
+        "TANDEM_ENGINE__NUM_THREADS": "1",
+        "TANDEM_SECRET": SECRET,
+    }
     with PortDrawer() as ports:
         port, grpc_port = (ports.draw("127.0.0.1", "a test") for _ in range(2))
     sizes = ("--prefill", "1", "--decode", "2", "--port", str(port), "--grpc-port", str(grpc_port))
@@ -174,6 +179,14 @@ async def test_new_workers_join_upon_an_order(upped, cluster, answers):
     assert told == [one[:24] for one in expected]
 
 
+async def test_ray_writes_no_secret_down(nodes, upped):
+    """Of a cluster whose actors have been started, signalled and lost by now."""
+    written = {path: path.read_bytes() for path in nodes.session.rglob("*") if path.is_file()}
+    assert any(b"WorkerHost" in told for told in written.values()), "there is something to look at"
+    assert [path for path, told in written.items() if SECRET.encode() in told] == []
+    assert not any(SECRET in line for line in upped.logs.lines)
+
+
 @pytest.mark.parametrize(
     ("token", "told"), [("wrong" * 8, "refuses this token"), (None, "no Ray token")], ids=["wrong", "none"]
 )
@@ -184,3 +197,22 @@ async def test_whoever_has_not_the_token_is_told_so(nodes, tmp_path, token, told
     assert process.returncode == 2, out.decode()
     assert out.decode().startswith("error: "), out.decode()
     assert told in out.decode()
+
+
+@pytest.mark.slow
+async def test_workers_do_not_outlive_the_command(nodes, tmp_path):
+    before = await nodes.workers()
+    environment = nodes.environment | {"XDG_RUNTIME_DIR": str(tmp_path), "TANDEM_ENGINE__NUM_THREADS": "1"}
+    process = await tandem(
+        environment, "up", "--ray", nodes.address, "--port", "0", "--grpc-port", "0", "--prefill", "0"
+    )
+    made = Upped(process, 0)
+    listening = asyncio.ensure_future(made.listen())
+    await made.says("Try it:")
+    assert len(await nodes.workers()) == len(before) + 1
+    process.kill()
+    async with asyncio.timeout(WAIT_S):
+        await listening
+        await process.wait()
+        while await nodes.workers() != before:  # noqa: ASYNC110 - nobody tells of it
+            await asyncio.sleep(0.05)
