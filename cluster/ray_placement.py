@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cluster.supervisor import Role
-from tandem.config import ClusterConfig, PoolConfig, RouterConfig
+from tandem.config import MAX_REPLICAS, ClusterConfig, PoolConfig, RouterConfig
 from tandem.price_config import PriceConfig
 from tandem.ray_config import RayConfig, RayPoolConfig
 
@@ -61,34 +61,28 @@ def bundle_of(config: ClusterConfig, role: Role, *, has_gpus: bool) -> dict[str,
 def worker_config(config: ClusterConfig, role: Role, node: Node, model_path: str) -> ClusterConfig:
     """What a worker on this node reads. What routers alone need, such as API keys, stays where the routers are.
 
-    On CPUs a worker takes threads and memory by what Ray counts as its own, since it cannot see who else is there.
+    On CPUs a worker takes threads and memory by what Ray counts as its own, since it cannot see who else may come:
+    the pools' sizes there are how many like it the node could hold.
     """
     bundle = bundle_of(config, role, has_gpus=GPU in node.total)
     engine = config.engine
     if GPU not in bundle:
         threads = engine.num_threads or max(1, int(bundle[CPU] // pool_of(config, role).tensor_parallel_size))
-        engine = engine.model_copy(
-            update={"num_threads": threads, "memory_bytes": engine.memory_bytes or _memory_share(bundle, node)}
-        )
+        stated = bundle.get(MEMORY)
+        memory_bytes = engine.memory_bytes or (None if stated is None else int(stated))
+        engine = engine.model_copy(update={"num_threads": threads, "memory_bytes": memory_bytes})
+    alike = max(1, int(node.total.get(CPU, 0.0) / bundle[CPU] + _EPSILON))
+    replicas = {Role.PREFILL: (alike, 1), Role.DECODE: (0, alike)}[role]  # of decode workers there is always one
     return config.model_copy(
         update={
             "engine": engine,
             "model": config.model.model_copy(update={"path": model_path}),
-            "prefill": config.prefill.model_copy(update={"addresses": ()}),
-            "decode": config.decode.model_copy(update={"addresses": ()}),
+            "prefill": config.prefill.model_copy(update={"addresses": (), "replicas": min(replicas[0], MAX_REPLICAS)}),
+            "decode": config.decode.model_copy(update={"addresses": (), "replicas": min(replicas[1], MAX_REPLICAS)}),
             "router": RouterConfig(takeover_s=config.router.takeover_s),
             "prices": PriceConfig(),
         }
     )
-
-
-def _memory_share(bundle: Resources, node: Node) -> int | None:
-    stated, total, cpus = bundle.get(MEMORY), node.total.get(MEMORY), node.total.get(CPU)
-    if stated is not None:
-        return int(stated)
-    if not total or not cpus:
-        return None
-    return int(total * min(1.0, bundle[CPU] / cpus))
 
 
 def _wanted(config: RayConfig, role: Role) -> RayPoolConfig:

@@ -21,7 +21,7 @@ class RayPoolConfig(Section):
 
     cpus: Annotated[float, Field(gt=0, le=4096)] | None = None
     """Null: `engine.num_threads` of each rank, or one of each. On CPUs it is also how many threads a rank has, and
-    which share of its node's memory the worker takes, unless `engine` says either."""
+    how many like it share its node's memory, unless `engine` says either."""
     resources: dict[ResourceName, Annotated[float, Field(gt=0)]] = Field(default={})
     """What else its node must have, such as `{h100: 1}`; `memory` is in bytes. GPUs are one for each rank."""
 

@@ -18,7 +18,7 @@ from cluster.effective import PortDrawer
 from tests.e2e.ray_nodes import ray_nodes
 from tests.e2e.running_cluster import WAIT_S, Logs, RunningCluster
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 STREAMS = 16
 ANSWER = 500

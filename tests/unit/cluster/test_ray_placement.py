@@ -8,6 +8,7 @@ from pydantic import SecretStr, ValidationError
 from cluster.ray_placement import SHUN_S, Node, Placement, bundle_of, told, worker_config
 from cluster.supervisor import Role
 from tandem.config import ClusterConfig, load
+from tandem.worker_config import num_ranks
 
 
 def node(name, cpus=8.0, gpus=0.0, free=None, **more):
@@ -107,7 +108,8 @@ def test_a_worker_reads_its_share_of_the_node_and_no_secret_that_it_does_not_nee
         router__takeover_s=3.0,
     )
     read = worker_config(asked, Role.DECODE, node("a", cpus=16.0), "org/model")
-    assert (read.engine.num_threads, read.engine.memory_bytes) == (2, 16 << 30)
+    assert (read.engine.num_threads, read.engine.memory_bytes) == (2, None)
+    assert num_ranks(read, read.decode) == 8, "four workers of two ranks could be there"
     assert (read.model.path, read.router.takeover_s, read.router.api_keys) == ("org/model", 3.0, ())
     assert read.secret == SecretStr("s" * 32)
     stated = config(engine__num_threads=3, engine__memory_bytes=1 << 30)
