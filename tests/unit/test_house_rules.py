@@ -58,6 +58,7 @@ PURE = (
     "cluster.planner.planner",
     "cluster.simulator.elastic",
     "cluster.simulator.simulation",
+    "cluster.ray_placement",
     "cluster.supervisor",
     "fabric.destinations",
     "fabric.cost",
