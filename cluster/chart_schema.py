@@ -15,6 +15,7 @@ from tandem.config import ClusterConfig, dump
 
 CHART = Path(__file__).resolve().parent.parent / "helm" / "tandem"
 DECIDED_BY_THE_CHART = (
+    "ray",
     "secret",
     "control_socket",
     "model.path",

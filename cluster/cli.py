@@ -99,6 +99,15 @@ def up(  # noqa: PLR0913  # one parameter per option
             rich_help_panel="Pools",
         ),
     ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="auto|HOST:PORT|local",
+            help="Workers on the nodes of this Ray cluster; [b]ray[/b] says what each takes.",
+            rich_help_panel="Pools",
+        ),
+    ] = None,
     config: ConfigOption = None,
 ) -> None:
     """Start a whole cluster on this machine and keep it alive. Ctrl-C drains and stops."""
@@ -113,9 +122,14 @@ def up(  # noqa: PLR0913  # one parameter per option
         "router.port": port,
         "router.grpc_port": grpc_port,
         "redis.url": redis,
+        "ray.address": ray,
     }
-    err = Console(stderr=True, highlight=False)
-    raise typer.Exit(asyncio.run(serve(load(config, overrides), out=Console(highlight=False), err=err)))
+    loaded, out, err = load(config, overrides), Console(highlight=False), Console(stderr=True, highlight=False)
+    if loaded.ray.address is None:
+        raise typer.Exit(asyncio.run(serve(loaded, out=out, err=err)))
+    from cluster.ray_up import serve_on_ray
+
+    raise typer.Exit(serve_on_ray(loaded, loaded.ray.address, out=out, err=err))
 
 
 @app.command(rich_help_panel=_RUN)

@@ -20,7 +20,7 @@ from cluster.control import ControlSocket
 from cluster.doctor import Status, locks
 from cluster.effective import module_command, resolve_model
 from cluster.endings import ClusterFailed, StoppedEarly
-from cluster.launcher import Command
+from cluster.launcher import Command, Launcher
 from cluster.local import LocalCluster
 from cluster.process_view import ProcessView
 from cluster.sanitize import without_controls
@@ -159,7 +159,7 @@ class _Interrupts:
             self.console.print(text, style=style)
 
 
-async def serve(config: ClusterConfig, *, out: Console, err: Console) -> int:
+async def serve(config: ClusterConfig, *, out: Console, err: Console, launcher: Launcher | None = None) -> int:
     """Run a cluster until the user ends it; the exit code. Raises ConfigError before anything was started."""
     # Before a model is fetched and workers load it: the routers, who need them, come up last.
     for found in await asyncio.to_thread(locks, config):
@@ -172,7 +172,7 @@ async def serve(config: ClusterConfig, *, out: Console, err: Console) -> int:
         await cluster.wait_stopped()
         return 0
 
-    return await run_with(resolved, body, console=err, show_logs=True)
+    return await run_with(resolved, body, console=err, show_logs=True, launcher=launcher)
 
 
 async def serve_routers(config: ClusterConfig, *, console: Console) -> int:
@@ -193,10 +193,11 @@ async def run_with(
     show_logs: bool,
     command: Command = module_command,
     routers_only: bool = False,
+    launcher: Launcher | None = None,
 ) -> int:
     """Run `body` while a cluster serves, then drain it; the exit code."""
     watcher = ConsoleWatcher(console, show_logs=show_logs)
-    cluster = LocalCluster(config, watcher=watcher, command=command, routers_only=routers_only)
+    cluster = LocalCluster(config, watcher=watcher, command=command, routers_only=routers_only, launcher=launcher)
     interrupts = _Interrupts(cluster, console)
     loop = asyncio.get_running_loop()
     signals = [signal.SIGINT, signal.SIGTERM]

@@ -29,6 +29,7 @@ from tandem.plain_yaml import read_mapping
 from tandem.price_config import PriceConfig
 from tandem.prompt_cache_config import PinnedShares, PromptCaching
 from tandem.quality_config import QualityConfig
+from tandem.ray_config import RayConfig
 from tandem.setting_names import meant_by
 
 
@@ -273,6 +274,7 @@ class ClusterConfig(Section):
     decode: PoolConfig = PoolConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     redis: RedisConfig = RedisConfig()
+    ray: RayConfig = RayConfig()
     prices: PriceConfig = PriceConfig()
     secret: SecretStr | None = None
     """Keys block names and authenticates workers and routers to each other; `tandem up` draws one when absent."""

@@ -59,6 +59,7 @@ PURE = (
     "cluster.simulator.elastic",
     "cluster.simulator.simulation",
     "cluster.rollout",
+    "cluster.ray_placement",
     "cluster.supervisor",
     "fabric.destinations",
     "fabric.cost",

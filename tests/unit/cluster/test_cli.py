@@ -39,6 +39,7 @@ def test_help_is_by_section():
         "--prefill",
         "--decode",
         "--redis",
+        "--ray",
         "--config",
     ):
         assert option in shown
@@ -54,7 +55,7 @@ def test_light_commands_never_load_torch():
     code = (
         "import sys, cluster.cli, cluster.chat, cluster.client, cluster.version, cluster.up, cluster.demo\n"
         "cluster.version.version_line()\n"
-        "print(sorted({'torch', 'grpc', 'fastapi'} & set(sys.modules)))"
+        "print(sorted({'torch', 'grpc', 'fastapi', 'ray'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
