@@ -67,7 +67,7 @@ def steps(worker: str, role: str, **counts: float) -> str:
     """`steps`, `seconds`, `tokens`, `requests`, as WorkMetrics shows them."""
     names = {"steps": "tandem_worker_steps_total"}
     lines = [
-        f'{names.get(what, f"tandem_worker_step_{what}_total")}{{worker="{worker}",role="{role}",kind="{role}"}} {value}'
-        for what, value in counts.items()
+        f'{names.get(what, f"tandem_worker_step_{what}_total")}{{worker="{worker}",role="{role}",kind="{role}"}} {n}'
+        for what, n in counts.items()
     ]
     return "\n".join(lines) + "\n"
