@@ -14,6 +14,7 @@ from prometheus_client.samples import Sample
 from cluster.autoscale.histogram import Histogram
 from cluster.planner.values import Sizes
 from tandem.errors import Code
+from tandem.roles import WorkerRole
 
 _PROMPTS = "vllm:request_prompt_tokens"
 _ANSWERS = "vllm:request_generation_tokens"
@@ -26,7 +27,10 @@ _QUEUE = "tandem_queue_tokens"
 _BACKLOG = "tandem_worker_backlog_tokens"
 _WORKERS = "tandem_workers"
 _STEPS = "tandem_worker_step"
-_READ = (_PROMPTS, _ANSWERS, _FIRST, _QUERIED, _HITS, _FAILURES, _REJECTIONS, _QUEUE, _BACKLOG, _WORKERS, _STEPS)
+_POOL = "vllm:cache_config_info"
+_READ = (
+    _PROMPTS, _ANSWERS, _FIRST, _QUERIED, _HITS, _FAILURES, _REJECTIONS, _QUEUE, _BACKLOG, _WORKERS, _STEPS, _POOL,
+)  # fmt: skip
 _OURS = {Code.INTERNAL.value, Code.UNAVAILABLE.value, Code.DEADLINE_EXCEEDED.value, Code.RESOURCE_EXHAUSTED.value}
 """Failures that more workers might have spared: the others are the client's."""
 _OF_LIMITS = {"concurrent_requests", "requests_per_minute", "tokens_per_minute", "draining"}
@@ -60,6 +64,8 @@ class RouterFigures:
     live: Sizes = field(default_factory=lambda: Sizes(prefill=0, decode=0))
     steps: Mapping[tuple[str, str, str], StepCounts] = field(default_factory=dict)
     """By worker, its role, and kind of step."""
+    decode_kv_tokens: int | None = None
+    """That the smallest pool of a decode worker holds; None: nobody said."""
 
     def began_anew(self, earlier: "RouterFigures") -> bool:
         """Whether this router, or a process of it, is another one than before."""
@@ -76,6 +82,8 @@ def read_figures(text: str) -> RouterFigures:
     buckets: dict[str, dict[float, float]] = {_PROMPTS: {}, _ANSWERS: {}, _FIRST: {}}
     sums: dict[str, float] = {}
     backlog: dict[str, float] = {}
+    roles: dict[str, str] = {}
+    kv_tokens: dict[str, int] = {}
     live = {"prefill": 0, "decode": 0}
     steps: dict[tuple[str, str, str], dict[str, float]] = {}
     try:
@@ -87,6 +95,9 @@ def read_figures(text: str) -> RouterFigures:
                 steps.setdefault((labels["worker"], labels["role"], labels["kind"]), {})[what] = value
             elif name == _BACKLOG:
                 backlog[labels["worker"]] = value
+                roles[labels["worker"]] = labels["role"]
+            elif name == _POOL:
+                kv_tokens[labels["engine"]] = int(labels["block_size"]) * int(labels["num_gpu_blocks"])
             elif name == _WORKERS and labels["state"] == "live" and labels["role"] in live:
                 live[labels["role"]] = int(value)
             elif (key := _key(name, labels)) is not None:
@@ -107,6 +118,10 @@ def read_figures(text: str) -> RouterFigures:
         backlog_tokens=backlog,
         live=Sizes(prefill=live["prefill"], decode=live["decode"]),
         steps={key: StepCounts(**counts) for key, counts in steps.items()},
+        decode_kv_tokens=min(
+            (tokens for worker, tokens in kv_tokens.items() if roles.get(worker) == WorkerRole.DECODE.value),
+            default=None,
+        ),
     )
 
 

@@ -5,7 +5,7 @@ of the same work, is a factor for each pool. Until much was measured the profile
 """
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from cluster.autoscale.figures import RouterFigures, StepCounts
 from cluster.planner.staffing import WorkerModel
@@ -26,6 +26,7 @@ class SpeedWatch:
     def __init__(self, model: WorkerModel) -> None:
         """`model`: by the profile."""
         self._model = model
+        self._kv_tokens = model.kv_tokens
         self._before: _Steps = {}
         self._measured = dict.fromkeys(WorkerRole, _BELIEVED_S)
         self._told = dict.fromkeys(WorkerRole, _BELIEVED_S)
@@ -37,8 +38,8 @@ class SpeedWatch:
 
     @property
     def decode_worker(self) -> WorkerModel:
-        """For answers."""
-        return self._model.scaled(self.factor(WorkerRole.DECODE))
+        """For answers; its pool is as large as workers say."""
+        return replace(self._model.scaled(self.factor(WorkerRole.DECODE)), kv_tokens=self._kv_tokens)
 
     def factor(self, role: WorkerRole) -> float:
         """By how much this pool's workers are slower than the profile."""
@@ -47,6 +48,8 @@ class SpeedWatch:
     def look(self, now: Sequence[RouterFigures], *, prompt_tokens: float, context_tokens: float | None) -> None:
         """Once a period. Mean lengths of prompts and, of tokens that were written, of what was before them."""
         steps = _latest(now)
+        pools = [figures.decode_kv_tokens for figures in now if figures.decode_kv_tokens is not None]
+        self._kv_tokens = min(pools, default=self._kv_tokens)
         before, self._before = self._before, steps
         for role in WorkerRole:
             self._measured[role] = _BELIEVED_S + _KEPT * (self._measured[role] - _BELIEVED_S)

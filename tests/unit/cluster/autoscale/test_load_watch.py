@@ -163,6 +163,17 @@ def test_workers_have_their_own_speed_and_the_profiles_shape() -> None:
     assert speed.decode_worker == WORKER
 
 
+def test_the_smallest_pool_of_a_decode_worker_bounds_it() -> None:
+    pools = 'vllm:cache_config_info{model_name="m",engine="%s",block_size="16",num_gpu_blocks="%d"} 1.0\n'
+    roles = 'tandem_worker_backlog_tokens{worker="%s",role="%s"} 0.0\n'
+    workers = (("p", 10, "prefill"), ("d", 300, "decode"), ("e", 200, "decode"))
+    more = "".join(pools % (name, blocks) + roles % (name, role) for name, blocks, role in workers)
+    speed = SpeedWatch(WORKER)
+    assert speed.decode_worker.kv_tokens == WORKER.kv_tokens
+    speed.look([ToldRouter().figures(more)], prompt_tokens=0.0, context_tokens=None)
+    assert speed.decode_worker.kv_tokens == 3200
+
+
 def test_decode_steps_are_judged_by_their_rows() -> None:
     speed = SpeedWatch(WORKER)
     router = ToldRouter()
