@@ -77,7 +77,8 @@ class LivePlanner:
                 while not stop.is_set() and left != 0:
                     await self._turn(routers)
                     left = None if left is None else left - 1
-                    due_s = max(due_s + options.period_s, loop.time())
+                    # After a late look the next is no mere instant later: so short a period would say nothing.
+                    due_s = max(due_s + options.period_s, loop.time() + options.period_s / 2)
                     try:
                         async with asyncio.timeout_at(due_s):
                             await stop.wait()
