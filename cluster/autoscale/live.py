@@ -58,6 +58,7 @@ class LivePlanner:
             raise ConfigError("to change a fleet takes --control SOCKET or --kubernetes NAME; --dry-run changes none")
         self._options = options
         self._scaler = scaler
+        self._routers = Routers(options.urls, api_key_file=options.api_key_file, tls=options.tls)
         self.metrics = PlannerMetrics()
         self._account = Account(say, self.metrics, as_json=options.as_json)
         self._speed = SpeedWatch(options.worker)
@@ -71,7 +72,7 @@ class LivePlanner:
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop`, or for as many turns as there are to be. An order under way is then left to whoever has it."""
         options, loop, left = self._options, asyncio.get_running_loop(), self._options.turns
-        async with Routers(options.urls, api_key_file=options.api_key_file, tls=options.tls) as routers:
+        async with self._routers as routers:
             due_s = loop.time()
             try:
                 while not stop.is_set() and left != 0:
@@ -133,7 +134,11 @@ async def autoscale_live(options: LiveOptions, scaler: Scaler | None, say: Calla
             stack.callback(loop.remove_signal_handler, signum)
         if options.metrics_address is not None:
             host, port = options.metrics_address
-            server, thread = start_http_server(port, host, registry=planner.metrics.registry)
+            try:
+                server, thread = start_http_server(port, host, registry=planner.metrics.registry)
+            except OSError as error:
+                raise ConfigError(f"--metrics {host}:{port}: {error.strerror or error}") from None
+            stack.callback(server.server_close)
             stack.callback(thread.join)
             stack.callback(server.shutdown)
         await planner.run(stop)
