@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from cluster.autoscale.control import ControlScaler
-from cluster.autoscale.kubernetes import ACCOUNT, API, KubernetesScaler
+from cluster.autoscale.kubernetes import KubernetesScaler
 from cluster.autoscale.live import LiveOptions, autoscale_live
 from cluster.autoscale.orders import Scaler
 from cluster.client import ClientError, client_tls
@@ -14,6 +14,7 @@ from cluster.control import default_path
 from cluster.planner.staffing import Promise, WorkerModel
 from cluster.planner.values import PlannerPolicy, Sizes
 from cluster.simulator.latency_files import load_latency
+from cluster.simulator.report import Slo
 from tandem.errors import ConfigError
 from tandem.roles import WorkerRole
 
@@ -31,14 +32,12 @@ class LiveCommand:
     socket: Path | None = None
     kubernetes: str | None = None
     """The StatefulSets are this and `-prefill`, `-decode`."""
-    account: Path = ACCOUNT
-    api: str = API
     api_key_file: Path | None = None
     ca: Path | None = None
     client_cert: Path | None = None
     is_dry_run: bool = False
     as_json: bool = False
-    promise: Promise
+    slo: str
     latency: str
     kv_tokens: int
     max_running: int
@@ -52,6 +51,7 @@ def run_live(command: LiveCommand) -> int:
     """Until it is told to stop; the exit code. ConfigError for options that make no sense."""
     if command.socket is not None and command.kubernetes is not None:
         raise ConfigError("--socket or --kubernetes: one of them scales the cluster")
+    promised = Slo.parse(command.slo)
     urls = command.urls or (DEFAULT_URL,)
     scaler = _scaler(command, urls[0])
     policy = command.policy
@@ -64,7 +64,7 @@ def run_live(command: LiveCommand) -> int:
     options = LiveOptions(
         urls=urls,
         worker=_worker(command),
-        promise=command.promise,
+        promise=Promise(ttft_s=promised.ttft_s, itl_s=promised.itl_s),
         policy=policy,
         period_s=command.period_s,
         is_dry_run=command.is_dry_run,
@@ -79,7 +79,7 @@ def run_live(command: LiveCommand) -> int:
 def _scaler(command: LiveCommand, url: str) -> Scaler | None:
     if command.kubernetes is not None:
         sets = {role: f"{command.kubernetes}-{role.value}" for role in WorkerRole}
-        return KubernetesScaler(sets, account=command.account, api=command.api)
+        return KubernetesScaler(sets)
     if command.socket is not None:
         return ControlScaler(command.socket)
     parts = urlsplit(url if "//" in url else f"http://{url}")
