@@ -16,9 +16,9 @@ from tests.e2e.running_cluster import WAIT_S, RunningCluster, running
 
 PROMPT_TOKENS, CLIENTS = 600, 3
 AS_IT_WAS, AS_IT_SHOULD_BE = Sizes(prefill=1, decode=2), Sizes(prefill=2, decode=1)
-# A hold of none: on a busy machine looks come late, and it would begin anew with each.
+# Flips need no watched time: on a busy machine looks come late, and it would begin anew with each. Nobody is given up.
 POLICY = PlannerPolicy(
-    most_workers=AS_IT_WAS.total, start_s=1.0, hold_s=0.0, flip_hold_s=0.0, cooldown_s=0.0, most_flips=1
+    most_workers=AS_IT_WAS.total, start_s=1.0, hold_s=600.0, flip_hold_s=0.0, cooldown_s=0.0, most_flips=1
 )
 
 
