@@ -100,7 +100,7 @@ def test_the_planner_alone_has_rights_and_only_over_two_sizes(release: Rendered)
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
 
 
-def test_the_planner_is_asked_for_what_its_command_takes(release: Rendered, tmp_path: Path) -> None:
+def test_the_planner_is_asked_for_what_its_command_takes(release: Rendered) -> None:
     if not release.values["planner"]["enabled"]:
         assert [name for name, _ in release.pods() if name == "planner"] == []
         return
