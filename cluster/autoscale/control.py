@@ -28,13 +28,11 @@ class ControlScaler:
 
     async def fleet(self) -> FleetView:
         """Raises OrderFailed, also while the cluster is being changed: then its sizes are of no meaning."""
-        async with asyncio.timeout(_ANSWER_S) as bound:
-            try:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
                 told = await self._ask(StatusAsked())
-            except TimeoutError:
-                if not bound.expired():
-                    raise
-                raise OrderFailed(f"the cluster at {self._path} says nothing for {_ANSWER_S:g} s") from None
+        except TimeoutError:
+            raise OrderFailed(f"the cluster at {self._path} says nothing for {_ANSWER_S:g} s") from None
         if told.processes is None:
             raise OrderFailed(f"the cluster at {self._path} does not say what it runs")
         if told.changing:

@@ -91,6 +91,8 @@ class LivePlanner:
                     await asyncio.wait([self._order])
 
     async def _turn(self, routers: Routers) -> None:
+        if self._order is not None and self._order.done():
+            self._order.result()  # what no scaler may raise ends the planner, and is not waited for in silence
         told = await routers.ask()
         fleet = await self._fleet(told)
         now_s = asyncio.get_running_loop().time()

@@ -7,7 +7,7 @@ the cheapest choice of pairs is found whose breaches together stay within the da
 programming over what was counted. Windows alone may differ from windows in a row, so the whole day is simulated with
 the choice, and chosen anew with a smaller allowance until it holds.
 
-The schedule is charged for nothing but its sizes: neither for machines that start nor for those that drain.
+The schedule is chosen by its sizes alone; what it takes with machines that start and drain is told besides.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -26,10 +26,14 @@ class Cluster:
     refusal: str | None = None
     asked: list[Asked] = field(default_factory=list)
     hang: bool = False
+    silent: asyncio.Event | None = None
+    """Until it is set nothing is said at all."""
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked = read_asked(await reader.readline())
         self.asked.append(asked)
+        if self.silent is not None:
+            await self.silent.wait()
         lines = [Told(progress="prefill-1 serves")]
         if isinstance(asked, StatusAsked):
             lines = [Told(processes=self._processes(), changing=self.changing)]
@@ -99,3 +103,12 @@ async def test_a_cluster_that_ends_or_is_not_there_is_said(tmp_path: Path) -> No
             await ControlScaler(running.path).carry_out(order((ActionKind.STOP, WorkerRole.DECODE)))
     with pytest.raises(OrderFailed, match="no cluster answers"):
         await ControlScaler(tmp_path / "nobody.sock").fleet()
+
+
+async def test_a_cluster_that_says_nothing_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.autoscale.control._ANSWER_S", 0.05)
+    async with cluster(tmp_path) as running:
+        running.silent = asyncio.Event()
+        with pytest.raises(OrderFailed, match="says nothing"):
+            await ControlScaler(running.path).fleet()
+        running.silent.set()

@@ -159,6 +159,15 @@ async def test_an_order_that_fails_is_said_and_tried_again_later() -> None:
     assert workers.sizes == SHAPE
 
 
+async def test_what_no_scaler_may_raise_ends_the_planner() -> None:
+    class Broken(Workers):
+        async def carry_out(self, order: Order) -> None:
+            raise ZeroDivisionError
+
+    with door(num=2) as router, pytest.raises(ZeroDivisionError):
+        await LivePlanner(options(router.url, turns=200), Broken(), lambda _: None).run(asyncio.Event())
+
+
 async def test_a_fleet_or_a_router_that_is_silent_is_named_and_nothing_is_done() -> None:
     said: list[str] = []
     workers = Workers(silence="the socket is gone")

@@ -41,5 +41,7 @@ def test_the_planner_holds_the_day_at_little_more_than_the_best_fixed_schedule()
     )
     best = search.run()
     assert best.verified.report.held
-    print(f"{planned.machine_hours:.3f} of {best.machine_hours:.3f}: {planned.machine_hours / best.machine_hours:.3f}")
-    assert planned.machine_hours <= MOST_RATIO * best.machine_hours
+    # Both as they were simulated: machines from the order to the end of the drain.
+    planned_h, best_h = planned.machine_hours, best.verified.machine_hours
+    print(f"{planned_h:.3f} of {best_h:.3f}: {planned_h / best_h:.3f}; to sizes alone {best.machine_hours:.3f}")
+    assert planned_h <= MOST_RATIO * best_h
