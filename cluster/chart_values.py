@@ -5,7 +5,7 @@ No field has a default here, and none is required: what a user leaves out comes 
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from tandem.config_section import Section
 
@@ -171,6 +171,30 @@ class Pool(Placed):
     podAnnotations: Texts
 
 
+class PlannerLeast(Section):
+    prefill: PositiveInt
+    decode: PositiveInt
+
+
+class PlannerSlo(Section):
+    ttftSeconds: PositiveFloat
+    itlSeconds: PositiveFloat
+
+
+class Planner(Placed):
+    enabled: bool
+    dryRun: bool
+    least: PlannerLeast
+    mostWorkers: Annotated[int, Field(ge=2, le=512)]
+    slo: PlannerSlo
+    latency: Annotated[str, Field(pattern=r"^[a-z0-9-]+$")]
+    periodSeconds: Annotated[int, Field(ge=1, le=600)]
+    startSeconds: Annotated[int, Field(ge=1, le=7200)]
+    holdSeconds: Annotated[int, Field(ge=1, le=86400)]
+    keySecret: SecretKey
+    resources: Resources
+
+
 class PriorityClasses(Section):
     create: bool
     base: Annotated[int, Field(ge=-2000000000, le=999999990)]
@@ -284,6 +308,7 @@ class Network(Section):
     redis: list[Kubernetes]
     collector: list[Kubernetes]
     hub: list[Kubernetes]
+    apiServer: list[Kubernetes]
     kvPorts: KvPorts
 
 
@@ -305,6 +330,7 @@ class ChartValues(Section):
     router: Router
     prefill: Pool
     decode: Pool
+    planner: Planner
     terminationMarginSeconds: Annotated[int, Field(ge=10, le=600)]
     tmpSize: Quantity
     kernelCacheSize: Quantity

@@ -54,7 +54,7 @@ class ProcessTold(ControlMessage):
     name: str
     role: RoleName
     state: str
-    pid: int | None
+    pid: int | None = None
     address: str
 
 

@@ -2,7 +2,8 @@
 
 Growing is at once, by roles first: a worker that its own pool could spare for `flip_hold_s` changes pools in seconds,
 a new machine takes minutes. Shrinking waits until what is left would have been enough all through `hold_s`. So a load
-that does not change gives no action, and a load that swings within that time is served by its peaks.
+that does not change gives no action, and a load that swings within that time is served by its peaks. What was enough
+is known of the time that was watched alone: after a gap, as at the beginning, that time starts anew.
 """
 
 from collections import deque
@@ -24,6 +25,8 @@ _JUDGED_PERIODS = 60
 _CARE = 10.0
 """Of a load's share, for each share of first tokens that is late beyond what may be."""
 _MOST_CARE = 0.4
+_GAP_PERIODS = 2.5
+"""Without a look, after which nothing is known of what was enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class Planner:
     def __init__(self, staffing: Staffing, policy: PlannerPolicy, *, period_s: float, season_s: float = 0.0) -> None:
         self.policy = policy
         self._staffing = staffing
+        self._gap_s = _GAP_PERIODS * period_s
         self._ahead = max(1, ceil(policy.start_s / period_s) + 1)
         self._rate = Forecaster(Smoothing(), ahead=self._ahead, season=round(season_s / period_s))
         self._mix = Demand()
@@ -46,15 +50,26 @@ class Planner:
         self._history: deque[_Wanted] = deque()
         self._settled_at_s = -inf
         """When roles were changed or workers given up for the last time."""
+        self._held_from_s = -inf
+        """Since when, without a gap, it has been watched what is enough."""
+
+    def hold(self, now_s: float) -> None:
+        """Take no worker from a pool until it was watched anew for as long as that asks for: somebody else decided."""
+        self._held_from_s = now_s
 
     def decide(self, now_s: float, seen: Observation, fleet: FleetView) -> Decision:
         """What is to be done with the machines."""
+        watched = self.watch(now_s, seen)
+        actions, reasons = self._act(now_s, watched.wanted, fleet)
+        return Decision(actions=tuple(actions), wanted=watched.wanted, reasons=(*watched.reasons, *reasons))
+
+    def watch(self, now_s: float, seen: Observation) -> Decision:
+        """What would be right, where nothing can be done now: time goes on and is remembered as ever."""
         self._mix = self._mix.plus(seen.demand, kept=1.0 - 1.0 / _REMEMBERED_PERIODS)
         self._rate.tell(seen.demand.num_requests / seen.period_s)
         wanted, why = self._wanted(seen)
         self._remember(now_s, wanted)
-        actions, reasons = self._act(now_s, wanted, fleet)
-        return Decision(actions=tuple(actions), wanted=wanted, reasons=(why, *reasons))
+        return Decision(actions=(), wanted=wanted, reasons=(why,))
 
     def _wanted(self, seen: Observation) -> tuple[Sizes, str]:
         """For the dearest moment between now and when a machine ordered now would serve."""
@@ -95,13 +110,17 @@ class Planner:
         return Sizes(prefill=prefill, decode=decode)
 
     def _remember(self, now_s: float, wanted: Sizes) -> None:
+        if not self._history or now_s - self._history[-1].at_s > self._gap_s:
+            self._held_from_s = now_s
         self._history.append(_Wanted(now_s, wanted))
         longest_s = max(self.policy.hold_s, self.policy.flip_hold_s)
         while self._history[0].at_s < now_s - longest_s:
             self._history.popleft()
 
-    def _enough(self, role: WorkerRole, now_s: float, hold_s: float) -> int:
-        """What would have been enough for a pool all this time."""
+    def _enough(self, role: WorkerRole, now_s: float, hold_s: float) -> float:
+        """What would have been enough for a pool all this time; any number may have been needed while nobody looked."""
+        if now_s - self._held_from_s < hold_s:
+            return inf
         return max(past.sizes.of(role) for past in self._history if past.at_s >= now_s - hold_s)
 
     def _act(self, now_s: float, wanted: Sizes, fleet: FleetView) -> tuple[list[Action], list[str]]:
@@ -146,6 +165,6 @@ class Planner:
         for role in _ROLES:
             enough = max(self.policy.least.of(role), self._enough(role, now_s, held_s))
             if sizes.of(role) > enough:
-                reason = f"stop {role.value}: {enough} would have been enough for {held_s:g} s"
+                reason = f"stop {role.value}: {enough:g} would have been enough for {held_s:g} s"
                 return [Action(kind=ActionKind.STOP, role=role)], [reason]
         return [], []

@@ -7,7 +7,7 @@ by Little's law so many sequences are there as come while one is answered, scatt
 as soon as a step would take longer than promised, or its pool is full.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, inf, sqrt
 
 from cluster.planner.values import Demand, Sizes
@@ -25,6 +25,17 @@ class WorkerModel:
     chunk_tokens: int
     kv_tokens: int
     max_running: int
+
+    def scaled(self, factor: float) -> "WorkerModel":
+        """One that takes so many times as long for everything."""
+        return replace(
+            self,
+            step_s=factor * self.step_s,
+            prompt_token_s=factor * self.prompt_token_s,
+            pair_s=factor * self.pair_s,
+            row_s=factor * self.row_s,
+            context_token_s=factor * self.context_token_s,
+        )
 
     def prompt_seconds(self, num_cached: int, num_tokens: int) -> float:
         """Of a prompt that is computed alone."""

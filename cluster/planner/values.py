@@ -70,8 +70,6 @@ class Observation:
     """First tokens that came after the promise, or never."""
     num_first: int = 0
     """First tokens at all."""
-    num_long_gaps: int = 0
-    num_gaps: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

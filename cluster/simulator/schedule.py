@@ -7,7 +7,7 @@ the cheapest choice of pairs is found whose breaches together stay within the da
 programming over what was counted. Windows alone may differ from windows in a row, so the whole day is simulated with
 the choice, and chosen anew with a smaller allowance until it holds.
 
-The schedule is charged for nothing but its sizes: neither for machines that start nor for those that drain.
+The schedule is chosen by its sizes alone; what it takes with machines that start and drain is told besides.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +27,6 @@ _UNITS = 400
 """That an allowance is counted in; breaches are rounded up."""
 _MOST = 64
 """Workers that are tried."""
-_SPLITS = 1
-"""So many more prefill workers than guessed are tried, and so many fewer."""
 _HARDLY = 1.0
 """Of a window's part of the allowance, of gaps: fewer than that are not looked for."""
 _TIGHTER = 0.8
@@ -81,6 +79,8 @@ class ScheduleSearch:
     """Of the load before a window that is simulated with it, so that it does not begin empty."""
     guess: Callable[[Trace], Sizes]
     say: Callable[[str], None]
+    splits: int = 2
+    """So many more prefill workers than guessed are tried, and so many fewer."""
     num_simulated: int = 0
 
     def run(self) -> BestSchedule:
@@ -155,7 +155,7 @@ class ScheduleSearch:
 
     def _try(self, window: Trace, guess: Sizes, total: int, tried: dict[Sizes, Breaches]) -> list[Breaches]:
         """Every split of so many workers of which it is not known what it breaks."""
-        low, high = max(1, guess.prefill - _SPLITS), min(total - 1, guess.prefill + _SPLITS)
+        low, high = max(1, guess.prefill - self.splits), min(total - 1, guess.prefill + self.splits)
         for sizes in [Sizes(prefill=p, decode=total - p) for p in range(low, high + 1)]:
             if not self._is_hopeless(sizes, tried):
                 tried[sizes] = self.breaches(window, sizes)

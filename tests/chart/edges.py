@@ -91,6 +91,12 @@ def needed(release: Rendered, config: ClusterConfig) -> set[Edge]:
     edges |= {Edge(clients, "router", (port, port)) for port in doors}
     for one in ("router", *workers):
         edges |= _shared(one, release, config)
+    if values["planner"]["enabled"]:
+        server = OUTSIDE if values["networkPolicy"]["apiServer"] else ANYWHERE
+        edges |= {Edge("planner", "router", (doors[0], doors[0])), *_dns("planner")}
+        edges |= {Edge("planner", server, (port, port)) for port in (443, 6443)}
+        if values["monitoring"]["scrape"] != "none":
+            edges.add(Edge(OUTSIDE, "planner", (9100, 9100)))
     if values["test"]["enabled"]:
         edges |= {Edge("test", "router", (doors[0], doors[0])), *_dns("test")}
     return edges

@@ -19,6 +19,8 @@ _OBJECTS = checks.test_every_object_is_one_that_kubernetes_takes
 _ENDS = checks.test_services_and_selectors_find_their_pods
 _SIZES = checks.test_memory_gpus_and_shared_memory_fit_the_ranks
 _PROMETHEUS = checks.test_what_is_asked_of_prometheus_is_emitted
+_RIGHTS = checks.test_the_planner_alone_has_rights_and_only_over_two_sizes
+_ASKED = checks.test_the_planner_is_asked_for_what_its_command_takes
 SPOILT = [
     ("networkpolicy.yaml", "policyTypes: [Ingress, Egress]", "policyTypes: [Ingress]", "defaults", _EDGES),
     ("networkpolicy.yaml", 'range concat (list "router") $roles', 'range list "router"', "defaults", _EDGES),
@@ -38,6 +40,12 @@ SPOILT = [
     ("_config.tpl", "(int .root.Values.terminationMarginSeconds)", "0", "defaults", checks.test_graces_add_up),
     ("workers.yaml", "(mul 256 $ranks)", "64", "ranks on a CPU", _SIZES),
     ("router.yaml", "path: /readyz", "path: /health", "defaults", checks.test_probes_allow_each_phase_its_time),
+    ("planner.yaml", "resources: [statefulsets/scale]", "resources: [statefulsets]", "planned", _RIGHTS),
+    ("planner.yaml", "{{ $full }}-decode]", "{{ $full }}-router]", "planned", _RIGHTS),
+    ("planner.yaml", "clusterIP: None", "type: ClusterIP", "planned", _ASKED),
+    ("planner.yaml", "--hold-s=", "--hold=", "planned", _ASKED),
+    ("workers.yaml", "(not $.Values.planner.enabled)", "true", "planned", _ASKED),
+    ("networkpolicy.yaml", "{port: 6443, protocol: TCP}", "{port: 6444, protocol: TCP}", "planned", _EDGES),
     ("_pod.tpl", "\"'$(CLUSTER_SECRET)'\"", "$(CLUSTER_SECRET)", "defaults", None),
 ]  # fmt: skip
 

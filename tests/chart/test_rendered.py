@@ -9,9 +9,13 @@ from typing import Any
 
 import helm_python as helm
 import pytest
+from typer.testing import CliRunner
 
+from cluster.autoscale.kubernetes import ACCOUNT
 from cluster.chart_schema import CHART
+from cluster.cli import app
 from tandem.config import ClusterConfig
+from tandem.errors import ConfigError
 from tandem.worker_config import cluster_secret, listen_address, num_ranks
 from tests.chart.edges import allowed, isolated, needed
 from tests.chart.metric_names import emitted, named_in
@@ -24,7 +28,7 @@ from tests.chart.pods import (
     read_by,
     secrets_of,
 )
-from tests.chart.rendering import Rendered, render
+from tests.chart.rendering import NAMESPACE, Rendered, render
 from tests.chart.schemas import KUBERNETES, mistakes
 from tests.chart.value_sets import GOOD, IN_CI
 
@@ -71,7 +75,54 @@ def test_every_pod_is_restricted(release: Rendered) -> None:
     assert [(name, told) for name, pod in release.pods() for told in lapses(pod)] == []
     assert [(name, told) for name, pod in release.pods() for told in loose_ends(release, pod)] == []
     assert all(one["automountServiceAccountToken"] is False for one in release.of("ServiceAccount"))
-    assert not {"Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"} & {one["kind"] for one in release.objects}
+    assert not {"ClusterRole", "ClusterRoleBinding"} & {one["kind"] for one in release.objects}
+
+
+def test_the_planner_alone_has_rights_and_only_over_two_sizes(release: Rendered) -> None:
+    planner = release.values["planner"]
+    projected = {
+        name for name, pod in release.pods() for volume in pod["spec"].get("volumes", ()) if "projected" in volume
+    }
+    if not planner["enabled"]:
+        assert release.of("Role") == release.of("RoleBinding") == []
+        assert projected == set()
+        return
+    assert projected == {"planner"}
+    [role], [binding] = release.of("Role"), release.of("RoleBinding")
+    sets = {one["metadata"]["name"] for one in release.of("StatefulSet")}
+    [rule] = role["rules"]
+    assert set(rule.pop("resourceNames")) == sets
+    verbs = ["get"] if planner["dryRun"] else ["get", "patch"]
+    assert rule == {"apiGroups": ["apps"], "resources": ["statefulsets/scale"], "verbs": verbs}
+    [subject] = binding["subjects"]
+    pod = release.pod("planner")
+    assert (subject["name"], subject["namespace"]) == (pod["spec"]["serviceAccountName"], NAMESPACE)
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+
+
+def test_the_planner_is_asked_for_what_its_command_takes(release: Rendered) -> None:
+    if not release.values["planner"]["enabled"]:
+        assert [name for name, _ in release.pods() if name == "planner"] == []
+        return
+    [container] = release.pod("planner")["spec"]["containers"]
+    options = dict(arg.removeprefix("--").partition("=")[::2] for arg in container["args"])
+    sets = {one["metadata"]["name"] for one in release.of("StatefulSet")}
+    assert {f"{options['kubernetes']}-{role}" for role in ("prefill", "decode")} == sets
+    host = options["url"].partition("://")[2].rpartition(":")[0]
+    [service] = [one for one in release.of("Service") if host == f"{one['metadata']['name']}.{NAMESPACE}.svc"]
+    assert service["spec"]["clusterIP"] == "None"
+    for certificate in release.of("Certificate"):
+        names = certificate["spec"]["dnsNames"]
+        assert host in names or certificate["metadata"]["name"].endswith("-kv-tls")
+    _assert_mounted(release.pod("planner"), [options.get("api-key-file"), options.get("ca"), str(ACCOUNT)])
+    asked = [arg for arg in container["args"] if not arg.startswith(("--api-key-file", "--ca", "--url"))]
+    # The command itself reads them all, and gets as far as an address that is none.
+    told = CliRunner().invoke(app, [*container["command"][1:], *asked, "--url=ftp://x"])
+    assert isinstance(told.exception, ConfigError)
+    assert "no router's address" in str(told.exception)
+    # Who is sized by it has no number of its own, unless it only looks.
+    for one in release.of("StatefulSet"):
+        assert ("replicas" in one["spec"]) == release.values["planner"]["dryRun"]
 
 
 def test_secrets_are_there_or_named_by_the_user(release: Rendered) -> None:
@@ -83,9 +134,9 @@ def test_secrets_are_there_or_named_by_the_user(release: Rendered) -> None:
         for name, key in secrets_of(pod):
             assert name in made or name in issued or name in str(release.values), (component, name)
             assert name not in made or key in made[name]
-    # Keys in the clear are for the test alone.
+    # Keys in the clear are for who asks alone.
     first = {component for component, pod in release.pods() if any("first-key" in name for name, _ in secrets_of(pod))}
-    assert first <= {"test"}
+    assert first <= {"test", "planner"}
 
 
 def test_services_and_selectors_find_their_pods(release: Rendered) -> None:
@@ -138,7 +189,7 @@ def test_exactly_the_needed_edges_are_open(release: Rendered, config: ClusterCon
 def test_each_process_reads_the_configuration_that_is_meant(
     release: Rendered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    roles = {component for component, _ in release.pods()} - {"redis", "test"}
+    roles = {component for component, _ in release.pods()} - {"redis", "test", "planner"}
     assert {"router", "decode"} <= roles
     for role in roles:
         told = read_by(release, role, tmp_path, monkeypatch)
@@ -179,7 +230,7 @@ def _assert_mounted(pod: Any, files: list[str | None]) -> None:
 def test_graces_add_up(release: Rendered, config: ClusterConfig) -> None:
     margin = release.values["terminationMarginSeconds"]
     for role, pod in release.pods():
-        if role in ("redis", "test"):
+        if role in ("redis", "test", "planner"):
             continue
         [container] = pod["spec"]["containers"]
         pre = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
@@ -192,7 +243,7 @@ def test_graces_add_up(release: Rendered, config: ClusterConfig) -> None:
 
 def test_probes_allow_each_phase_its_time(release: Rendered) -> None:
     for role, pod in release.pods():
-        if role in ("redis", "test"):
+        if role in ("redis", "test", "planner"):
             continue
         [container] = pod["spec"]["containers"]
         startup = container["startupProbe"]

@@ -89,6 +89,21 @@ GOOD: dict[str, Values] = {
     "hpa": {"monitoring": _WATCHED, "prefill": {"autoscaling": _HPA}, "decode": {"autoscaling": _HPA}},
     "keda": {"monitoring": _WATCHED, "prefill": {"autoscaling": _KEDA}, "decode": {"autoscaling": _KEDA}},
     "one pool grows": {"monitoring": _WATCHED, "decode": {"autoscaling": _KEDA | {"maxReplicas": 32}}},
+    "planned": {"planner": {"enabled": True, "least": {"prefill": 2, "decode": 3}}},
+    "planned, everything else on": {
+        "planner": {"enabled": True, "keySecret": {"name": "operator"}, "slo": {"ttftSeconds": 1.5}},
+        "secrets": {"apiKeys": {"existingSecret": "a"}},
+        "monitoring": _WATCHED,
+        "tls": {"door": _ISSUED},
+        "priorityClasses": {"create": True},
+        "networkPolicy": {"clients": _PEERS, "apiServer": [{"ipBlock": {"cidr": "10.0.0.1/32"}}]},
+    },
+    "planned, but only said": {
+        "planner": {"enabled": True, "dryRun": True},
+        "router": {"listen": "::"},
+        "config": {"router": {"operator_access": {"metrics": "open"}}},
+        "secrets": {"apiKeys": {"existingSecret": "a"}},
+    },
     "routers grow": {"router": {"autoscaling": {"enabled": True, "maxReplicas": 3}}},
     "named clients": {"networkPolicy": {"clients": _PEERS}, "monitoring": _WATCHED},
     "no policies": {"networkPolicy": {"enabled": False}},
@@ -153,7 +168,15 @@ GOOD: dict[str, Values] = {
     },
     "no test": {"test": {"enabled": False}, "networkPolicy": {"clients": _PEERS}},
 }
-IN_CI = ("defaults", "70b-2p4d", "tls of cert-manager", "gateway", "named clients", "hpa")
+IN_CI = (
+    "defaults",
+    "planned, everything else on",
+    "70b-2p4d",
+    "tls of cert-manager",
+    "gateway",
+    "named clients",
+    "hpa",
+)
 
 BAD: dict[str, tuple[Values, str]] = {
     "no such value": ({"replicas": 2}, "replicas"),
@@ -246,6 +269,23 @@ BAD: dict[str, tuple[Values, str]] = {
         {"monitoring": _WATCHED, "decode": {"autoscaling": _HPA | {"minReplicas": 9}}},
         "decode.autoscaling.minReplicas",
     ),
+    "two who scale": (
+        {"monitoring": _WATCHED, "planner": {"enabled": True}, "decode": {"autoscaling": _HPA}},
+        "planner.enabled: decode.autoscaling.mode is hpa",
+    ),
+    "a planner of one pool": (
+        {"planner": {"enabled": True}, "config": {"prefill": {"replicas": 0}}},
+        "planner.enabled: it sizes two pools",
+    ),
+    "a planner without a key": (
+        {"planner": {"enabled": True}, "secrets": {"apiKeys": {"existingSecret": "a"}}},
+        "planner.keySecret",
+    ),
+    "a planner without room": (
+        {"planner": {"enabled": True, "least": {"prefill": 5, "decode": 5}}},
+        "planner.mostWorkers: 8",
+    ),
+    "a planner's promise": ({"planner": {"slo": {"ttftSeconds": 0}}}, "/planner/slo/ttftSeconds"),
     "a disk without a volume": (
         {"config": {"engine": {"host_cache_bytes": 1, "disk_cache_bytes": 1, "disk_cache_path": "/kv"}}},
         "prefill.diskCache.size",

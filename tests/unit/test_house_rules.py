@@ -55,6 +55,8 @@ PURE = (
     "tandem.dialect",
     "tandem.kv_agreement",
     "tandem.session_versions",
+    "cluster.autoscale.controller",
+    "cluster.autoscale.load_watch",
     "cluster.planner.planner",
     "cluster.simulator.elastic",
     "cluster.simulator.simulation",

@@ -71,6 +71,7 @@ builtin
 {{- if and $v.tls.kv.enabled (has $c.transfer.transport (list "nixl" "torch_dist")) -}}
 {{- fail (printf "tls.kv.enabled: %s carries KV unencrypted; TLS is for tcp" $c.transfer.transport) -}}
 {{- end -}}
+{{- include "tandem.checkPlanner" (dict "root" . "c" $c) -}}
 {{- range $name := list "prefill" "decode" -}}
 {{- include "tandem.checkPool" (dict "root" $ "c" $c "name" $name "pool" (index $v $name) "settings" (index $c $name)) -}}
 {{- end -}}
@@ -107,6 +108,28 @@ builtin
 {{- end -}}
 {{- if and $v.router.autoscaling.enabled (gt (int $v.router.autoscaling.minReplicas) (int $v.router.autoscaling.maxReplicas)) -}}
 {{- fail "router.autoscaling.minReplicas is above maxReplicas" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A dict of `root`, `c`. */}}
+{{- define "tandem.checkPlanner" -}}
+{{- $v := .root.Values -}}
+{{- $p := $v.planner -}}
+{{- if $p.enabled -}}
+{{- range $pool := list "prefill" "decode" -}}
+{{- if ne (index $v $pool).autoscaling.mode "none" -}}
+{{- fail (printf "planner.enabled: %s.autoscaling.mode is %s: two who set the same number would fight over it" $pool (index $v $pool).autoscaling.mode) -}}
+{{- end -}}
+{{- end -}}
+{{- if eq (int .c.prefill.replicas) 0 -}}
+{{- fail "planner.enabled: it sizes two pools, and config.prefill.replicas is 0" -}}
+{{- end -}}
+{{- if gt (add (int $p.least.prefill) (int $p.least.decode)) (int $p.mostWorkers) -}}
+{{- fail (printf "planner.mostWorkers: %d cannot hold planner.least" (int $p.mostWorkers)) -}}
+{{- end -}}
+{{- if and $v.secrets.apiKeys.existingSecret (ne (default "key" .c.router.operator_access.metrics) "open") (not $p.keySecret.name) -}}
+{{- fail "planner.enabled: /metrics asks for a key: name one in planner.keySecret, or open it with config.router.operator_access.metrics: open" -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 

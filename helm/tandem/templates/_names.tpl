@@ -55,6 +55,16 @@ app.kubernetes.io/component: {{ .component }}
 {{- define "tandem.redisSecret" -}}
 {{- .Values.redis.existingSecret | default (printf "%s-redis" (include "tandem.fullname" .)) -}}
 {{- end -}}
+{{/* As YAML, name and key of the secret with an operator's API key for the planner; no name: it needs none. */}}
+{{- define "tandem.plannerKey" -}}
+{{- if .Values.planner.keySecret.name -}}
+{{- toYaml .Values.planner.keySecret -}}
+{{- else if and .Values.secrets.apiKeys.enabled (not .Values.secrets.apiKeys.existingSecret) -}}
+{{- toYaml (dict "name" (printf "%s-first-key" (include "tandem.fullname" .)) "key" "api-key") -}}
+{{- else -}}
+{{- toYaml (dict "name" "" "key" "") -}}
+{{- end -}}
+{{- end -}}
 {{- define "tandem.doorTlsSecret" -}}
 {{- .Values.tls.door.existingSecret | default (printf "%s-door-tls" (include "tandem.fullname" .)) -}}
 {{- end -}}

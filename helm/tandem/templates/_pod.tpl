@@ -1,4 +1,4 @@
-{{/* Pod Security "restricted". Nobody in these pods talks to the API server. */}}
+{{/* Pod Security "restricted". Nobody in these pods talks to the API server but the planner. */}}
 {{- define "tandem.podSecurity" -}}
 automountServiceAccountToken: false
 # Variables like TANDEM_PORT, which the kubelet makes of Services, would be taken for settings.

@@ -1,0 +1,201 @@
+"""What routers tell becomes what a period was: summed over them, right in its moments, and never made up."""
+
+from math import inf
+
+import pytest
+
+from cluster.autoscale.figures import read_figures
+from cluster.autoscale.histogram import Histogram
+from cluster.autoscale.load_watch import LoadWatch, Unseen, live_workers
+from cluster.autoscale.speed import SpeedWatch
+from cluster.planner.values import Observation, Sizes
+from tandem.errors import Code
+from tandem.roles import WorkerRole
+from tests.unit.cluster.autoscale.told import PERIOD_S, PROMISE, WORKER, ToldRouter, backlog, steps
+
+FORGET_S = 60.0
+
+
+def watch(speed: SpeedWatch | None = None) -> LoadWatch:
+    return LoadWatch(speed or SpeedWatch(WORKER), ttft_s=PROMISE.ttft_s, forget_s=FORGET_S)
+
+
+def seen(told: Observation | Unseen) -> Observation:
+    assert isinstance(told, Observation), told.why
+    return told
+
+
+def why(told: Observation | Unseen) -> str:
+    assert isinstance(told, Unseen)
+    return told.why
+
+
+def test_a_period_is_what_came_since_the_last_look_over_all_routers() -> None:
+    one, other, looks = ToldRouter(), ToldRouter(), watch()
+    one.serve(500, prompt=30)
+    assert "first look" in why(looks.look(0.0, {"a": one.figures(), "b": other.figures()}))
+    one.serve(20)
+    other.serve(10, output=300, cached=500)
+    told = seen(looks.look(PERIOD_S, {"a": one.figures(), "b": other.figures(backlog(w=1000))}))
+    assert told.period_s == PERIOD_S
+    assert (told.demand.num_requests, told.demand.num_answers) == (30, 30)
+    assert told.demand.output_tokens == 20 * 100 + 10 * 300
+    assert told.demand.cached_tokens == 5000
+    assert (told.num_first, told.num_late) == (30, 0)
+    assert told.waiting_prompt_seconds == pytest.approx(1000 * WORKER.prompt_token_s)
+
+
+def test_lengths_and_seconds_come_near_to_what_they_were() -> None:
+    router, looks = ToldRouter(), watch()
+    looks.look(0.0, {"a": router.figures()})
+    router.serve(40, prompt=700, output=80)
+    router.serve(10, prompt=7000, output=350)
+    told = seen(looks.look(PERIOD_S, {"a": router.figures()})).demand
+    truth = 40 * WORKER.prompt_seconds(0, 700) + 10 * WORKER.prompt_seconds(0, 7000)
+    assert told.prompt_tokens == 98_000
+    assert told.prompt_seconds == pytest.approx(truth, rel=0.1)
+    squares = 40 * WORKER.prompt_seconds(0, 700) ** 2 + 10 * WORKER.prompt_seconds(0, 7000) ** 2
+    assert told.prompt_seconds_squared == pytest.approx(squares, rel=0.25)
+    # Which prompt had which answer is not told, so this is that of a mean prompt.
+    mean_prompt = 98_000 / 50
+    contexts = 40 * 80 * (mean_prompt + 80) + 10 * 350 * (mean_prompt + 350)
+    assert told.context_tokens == pytest.approx(contexts, rel=0.1)
+
+
+def test_late_first_tokens_and_requests_that_were_lost_are_counted() -> None:
+    router, looks = ToldRouter(), watch()
+    looks.look(0.0, {"a": router.figures()})
+    router.serve(8)
+    router.serve(3, ttft_s=9.0)
+    router.lose(2)
+    router.lose(5, Code.CANCELLED)
+    router.lose(4, Code.INVALID_ARGUMENT)
+    router.lose(6, Code.RESOURCE_EXHAUSTED)
+    of_limits = 'tandem_rejections_total{reason="tokens_per_minute"} 6.0\n'
+    told = seen(looks.look(PERIOD_S, {"a": router.figures(of_limits)}))
+    assert (told.num_late, told.num_first) == (5, 13)
+
+
+def test_a_router_that_began_anew_costs_two_looks_and_makes_nothing_up() -> None:
+    router, other, looks = ToldRouter(), ToldRouter(), watch()
+    router.serve(10_000)
+    looks.look(0.0, {"a": router.figures(), "b": other.figures()})
+    router = ToldRouter()
+    other.serve(3)
+    assert "fallen" in why(looks.look(15.0, {"a": router.figures(), "b": other.figures()}))
+    router.serve(7)
+    assert "anew" in why(looks.look(30.0, {"a": router.figures(), "b": other.figures()}))
+    router.serve(5)
+    told = seen(looks.look(45.0, {"a": router.figures(), "b": other.figures()}))
+    # What the other had is whole, over the whole time.
+    assert (told.period_s, told.demand.num_requests) == (45.0, 8)
+
+
+def test_a_process_that_did_not_answer_once_is_no_flood_when_it_does() -> None:
+    router, part, looks = ToldRouter(), ToldRouter(), watch()
+    router.serve(10_000)
+    part.serve(400)
+    looks.look(0.0, {"a": router.figures()})
+    assert "fallen" in why(looks.look(15.0, {"a": part.figures()}))
+    router.serve(12)
+    assert seen(looks.look(30.0, {"a": router.figures()})).demand.num_requests == 12
+
+
+def test_a_silent_router_stops_everything_until_it_is_forgotten() -> None:
+    one, other, looks = ToldRouter(), ToldRouter(), watch()
+    looks.look(0.0, {"a": one.figures(), "b": other.figures()})
+    for at_s in (15.0, 30.0, 45.0, 60.0):
+        one.serve(10)
+        assert "b: refused" in why(looks.look(at_s, {"a": one.figures(), "b": "refused"}))
+    one.serve(10)
+    told = seen(looks.look(75.0, {"a": one.figures(), "b": "refused"}))
+    assert (told.period_s, told.demand.num_requests) == (75.0, 50)
+    other.serve(900)
+    one.serve(1)
+    assert seen(looks.look(90.0, {"a": one.figures(), "b": other.figures()})).demand.num_requests == 1
+    other.serve(2)
+    assert seen(looks.look(105.0, {"a": one.figures(), "b": other.figures()})).demand.num_requests == 2
+
+
+def test_a_router_that_is_not_listed_any_more_is_not_waited_for() -> None:
+    one, other, looks = ToldRouter(), ToldRouter(), watch()
+    looks.look(0.0, {"a": one.figures(), "b": other.figures()})
+    one.serve(4)
+    assert seen(looks.look(15.0, {"a": one.figures()})).demand.num_requests == 4
+
+
+def test_nobody_answers_and_nobody_is_listed() -> None:
+    looks = watch()
+    assert why(looks.look(0.0, {"a": "refused"})) == "a: refused"
+    assert why(looks.look(15.0, {})) == "no router is known"
+
+
+def test_every_router_tells_of_the_same_workers() -> None:
+    one, other, looks = ToldRouter(), ToldRouter(), watch()
+    for router in (one, other):
+        router.metrics.workers("prefill", "live", 2)
+    other.metrics.workers("decode", "live", 3)
+    figures = {"a": one.figures(backlog(p=100, q=50)), "b": other.figures(backlog(p=120))}
+    looks.look(0.0, figures)
+    told = seen(looks.look(15.0, figures))
+    assert told.waiting_prompt_seconds == pytest.approx(170 * WORKER.prompt_token_s)
+    assert live_workers(list(figures.values())) == Sizes(prefill=2, decode=3)
+
+
+def test_workers_have_their_own_speed_and_the_profiles_shape() -> None:
+    router, speed = ToldRouter(), SpeedWatch(WORKER)
+    looks = watch(speed)
+    before = steps("p", "prefill", steps=100, seconds=10, tokens=50_000, requests=100)
+    before += steps("d", "decode", steps=100, seconds=10, tokens=100, requests=100)
+    looks.look(0.0, {"a": router.figures(before)})
+    router.serve(20)
+    # A first word of workers says nothing: they may have worked for days.
+    looks.look(15.0, {"a": router.figures(before)})
+    assert speed.factor(WorkerRole.PREFILL) == speed.factor(WorkerRole.DECODE) == 1.0
+    took = 2.0 * (WORKER.step_s * 1000 + WORKER.prompt_token_s * 500_000)
+    after = steps("p", "prefill", steps=1100, seconds=10 + took, tokens=550_000, requests=1100)
+    after += steps("d", "decode", steps=50, seconds=5, tokens=50, requests=50)
+    router.serve(20)
+    looks.look(30.0, {"a": router.figures(after)})
+    assert 1.9 < speed.factor(WorkerRole.PREFILL) < 2.0
+    assert speed.factor(WorkerRole.DECODE) == 1.0, "a worker that began anew"
+    assert speed.prefill_worker.prompt_token_s == pytest.approx(2.0 * WORKER.prompt_token_s, rel=0.05)
+    assert speed.decode_worker == WORKER
+
+
+def test_the_smallest_pool_of_a_decode_worker_bounds_it() -> None:
+    pools = 'vllm:cache_config_info{model_name="m",engine="%s",block_size="16",num_gpu_blocks="%d"} 1.0\n'
+    roles = 'tandem_worker_backlog_tokens{worker="%s",role="%s"} 0.0\n'
+    workers = (("p", 10, "prefill"), ("d", 300, "decode"), ("e", 200, "decode"))
+    more = "".join(pools % (name, blocks) + roles % (name, role) for name, blocks, role in workers)
+    speed = SpeedWatch(WORKER)
+    assert speed.decode_worker.kv_tokens == WORKER.kv_tokens
+    speed.look([ToldRouter().figures(more)], prompt_tokens=0.0, context_tokens=None)
+    assert speed.decode_worker.kv_tokens == 3200
+
+
+def test_decode_steps_are_judged_by_their_rows() -> None:
+    speed = SpeedWatch(WORKER)
+    router = ToldRouter()
+    for at in (0, 10_000):
+        rows = 8 * at
+        took = 0.5 * (WORKER.step_s * at + (WORKER.row_s + WORKER.context_token_s * 900) * rows)
+        figures = router.figures(steps("d", "decode", steps=at, seconds=took, tokens=rows, requests=rows))
+        speed.look([figures], prompt_tokens=800, context_tokens=900)
+    assert 0.5 < speed.factor(WorkerRole.DECODE) < 0.51
+
+
+def test_what_is_no_routers_word_is_refused() -> None:
+    with pytest.raises(ValueError, match="no router"):
+        read_figures("# nothing\nup 1\n")
+    with pytest.raises(ValueError, match="label"):
+        read_figures(ToldRouter().text('tandem_worker_backlog_tokens{role="decode"} 3\n'))
+
+
+def test_a_histogram_knows_what_lies_above() -> None:
+    spread = Histogram(bounds=(1.0, 2.0, inf), counts=(10.0, 10.0, 5.0), total=40.0)
+    assert spread.above(2.0) == 5.0
+    assert spread.above(1.5) == 10.0
+    assert spread.above(0.0) == 25.0
+    assert spread.above(99.0) == 5.0
+    assert Histogram().above(1.0) == Histogram().moment(2) == 0.0
