@@ -114,3 +114,20 @@ async def replace(cluster, old, name):
     pid = cluster.pid(name)
     cluster.local.kill(name, signal.SIGTERM)
     await cluster.local.wait_ready(name, after_pid=pid)
+
+
+async def test_router_processes_of_both_versions_share_one_door(hatchery, release, answered):
+    """As after `pip install` under a running `tandem up`: a process that it starts again is of the new version."""
+    command = release.among({"router-0"}, hatchery.command)
+    async with running(command=command, router__processes=2) as cluster:
+        # A connection each, which either process may accept.
+        told = await asyncio.gather(*(cluster.stream(prompt, ANSWER) for prompt, _ in answered * 3))
+        assert [one.token_ids for one in told] == [tokens for _, tokens in answered * 3]
+
+        async def both_counted():
+            return await cluster.figure("vllm:request_success_total") == len(told)
+
+        await cluster.until(both_counted)
+        snapshot = (await cluster.http.get("/status/snapshot")).json()
+        assert snapshot["processes"] == 2
+        assert sum(len(pool["workers"]) for pool in snapshot["pools"]) == 2

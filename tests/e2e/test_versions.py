@@ -20,7 +20,7 @@ from tests.previous.release import Release, spoken
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-ANSWER = 400
+ANSWER = 300
 STREAMS = 2
 BEFORE = spoken().session.newest
 
