@@ -18,9 +18,9 @@ from typing import Any
 import yaml
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
-from cluster.effective import module_command
-from cluster.local import Command
-from cluster.supervisor import ProcessPlan
+from cluster.effective import module_prefix
+from cluster.launcher import Command
+from cluster.supervisor import ProcessPlan, Role
 from tandem.dialect import VersionRange
 from tandem.model_path import BUILTIN, model_directory
 
@@ -95,8 +95,12 @@ class Release:
         return read
 
     def command(self, plan: ProcessPlan, config_path: Path, ready_fd: int) -> list[str]:
-        """How `LocalCluster` starts a process of it."""
-        return self.prefix() + module_command(plan, self.config(config_path, plan.name), ready_fd)
+        """How `LocalCluster` starts a process of it: with the arguments that its own parent would give it."""
+        own = self.config(config_path, plan.name)
+        arguments = ["--config", str(own), "--index", str(plan.index), "--ready-fd", str(ready_fd)]
+        if plan.role is Role.ROUTER and yaml.safe_load(own.read_text())["router"]["processes"] > 1:
+            arguments += ["--siblings", str(config_path.parent)]
+        return [*self.prefix(), *module_prefix(plan.role), *arguments]
 
     def config(self, config_path: Path, name: str) -> Path:
         """A configuration without the settings that it does not know, which it would refuse."""
