@@ -134,6 +134,8 @@ class RouterMetrics:
         self._backlog = self._of_worker("tandem_worker_backlog_tokens", "Tokens accepted and not yet computed")
         age, text = "tandem_worker_step_age_seconds", "For how long the engine has been in the same step"
         self._step_age = self._of_worker(age, text)
+        version, text = "tandem_worker_protocol_version", "Version of the session that is spoken with it"
+        self._versions = self._of_worker(version, text)
         self._kv_usage = Gauge(
             "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", _LABELS, registry=self.registry
         )
@@ -204,6 +206,7 @@ class RouterMetrics:
         self._requests.clear()
         self._kv_usage.clear()
         self._step_age.clear()
+        self._versions.clear()
         self._backlog.clear()
         self._transfers.show(snapshots)
         self._tiers.show(snapshots)
@@ -221,6 +224,7 @@ class RouterMetrics:
             ):
                 self._pool.labels(*worker, state).set(count)
             self._step_age.labels(*worker).set(load.step_age_s)
+            self._versions.labels(*worker).set(info.protocol_version)
             self._backlog.labels(*worker).set(load.backlog_tokens)
             self._requests.labels(*worker, "running").set(load.num_running)
             self._requests.labels(*worker, "waiting").set(load.num_waiting)

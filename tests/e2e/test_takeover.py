@@ -22,12 +22,15 @@ SEEN = 12
 
 
 @asynccontextmanager
-async def second_router(cluster):
-    """Another `python -m router` of the same YAML and workers, as a second replica is."""
+async def second_router(cluster, release=None):
+    """Another `python -m router` of the same YAML and workers, as a second replica is; of another version, if told."""
+    config = cluster.local.config_path
+    prefix = () if release is None else release.prefix()
+    config = config if release is None else release.config(config, "second-router")
     with PortDrawer() as ports:
         http, grpc = (ports.draw("127.0.0.1", "router.host") for _ in range(2))
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "router", "--config", str(cluster.local.config_path)),
+        *(*prefix, sys.executable, "-m", "router", "--config", str(config)),
         env={**os.environ, "TANDEM_ROUTER__PORT": str(http), "TANDEM_ROUTER__GRPC_PORT": str(grpc)},
     )
     try:

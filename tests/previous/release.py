@@ -18,9 +18,9 @@ from typing import Any
 import yaml
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
-from cluster.effective import module_command
-from cluster.local import Command
-from cluster.supervisor import ProcessPlan
+from cluster.effective import module_prefix
+from cluster.launcher import Command
+from cluster.supervisor import ProcessPlan, Role
 from tandem.dialect import VersionRange
 from tandem.model_path import BUILTIN, model_directory
 
@@ -95,16 +95,23 @@ class Release:
         return read
 
     def command(self, plan: ProcessPlan, config_path: Path, ready_fd: int) -> list[str]:
-        """How `LocalCluster` starts a process of it. It refuses settings that it does not know: they are left out."""
-        config = yaml.safe_load(config_path.read_text())
-        own = config_path.with_name(f"previous-{plan.name}.yaml")
+        """How `LocalCluster` starts a process of it: with the arguments that its own parent would give it."""
+        own = self.config(config_path, plan.name)
+        arguments = ["--config", str(own), "--index", str(plan.index), "--ready-fd", str(ready_fd)]
+        if plan.role is Role.ROUTER and yaml.safe_load(own.read_text())["router"]["processes"] > 1:
+            arguments += ["--siblings", str(config_path.parent)]
+        return [*self.prefix(), *module_prefix(plan.role), *arguments]
+
+    def config(self, config_path: Path, name: str) -> Path:
+        """A configuration without the settings that it does not know, which it would refuse."""
+        own = config_path.with_name(f"previous-{name}.yaml")
         own.touch(mode=0o600)
-        own.write_text(yaml.safe_dump(known(config, self.defaults())))
-        return self.prefix() + module_command(plan, own, ready_fd)
+        own.write_text(yaml.safe_dump(known(yaml.safe_load(config_path.read_text()), self.defaults())))
+        return own
 
     def prefix(self) -> list[str]:
         """What a command line of Python begins with, to run in its folder and with its code."""
-        return ["env", "-C", str(self.folder), f"PYTHONPATH={self.folder}"]
+        return ["/usr/bin/env", "-C", str(self.folder), f"PYTHONPATH={self.folder}"]
 
     def among(self, names: Collection[str], others: Command) -> Command:
         """How `LocalCluster` starts these processes from it, and all others as `others` says."""

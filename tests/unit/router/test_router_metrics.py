@@ -14,6 +14,7 @@ from router.worker_view import WorkerLoad
 from tandem.errors import Unavailable
 from tandem.outputs import FinishReason
 from tandem.prefix_pin import PinTotals
+from tandem.session_versions import SPOKEN
 from tests.unit.router import doors
 from tests.unit.router.test_placement import worker
 
@@ -61,6 +62,7 @@ def test_cache_tiers_are_shown_as_workers_count_them() -> None:
     }
     assert value(metrics, "tandem_worker_step_age_seconds", worker="w", role="decode") == 2.5
     assert value(metrics, "tandem_worker_backlog_tokens", worker="w", role="decode") == 1
+    assert value(metrics, "tandem_worker_protocol_version", worker="w", role="decode") == SPOKEN.newest
     assert value(metrics, "tandem_worker_cache_hits_total", **labels | {"tier": "other"}) == 0
     assert "tandem_worker_cache_hits_total" in metrics.render().decode()
     metrics.worker_loads([])
