@@ -30,6 +30,7 @@ from tandem.price_config import PriceConfig
 from tandem.prompt_cache_config import PinnedShares, PromptCaching
 from tandem.quality_config import QualityConfig
 from tandem.setting_names import meant_by
+from tandem.setting_variables import put, put_variables
 
 
 def _switch(value: Any) -> Any:
@@ -44,7 +45,6 @@ Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 MAX_REPLICAS = 256
 """Workers of one pool that one machine is asked to start."""
 MAX_TENSOR_PARALLEL = 64
-ENV_PREFIX = "TANDEM_"
 _MOST_TOLD = 16
 """Mistakes of one configuration."""
 
@@ -339,16 +339,14 @@ class ClusterConfig(Section):
 def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:
     """The configuration from `path` (defaults when None), then `TANDEM_*` variables, then `overrides`.
 
-    `TANDEM_ROUTER__PORT=9000` sets `router.port`. `overrides` maps dotted names to values; None values are ignored.
+    `overrides` maps dotted names to values; None values are ignored.
     Raises ConfigError that names the field and what is wrong with it.
     """
     data = read_mapping(path) if path is not None else {}
-    for name, value in sorted(os.environ.items()):
-        if name.startswith(ENV_PREFIX):
-            _put(data, name.removeprefix(ENV_PREFIX).lower().split("__"), _variable(name, value))
+    put_variables(data, os.environ)
     for dotted, value in (overrides or {}).items():
         if value is not None:
-            _put(data, dotted.split("."), value)
+            put(data, dotted.split("."), value)
     try:
         return ClusterConfig.model_validate(data)
     except ValidationError as error:
@@ -370,21 +368,6 @@ def _told(error: ErrorDetails) -> str:
 def dump(config: ClusterConfig) -> str:
     """The configuration as YAML, secrets included: for the file that `tandem up` hands to its processes."""
     return yaml.safe_dump(_plain(config.model_dump()), sort_keys=False)
-
-
-def _variable(name: str, value: str) -> Any:
-    try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise ConfigError(f"environment variable {name}: not YAML") from None
-
-
-def _put(data: dict[str, Any], keys: list[str], value: Any) -> None:
-    for key in keys[:-1]:
-        data = data.setdefault(key, {})
-        if not isinstance(data, dict):
-            raise ConfigError(f"{'.'.join(keys)}: {key} is not a section")
-    data[keys[-1]] = value
 
 
 def _plain(value: Any) -> Any:
