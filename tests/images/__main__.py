@@ -16,22 +16,24 @@ from tests.images.building import Image, build
 from tests.images.containers import Cluster, said
 from tests.images.context import gather
 from tests.images.dockerfile import FOLDER
-from tests.images.layers import Layers
+from tests.images.layers import Layers, namespace
 
 
 def main() -> int:
     """Have it done out of everybody's sight."""
     if len(sys.argv) > 1:
-        _build_and_run(Path(sys.argv[1]))
+        _build_and_run(Path(sys.argv[1]), machine=sys.argv[2])
         return 0
     with tempfile.TemporaryDirectory(prefix="tandem-images-") as folder:
-        command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        return subprocess.run([*command, sys.executable, "-m", "tests.images", folder], check=False).returncode
+        command = ["unshare", "--mount", "--fork", "--kill-child"]
+        return subprocess.run(
+            [*command, sys.executable, "-m", "tests.images", folder, namespace()], check=False
+        ).returncode
 
 
-def _build_and_run(folder: Path) -> None:
+def _build_and_run(folder: Path, *, machine: str) -> None:
     (folder / "layers").mkdir()
-    layers = Layers(folder / "layers")
+    layers = Layers(folder / "layers", machine=machine)
     context = gather(folder / "context")
     router = build(FOLDER / "router.Dockerfile", "router", context, layers)
     again = build(FOLDER / "router.Dockerfile", "router", context, layers)

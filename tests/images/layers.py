@@ -44,12 +44,12 @@ _INHERITED = (
 
 
 class Layers:
-    """Places for layers, in memory."""
+    """Places for layers, in memory. `machine` is the mount namespace in which they must not be made."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, machine: str) -> None:
         self._folder = folder
         self._count = 0
-        if Path("/proc/self/ns/mnt").readlink() == Path("/proc/1/ns/mnt").readlink():
+        if namespace() == machine:
             raise RuntimeError("layers are mounts: only in a mount namespace of their own")
         _run("mount", "-t", "tmpfs", "-o", "size=16g", "layers", str(folder))
         self.base = self._new("base")
@@ -85,6 +85,11 @@ class Layers:
             if hidden.name not in {*_SEEN, "cache", "models", "build", "own"}:
                 _run("mount", "-t", "tmpfs", "-o", "mode=1777", "hidden", str(hidden))
         return root
+
+
+def namespace() -> str:
+    """Of mounts, that this process is in."""
+    return str(Path("/proc/self/ns/mnt").readlink())
 
 
 def start(
