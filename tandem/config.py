@@ -27,6 +27,7 @@ from tandem.lock_config import DoorLocks, Host
 from tandem.model_path import checked_name
 from tandem.plain_yaml import read_mapping
 from tandem.price_config import PriceConfig
+from tandem.profile_config import ProfilingConfig
 from tandem.prompt_cache_config import PinnedShares, PromptCaching
 from tandem.quality_config import QualityConfig
 from tandem.setting_names import meant_by
@@ -271,6 +272,7 @@ class ClusterConfig(Section):
     telemetry: TelemetryConfig = TelemetryConfig()
     redis: RedisConfig = RedisConfig()
     prices: PriceConfig = PriceConfig()
+    profiling: ProfilingConfig = ProfilingConfig()
     secret: SecretStr | None = None
     """Keys block names and authenticates workers and routers to each other; `tandem up` draws one when absent."""
     control_socket: str | None = None

@@ -100,8 +100,12 @@ def start(
     folder: str,
     user: int = 0,
     mounts: Mapping[Path, str] | None = None,
+    output: int | None = None,
 ) -> "subprocess.Popen[bytes]":
-    """A process that is number 1 of its own, with this root; a user other than root has no right that root has."""
+    """A process that is number 1 of its own, with this root; a user other than root has no right that root has.
+
+    `output`: where its output goes, as `subprocess` says it.
+    """
     bound = [f"mount --bind {shlex.quote(str(at))} {shlex.quote(str(root) + to)}" for at, to in (mounts or {}).items()]
     bound += [f"mount -t tmpfs -o mode=1777 fresh {root}{one}" for one in ("/tmp", "/cache", "/models") if user]
     inside = ["chroot", str(root)]
@@ -110,7 +114,8 @@ def start(
         inside += ["setpriv", f"--reuid={user}", "--regid=0", "--clear-groups", *rights, "--"]
     inside += ["env", "-i", "-C", folder, *(f"{name}={value}" for name, value in variables.items()), *command]
     script = " && ".join([f"mount -t proc proc {root}/proc", *bound, f"exec {shlex.join(inside)}"])
-    return subprocess.Popen(["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", script])
+    apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
+    return subprocess.Popen([*apart, "sh", "-c", script], stdout=output)
 
 
 def _devices(at: Path) -> None:
