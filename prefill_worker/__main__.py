@@ -44,13 +44,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         server = make_server(auth)
         bound = listen(server, host_name, port)
-        identity = WorkerIdentity(
-            worker_id=WorkerId(f"prefill-{place.index}"),
-            incarnation=draw_incarnation(),
-            role=WorkerRole.PREFILL,
-            model_name=model_name(config.model.path, config.model.name),
-            address=f"{host_name}:{bound}",
-        )
+        identity = _identity(config, place.index, f"{host_name}:{bound}")
         host = EngineHost(parts, on_fatal=lifetime.fail)
         worker = PrefillWorker(identity, host)
         publisher = make_publisher(config.redis, cluster_secret(config), identity)
@@ -84,6 +78,16 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         await lifetime.wait()
         sessions.drain("the worker was told to stop")
         await leave(worker, drain_s=config.prefill.drain_s, succession_s=config.transfer.succession_s)
+
+
+def _identity(config: ClusterConfig, index: int, address: str) -> WorkerIdentity:
+    return WorkerIdentity(
+        worker_id=WorkerId(f"prefill-{index}"),
+        incarnation=draw_incarnation(),
+        role=WorkerRole.PREFILL,
+        model_name=model_name(config.model.path, config.model.name),
+        address=address,
+    )
 
 
 def _parts(config: ClusterConfig, ready_fd: int | None) -> EngineParts:
