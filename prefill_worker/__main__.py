@@ -80,16 +80,6 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         await leave(worker, drain_s=config.prefill.drain_s, succession_s=config.transfer.succession_s)
 
 
-def _identity(config: ClusterConfig, index: int, address: str) -> WorkerIdentity:
-    return WorkerIdentity(
-        worker_id=WorkerId(f"prefill-{index}"),
-        incarnation=draw_incarnation(),
-        role=WorkerRole.PREFILL,
-        model_name=model_name(config.model.path, config.model.name),
-        address=address,
-    )
-
-
 def _parts(config: ClusterConfig, ready_fd: int | None) -> EngineParts:
     return assemble(engine_spec(config), pool=SharedPool, progress=load_progress(ready_fd))
 

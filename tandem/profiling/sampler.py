@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 from tandem.profiling.stacks import MAX_DEPTH, StackTally
 
@@ -20,6 +20,7 @@ class StackSampler:
         """Made on the loop's own thread."""
         self.tally = StackTally()
         self._loop, self._loop_thread, self._period_s = loop, threading.get_ident(), period_s
+        self._names: dict[CodeType, str] = {}
         self._stopped = threading.Event()
 
     def run(self, seconds: float) -> StackTally:
@@ -46,7 +47,17 @@ class StackSampler:
                 continue
             of_loop = ident == self._loop_thread
             begin = ["event loop", *([task] if task else [])] if of_loop else [_bare(names.get(ident, "thread"))]
-            self.tally.add([*begin, *_stack(frame)])
+            self.tally.add([*begin, *self._stack(frame)])
+
+    def _stack(self, frame: FrameType | None) -> list[str]:
+        frames: list[str] = []
+        while frame is not None and len(frames) <= MAX_DEPTH:
+            code = frame.f_code
+            if (name := self._names.get(code)) is None:
+                name = self._names[code] = f"{code.co_qualname} ({_shortened(code.co_filename)})"
+            frames.append(name)
+            frame = frame.f_back
+        return frames[::-1]
 
     def _task_name(self) -> str | None:
         """The name of the running task's coroutine: tasks' own names may hold requests' ids."""
@@ -56,15 +67,6 @@ class StackSampler:
             return None
         coroutine = task.get_coro() if task is not None else None
         return None if coroutine is None else f"task {getattr(coroutine, '__qualname__', type(coroutine).__name__)}"
-
-
-def _stack(frame: FrameType | None) -> list[str]:
-    frames: list[str] = []
-    while frame is not None and len(frames) <= MAX_DEPTH:
-        code = frame.f_code
-        frames.append(f"{code.co_qualname} ({_shortened(code.co_filename)})")
-        frame = frame.f_back
-    return frames[::-1]
 
 
 def _shortened(filename: str) -> str:
