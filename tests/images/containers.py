@@ -21,7 +21,7 @@ from tests.images.layers import Layers, start
 USER = 54321
 """Nobody of the image's: no name, no home, and only the group that everybody of OpenShift's has."""
 _CONFIG = "/etc/tandem/cluster"
-_START_S, _STOP_S = 180.0, 60.0
+_START_S, _STOP_S = 300.0, 90.0
 
 
 class Container:
