@@ -11,6 +11,7 @@ import typer
 from cluster.autoscale_cli import autoscale
 from cluster.doctor_cli import doctor
 from cluster.fleet_cli import flip, restart, scale
+from cluster.profile_cli import profile
 from cluster.simulate_cli import plan, simulate
 from tandem.errors import ConfigError
 
@@ -266,6 +267,7 @@ def bench(context: typer.Context) -> None:
 
 
 app.command(rich_help_panel=_LOOK)(doctor)
+app.command(rich_help_panel=_LOOK)(profile)
 
 
 @app.command(rich_help_panel=_LOOK)

@@ -15,6 +15,7 @@ from fabric.config import tcp_settings, transfer_settings
 from fabric.leaving import Legator, leave
 from fabric.region import region_of
 from fabric.service import FabricPlan, Spawn, open_fabric
+from fabric.trace_service import serve_traces
 from kv_transfer.transports.shared_pool import SharedPool
 from kv_transfer.transports.tcp_settings import TcpSettings
 from tandem.board.assembly import make_publisher, publish
@@ -61,6 +62,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         stack.push_async_callback(host.stop)
         await _with_fabric(stack, server, worker, host, config, tcp, tasks.create_task)
         sessions.register(server)
+        serve_traces(server, host, config.profiling)
         await server.start()
         stack.push_async_callback(server.stop, 0.5)
         stack.callback(sessions.finish)

@@ -139,6 +139,10 @@ class Engine:
             call.fail(closed)
         return call.future
 
+    def replace_runner(self, replace: Callable[[Runner], Runner]) -> None:
+        """From the next launch on; only on the engine's thread, in a closure. Steps under way stay their runner's."""
+        self._runner = replace(self._runner)
+
     def wake(self) -> None:
         """Something outside has changed that the next plan may look at; from any thread."""
         with self._wake:

@@ -20,6 +20,7 @@ from engine.guide import TokenGuide
 from engine.kv_events import KVEventBatch
 from engine.rates import RateMeter
 from engine.request import Request
+from engine.runner import Runner
 from engine.scheduler import Scheduler
 from engine.stall import EngineStalled, StallWatch
 from engine.step import LayersDone, Load, StepOutput
@@ -110,6 +111,10 @@ class EngineHost:
     def post(self, fn: Callable[[Scheduler], object]) -> None:
         """Run `fn` between two steps; a refusal is nobody's concern. Keeps its place among other calls."""
         self._engine.call(fn).add_done_callback(_drop_refusal)
+
+    async def replace_runner(self, replace: Callable[[Runner], Runner]) -> None:
+        """Have the next steps launched by another; `replace` runs on the engine's thread, between two steps."""
+        await self.call(lambda _: self._engine.replace_runner(replace))
 
     def pin(self, order: PinOrder, told: Callable[[PinTold], None]) -> None:
         """Make or renew a pin between two steps; `told` hears of it on the event loop."""

@@ -12,6 +12,7 @@ from fabric.config import tcp_settings, transfer_settings
 from fabric.leaving import Legator, leave
 from fabric.region import region_of
 from fabric.service import FabricPlan, open_fabric
+from fabric.trace_service import serve_traces
 from kv_transfer.region import KVRegion
 from kv_transfer.transports.shared_pool import SharedPool
 from prefill_worker.config import engine_spec
@@ -43,13 +44,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         server = make_server(auth)
         bound = listen(server, host_name, port)
-        identity = WorkerIdentity(
-            worker_id=WorkerId(f"prefill-{place.index}"),
-            incarnation=draw_incarnation(),
-            role=WorkerRole.PREFILL,
-            model_name=model_name(config.model.path, config.model.name),
-            address=f"{host_name}:{bound}",
-        )
+        identity = _identity(config, place.index, f"{host_name}:{bound}")
         host = EngineHost(parts, on_fatal=lifetime.fail)
         worker = PrefillWorker(identity, host)
         publisher = make_publisher(config.redis, cluster_secret(config), identity)
@@ -72,6 +67,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         )
         worker.fabric = await open_fabric(stack, server, plan)
         sessions.register(server)
+        serve_traces(server, host, config.profiling)
         await server.start()
         stack.push_async_callback(server.stop, 0.5)
         stack.callback(sessions.finish)
@@ -86,6 +82,16 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
 
 def _parts(config: ClusterConfig, ready_fd: int | None) -> EngineParts:
     return assemble(engine_spec(config), pool=SharedPool, progress=load_progress(ready_fd))
+
+
+def _identity(config: ClusterConfig, index: int, address: str) -> WorkerIdentity:
+    return WorkerIdentity(
+        worker_id=WorkerId(f"prefill-{index}"),
+        incarnation=draw_incarnation(),
+        role=WorkerRole.PREFILL,
+        model_name=model_name(config.model.path, config.model.name),
+        address=address,
+    )
 
 
 def _region(parts: EngineParts, stack: AsyncExitStack) -> KVRegion:

@@ -33,12 +33,14 @@ from router.grammar_check import GrammarProcess
 from router.grpc.server import GrpcDoor, build_server
 from router.http.app import Extras, create_app
 from router.http.connections import ConnectionLimits
+from router.http.profile_routes import ProfileRoutes
 from router.http.server import HttpDoor
 from router.metrics import RouterMetrics
 from router.named_caches import KeptPrompts, NamedCaches
 from router.named_siblings import NamedSiblings
 from router.placer import Placer
 from router.prefix_map import PrefixMap
+from router.profiles import Profiles
 from router.quality_probe import QUALITY_SALT, QualityProbe
 from router.reached import ReachedWorkers
 from router.readiness import Readiness, first_worker
@@ -110,7 +112,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         readiness = Readiness(registry, metrics, canary.answering)
         status = await open_status(stack, place, model, dispatcher, gate, metrics, decisions, readiness)
         batches = await open_batches(stack, frontend, gate, config.router, metrics)
-        extras = Extras(decisions=decisions, status=status, batches=batches)
+        extras = Extras(decisions=decisions, status=status, batches=batches, profiles=_looks(config, secret, fleet))
         app = create_app(frontend, gate, readiness, config.router, metrics, extras, keeper)
         bounds = connection_bounds(config.router.connections, raise_file_limit())
         server = build_server(frontend, gate, config.router, metrics, bounds.grpc, shares_port=True, keeper=keeper)
@@ -147,6 +149,12 @@ async def _begin_quality_probe(
         period_s=asked.period_s,
     )
     metrics.registry.register(await stack.enter_async_context(probe))
+
+
+def _looks(config: ClusterConfig, secret: bytes, fleet: WorkerFleet) -> ProfileRoutes | None:
+    if not config.profiling.enabled:
+        return None
+    return ProfileRoutes(Profiles(config.profiling, fleet.addresses, ClusterAuth(secret).client_metadata()))
 
 
 def _announce(heart: Heartbeat, where: str, http: HttpDoor, rpc: GrpcDoor) -> None:

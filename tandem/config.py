@@ -27,10 +27,12 @@ from tandem.lock_config import DoorLocks, Host
 from tandem.model_path import checked_name
 from tandem.plain_yaml import read_mapping
 from tandem.price_config import PriceConfig
+from tandem.profile_config import ProfilingConfig
 from tandem.prompt_cache_config import PinnedShares, PromptCaching
 from tandem.quality_config import QualityConfig
 from tandem.ray_config import RayConfig
 from tandem.setting_names import meant_by
+from tandem.setting_variables import put, put_variables
 
 
 def _switch(value: Any) -> Any:
@@ -45,7 +47,6 @@ Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 MAX_REPLICAS = 256
 """Workers of one pool that one machine is asked to start."""
 MAX_TENSOR_PARALLEL = 64
-ENV_PREFIX = "TANDEM_"
 _MOST_TOLD = 16
 """Mistakes of one configuration."""
 
@@ -276,6 +277,7 @@ class ClusterConfig(Section):
     redis: RedisConfig = RedisConfig()
     ray: RayConfig = RayConfig()
     prices: PriceConfig = PriceConfig()
+    profiling: ProfilingConfig = ProfilingConfig()
     secret: SecretStr | None = None
     """Keys block names and authenticates workers and routers to each other; `tandem up` draws one when absent."""
     control_socket: str | None = None
@@ -344,16 +346,14 @@ class ClusterConfig(Section):
 def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:
     """The configuration from `path` (defaults when None), then `TANDEM_*` variables, then `overrides`.
 
-    `TANDEM_ROUTER__PORT=9000` sets `router.port`. `overrides` maps dotted names to values; None values are ignored.
+    `overrides` maps dotted names to values; None values are ignored.
     Raises ConfigError that names the field and what is wrong with it.
     """
     data = read_mapping(path) if path is not None else {}
-    for name, value in sorted(os.environ.items()):
-        if name.startswith(ENV_PREFIX):
-            _put(data, name.removeprefix(ENV_PREFIX).lower().split("__"), _variable(name, value))
+    put_variables(data, os.environ)
     for dotted, value in (overrides or {}).items():
         if value is not None:
-            _put(data, dotted.split("."), value)
+            put(data, dotted.split("."), value)
     try:
         return ClusterConfig.model_validate(data)
     except ValidationError as error:
@@ -375,21 +375,6 @@ def _told(error: ErrorDetails) -> str:
 def dump(config: ClusterConfig) -> str:
     """The configuration as YAML, secrets included: for the file that `tandem up` hands to its processes."""
     return yaml.safe_dump(_plain(config.model_dump()), sort_keys=False)
-
-
-def _variable(name: str, value: str) -> Any:
-    try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise ConfigError(f"environment variable {name}: not YAML") from None
-
-
-def _put(data: dict[str, Any], keys: list[str], value: Any) -> None:
-    for key in keys[:-1]:
-        data = data.setdefault(key, {})
-        if not isinstance(data, dict):
-            raise ConfigError(f"{'.'.join(keys)}: {key} is not a section")
-    data[keys[-1]] = value
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ ServingError
 ├── Unauthenticated           401
 ├── ModelNotFound             404
 ├── RouteNotFound             404
+├── NotAllowed                403  a good key, and not for this
 ├── Overloaded                429  a bounded queue or limit is full; carries Retry-After
 ├── Unavailable               503  no healthy worker can take it now; carries Retry-After
 ├── DeadlineExceeded          504
@@ -28,6 +29,7 @@ class Code(Enum):
 
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
     UNAUTHENTICATED = "UNAUTHENTICATED"
+    PERMISSION_DENIED = "PERMISSION_DENIED"
     NOT_FOUND = "NOT_FOUND"
     RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
     UNAVAILABLE = "UNAVAILABLE"
@@ -81,6 +83,14 @@ class Unauthenticated(ServingError):
     code = Code.UNAUTHENTICATED
     http_status = 401
     kind = "AuthenticationError"
+
+
+class NotAllowed(ServingError):
+    """The key is good, and not for this."""
+
+    code = Code.PERMISSION_DENIED
+    http_status = 403
+    kind = "PermissionDeniedError"
 
 
 class ModelNotFound(ServingError):

@@ -22,6 +22,7 @@ from router.http.guard import Guard, OperatorPage, operator, public
 from router.http.messages import MessagesRoutes
 from router.http.middleware import Envelope
 from router.http.openapi import OpenApiRoute
+from router.http.profile_routes import ProfileRoutes
 from router.http.responses import ResponsesRoutes
 from router.http.routes import Routes
 from router.http.static_page import add_page
@@ -57,6 +58,8 @@ class Extras:
     status: StatusFeed | None = None
     """Shown below /status/ and on the page at /."""
     batches: BatchRoutes | None = None
+    profiles: ProfileRoutes | None = None
+    """Below /debug/profile."""
 
 
 def create_app(
@@ -103,6 +106,11 @@ def _add_extras(routes: Routes, extras: Extras) -> None:
             routes.off(path, "router.batches.path")
     if extras.decisions is not None and extras.decisions.most:
         routes.add("GET", "/debug/decisions", public(DecisionRoutes(extras.decisions).show))
+    if extras.profiles is not None:
+        routes.add("POST", "/debug/profile/router", public(extras.profiles.router))
+        routes.add("POST", "/debug/profile/worker", public(extras.profiles.worker))
+    else:
+        routes.off("/debug/profile", "profiling.enabled")
     if extras.status is not None:
         shown = StatusRoutes(extras.status, write_timeout_s=STATUS_WRITE_TIMEOUT_S)
         routes.add("GET", "/status/snapshot", public(shown.snapshot))

@@ -158,6 +158,12 @@ _OBJECTS: dict[str, Schema] = {
 }
 _OTHERS: dict[str, dict[str, Any]] = {
     "GET /metrics": {"text/plain": {"schema": TEXT}},
+    "POST /debug/profile/router": {
+        _JSON: {"schema": ANY_OBJECT},
+        "text/plain": {"schema": TEXT},
+        "image/svg+xml": {"schema": TEXT},
+    },
+    "POST /debug/profile/worker": {"application/gzip": {"schema": {"type": "string", "format": "binary"}}},
     # Lines, each of them JSON.
     "GET /v1/files/{file_id}/content": {_FILE: {"schema": {"type": "string", "contentMediaType": _FILE}}},
 }

@@ -42,9 +42,16 @@ def _number(most: int, least: int = 1) -> Schema:
     return {"type": "integer", "minimum": least, "maximum": most}
 
 
+_SECONDS = _query("seconds", {"type": "number", "exclusiveMinimum": 0, "maximum": 600})
 _LIST = [_query("after", TEXT), _query("limit", _number(MOST_LISTED))]
 _QUERIES: dict[str, list[dict[str, Any]]] = {
     "GET /debug/decisions": [_query("limit", _number(1000)), _query("request_id", TEXT | {"maxLength": 256})],
+    "POST /debug/profile/router": [_SECONDS, _query("format", one_of("speedscope", "collapsed", "svg"))],
+    "POST /debug/profile/worker": [
+        _query("worker", TEXT) | {"required": True},
+        _query("steps", _number(10_000)),
+        _SECONDS,
+    ],
     f"GET {BATCHES}": _LIST,
     f"GET {FILES}": [*_LIST, _query("purpose", TEXT), _query("order", one_of("asc", "desc"))],
     f"GET {PATH}": [_query("pageSize", _number(999_999, 0)), _query("pageToken", TEXT | {"pattern": "^[0-9]{0,6}$"})],

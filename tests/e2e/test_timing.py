@@ -1,5 +1,6 @@
 """Where the time of real requests went: phases add up, sources are named, a failover is told, tenants' totals agree."""
 
+import asyncio
 import json
 import signal
 import time
@@ -8,6 +9,7 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
+from cluster.profile_cli import profile
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceStub
@@ -17,6 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 ASK = {"X-Tandem-Timing": "1"}
 PHASES = ("queue_s", "prefill_s", "transfer_s", "decode_queue_s", "decode_s")
 SETTINGS = {
+    "profiling__enabled": True,
     "decode__replicas": 2,
     "prices": {"completion_per_million": 5.0, "prompt_per_million": 1.0, "cached_discount": 0.5, "currency": "EUR"},
 }
@@ -145,3 +148,28 @@ async def test_what_was_computed_twice_is_told(cluster, oracle):
     check(timing, usage, took_s)
     assert usage["completion_tokens"] == num_tokens
     assert 1.0 < timing["retry_amplification"] < 4.0
+
+
+async def test_a_look_inside_while_it_works(cluster, oracle, tmp_path):
+    """A trace of a worker's steps and the router's stacks, through the command, with a request under way."""
+    stop = asyncio.Event()
+
+    async def work():
+        for seed in range(100, 100_000):
+            await cluster.tokens(oracle.story(seed, 100), 16)
+            if stop.is_set():
+                return
+
+    working = asyncio.create_task(work())
+    try:
+        url = cluster.local.http_url
+        trace, flame = tmp_path / "trace.json", tmp_path / "flame.svg"
+        await asyncio.to_thread(profile, out=trace, worker="prefill-0", steps=2, seconds=60.0, url=url)
+        await asyncio.to_thread(profile, out=flame, router=True, seconds=0.2, url=url)
+    finally:
+        stop.set()
+    await working
+    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"]]
+    assert [name.partition(":")[0] for name in names if name.startswith("step ")] == ["step 1", "step 2"]
+    assert any("tokens" in name for name in names)
+    assert "event loop" in flame.read_text()

@@ -190,3 +190,21 @@ def test_the_readmes_settings_are_the_defaults(tmp_path: Path) -> None:
     assert set(yaml.safe_load(shown)) == {"model", "prefill", "decode", "router", "engine", "transfer", "telemetry"}
     given, default = load(path, {"secret": "s" * 16}), load(None, {"secret": "s" * 16})
     assert given == default
+
+
+def test_a_variable_may_name_a_file_that_holds_the_value(tmp_path, monkeypatch):
+    (tmp_path / "secret").write_text("0123456789abcdef: [not YAML\n")
+    monkeypatch.setenv("TANDEM_SECRET__FILE", str(tmp_path / "secret"))
+    (tmp_path / "password").write_text("0017")
+    monkeypatch.setenv("TANDEM_REDIS__PASSWORD__FILE", str(tmp_path / "password"))
+    config = load(None, {"redis.url": "redis://somewhere"})
+    assert config.secret is not None
+    assert config.secret.get_secret_value() == "0123456789abcdef: [not YAML"
+    assert config.redis.password is not None
+    assert config.redis.password.get_secret_value() == "0017"  # a text, whatever it looks like
+
+
+def test_a_variable_whose_file_is_not_there_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_SECRET__FILE", str(tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match=r"TANDEM_SECRET__FILE: .*nothing: No such file"):
+        load(None)

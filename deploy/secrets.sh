@@ -1,0 +1,28 @@
+#!/bin/sh
+# Makes the secrets of deploy/compose.yaml, each once: a file that is there stays. Prints where the first API key is.
+set -eu
+umask 077
+cd "$(dirname "$0")"
+mkdir -p secrets data/kernels data/prometheus data/grafana
+random() { head -c 24 /dev/urandom | od -An -v -tx1 | tr -d ' \n'; }
+once() { [ -s "secrets/$1" ] || printf '%s' "$2" > "secrets/$1"; }
+digest() { printf 'sha256:%s' "$(printf '%s' "$(cat "secrets/$1")" | sha256sum | cut -d' ' -f1)"; }
+once cluster_secret "$(random)"
+once redis_password "$(random)"
+once redis_auth "requirepass $(cat secrets/redis_password)
+"
+once first_key "sk-$(random)"
+once metrics_key "sk-$(random)"
+once grafana_password "$(random)"
+once api_keys "api_keys:
+  - {key: \"$(digest first_key)\", tenant: first}
+  - {key: \"$(digest metrics_key)\", tenant: metrics}
+"
+# Containers run as whoever may read them: you, or where you are root nobody in particular.
+user="$(id -u):$(id -g)"
+if [ "${user%%:*}" = 0 ]; then
+    user=10001:10001
+    chown -R "$user" secrets data
+fi
+[ -e .env ] || echo "TANDEM_USER=$user" > .env
+echo "An API key: $PWD/secrets/first_key; Grafana's admin: $PWD/secrets/grafana_password"

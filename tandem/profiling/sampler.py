@@ -1,0 +1,82 @@
+"""Looks at this process's threads a hundred times a second, from one thread more, for as long as somebody asked."""
+
+import asyncio
+import sys
+import threading
+import time
+from pathlib import Path
+from types import CodeType, FrameType
+
+from tandem.profiling.stacks import MAX_DEPTH, StackTally
+
+PERIOD_S = 0.01
+_ROOT = Path(__file__).parents[2]
+
+
+class StackSampler:
+    """One look; `stop` ends it early. Of the event loop's thread the running task is told, too, by its coroutine."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, period_s: float = PERIOD_S) -> None:
+        """Made on the loop's own thread."""
+        self.tally = StackTally()
+        self._loop, self._loop_thread, self._period_s = loop, threading.get_ident(), period_s
+        self._names: dict[CodeType, str] = {}
+        self._stopped = threading.Event()
+
+    def run(self, seconds: float) -> StackTally:
+        """Blocks: for a thread of its own."""
+        now_s = time.monotonic()
+        ends_s, due_s = now_s + seconds, now_s
+        while now_s < ends_s and not self._stopped.is_set():
+            self._look()
+            # A look that came late does not bring the next ones closer together.
+            due_s = max(due_s + self._period_s, time.monotonic())
+            self._stopped.wait(min(due_s, ends_s) - time.monotonic())
+            now_s = time.monotonic()
+        return self.tally
+
+    def stop(self) -> None:
+        """From any thread."""
+        self._stopped.set()
+
+    def _look(self) -> None:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        task = self._task_name()
+        for ident, frame in sys._current_frames().items():  # the documented way; there is no other
+            if ident == threading.get_ident():
+                continue
+            of_loop = ident == self._loop_thread
+            begin = ["event loop", *([task] if task else [])] if of_loop else [_bare(names.get(ident, "thread"))]
+            self.tally.add([*begin, *self._stack(frame)])
+
+    def _stack(self, frame: FrameType | None) -> list[str]:
+        frames: list[str] = []
+        while frame is not None and len(frames) <= MAX_DEPTH:
+            code = frame.f_code
+            if (name := self._names.get(code)) is None:
+                name = self._names[code] = f"{code.co_qualname} ({_shortened(code.co_filename)})"
+            frames.append(name)
+            frame = frame.f_back
+        return frames[::-1]
+
+    def _task_name(self) -> str | None:
+        """The name of the running task's coroutine: tasks' own names may hold requests' ids."""
+        try:
+            task = asyncio.current_task(self._loop)
+        except RuntimeError:  # a Python that tells it to the loop's own thread alone
+            return None
+        coroutine = task.get_coro() if task is not None else None
+        return None if coroutine is None else f"task {getattr(coroutine, '__qualname__', type(coroutine).__name__)}"
+
+
+def _shortened(filename: str) -> str:
+    """From the package on: `router/http/app.py`, `starlette/requests.py`."""
+    path = Path(filename)
+    if path.is_relative_to(_ROOT) and "site-packages" not in path.parts[len(_ROOT.parts) :]:
+        return str(path.relative_to(_ROOT))
+    return "/".join(path.parts[-2:])
+
+
+def _bare(name: str) -> str:
+    """Threads of one pool are one."""
+    return name.rstrip("0123456789_-") or "thread"

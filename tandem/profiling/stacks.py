@@ -1,0 +1,57 @@
+"""What threads were seen doing, counted, and in the formats of those who draw it. Pure."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+MAX_DEPTH = 128
+MAX_STACKS = 20_000
+CUT, OTHER = "(deeper)", "(other stacks)"
+
+
+class StackTally:
+    """Samples of stacks, outermost frame first. What does not fit is counted and not told apart."""
+
+    def __init__(self, *, max_stacks: int = MAX_STACKS) -> None:
+        self._max_stacks = max_stacks
+        self._counts: Counter[tuple[str, ...]] = Counter()
+        self.num_samples = 0
+
+    def add(self, stack: Sequence[str]) -> None:
+        """One sample of one thread."""
+        kept = tuple(stack) if len(stack) <= MAX_DEPTH else (*stack[: MAX_DEPTH - 1], CUT)
+        if kept not in self._counts and len(self._counts) >= self._max_stacks:
+            kept = (OTHER,)
+        self._counts[kept] += 1
+        self.num_samples += 1
+
+    def __iter__(self) -> Iterator[tuple[tuple[str, ...], int]]:
+        """Stacks and how often each was seen, in the order of their names."""
+        return iter(sorted(self._counts.items()))
+
+
+def collapsed(tally: StackTally) -> str:
+    """A line for each stack: frames from the outermost on with semicolons between them, and the count."""
+    return "".join(f"{';'.join(frame.replace(';', ':') for frame in stack)} {count}\n" for stack, count in tally)
+
+
+def speedscope(tally: StackTally, *, name: str, period_s: float) -> dict[str, Any]:
+    """The file format of speedscope; a sample weighs the time between two."""
+    indices: dict[str, int] = {}
+    samples = [[indices.setdefault(frame, len(indices)) for frame in stack] for stack, _ in tally]
+    weights = [count * period_s for _, count in tally]
+    profile = {
+        "type": "sampled",
+        "name": name,
+        "unit": "seconds",
+        "startValue": 0,
+        "endValue": sum(weights),
+        "samples": samples,
+        "weights": weights,
+    }
+    return {
+        "$schema": "https://www.speedscope.app/file-format-schema.json",
+        "name": name,
+        "shared": {"frames": [{"name": frame} for frame in indices]},
+        "profiles": [profile],
+    }

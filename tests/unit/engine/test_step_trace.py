@@ -1,0 +1,81 @@
+"""A trace of the steps of an engine that runs: as many as were asked for, and the engine is as it was."""
+
+import asyncio
+import gzip
+import json
+
+import pytest
+
+from engine.runner import Runner
+from engine.step_trace import StepTrace, TracedRunner, trace_steps
+from tandem.sampling import SamplingParams
+from tests.unit.engine import ledger
+from tests.unit.engine.ledger import LedgerRunner
+from tests.unit.engine.test_engine_loop import Harness, running
+
+WAIT_S = 60.0
+
+
+class Host:
+    """What `trace_steps` asks of an engine's host."""
+
+    def __init__(self, harness: Harness) -> None:
+        self._engine = harness.engine
+        self.runners: list[Runner] = []
+        self.was_asked = asyncio.Event()
+
+    async def replace_runner(self, replace):
+        def noted(runner):
+            self.runners.append(replace(runner))
+            return self.runners[-1]
+
+        await asyncio.wrap_future(self._engine.call(lambda _: self._engine.replace_runner(noted)))
+        self.was_asked.set()
+
+
+def submit(harness: Harness, max_tokens: int) -> None:
+    request = ledger.request(range(10), params=SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    harness.engine.call(lambda scheduler: scheduler.add(request)).result(WAIT_S)
+
+
+async def tokens(harness: Harness) -> list[int]:
+    [told] = (await asyncio.to_thread(harness.tokens, 1)).values()
+    return told
+
+
+async def test_as_many_steps_as_were_asked_for_are_named(tmp_path):
+    runner = LedgerRunner()
+    with running(runner) as harness:
+        host, trace = Host(harness), StepTrace()
+        recording = asyncio.create_task(trace_steps(host, trace, num_steps=3, timeout_s=WAIT_S))
+        await host.was_asked.wait()
+        submit(harness, 30)
+        assert await recording >= 3
+        assert isinstance(host.runners[0], TracedRunner)
+        assert host.runners[1] is runner
+        assert len(await tokens(harness)) == 30
+    await asyncio.to_thread(trace.write, tmp_path / "trace.json.gz")
+    events = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
+    steps = [event["name"] for event in events if event["name"].startswith("step ")]
+    assert steps[0].startswith("step 1: ")
+    assert len(steps) >= 3
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_who_waits_for_no_step_or_leaves_changes_nothing(leaves):
+    runner = LedgerRunner()
+    with running(runner) as harness:
+        host = Host(harness)
+        recording = asyncio.create_task(
+            trace_steps(host, StepTrace(), num_steps=3, timeout_s=WAIT_S if leaves else 0.0)
+        )
+        await host.was_asked.wait()
+        if leaves:
+            recording.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await recording
+        else:
+            assert await recording == 0
+        assert host.runners[-1] is runner
+        submit(harness, 3)
+        assert len(await tokens(harness)) == 3
