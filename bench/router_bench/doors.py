@@ -109,10 +109,13 @@ def cpu_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def run_client(url: str, body: Mapping[str, Any], *, connections: int, requests: int) -> dict[str, Any]:
-    """Its tally."""
+def run_client(
+    url: str, body: Mapping[str, Any], *, connections: int, requests: int, salt: str | None = None
+) -> dict[str, Any]:
+    """Its tally. `salt`: each request has a cache salt of its own that begins so."""
     command = [sys.executable, "-m", "bench.router_bench.door_load", f"{url}/v1/chat/completions"]
     command += ["--body", json.dumps(body), "--connections", str(connections), "--requests", str(requests)]
+    command += ["--salt", salt] if salt is not None else []
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
         raise CannotMeasure(f"the client failed: {done.stderr[-500:]}")

@@ -1,0 +1,22 @@
+"""The command line of `python -m bench telemetry`. Imports nothing heavy: help must come at once."""
+
+import argparse
+from pathlib import Path
+
+SITTINGS = 2
+ROUNDS = 5
+TURN_S = 3.0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare them."""
+    parser.add_argument(
+        "--sittings", type=int, default=SITTINGS, metavar="N", help=f"times that clusters are started; {SITTINGS}"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=ROUNDS, metavar="N", help=f"of each sitting, a turn of each cluster; {ROUNDS}"
+    )
+    parser.add_argument(
+        "--turn", type=float, default=TURN_S, metavar="SECONDS", help=f"of each load in a turn; {TURN_S:g}"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
