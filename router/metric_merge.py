@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-_OF_WORKERS = ("tandem_worker", "vllm:num_preemptions")
+_OF_WORKERS = ("tandem_worker", "vllm:num_preemptions", "vllm:iteration_tokens_total")
 _ADDED_GAUGES = frozenset(
     {"vllm:num_requests_waiting", "vllm:num_requests_running", "tandem_queue_requests", "tandem_queue_tokens"}
 )
