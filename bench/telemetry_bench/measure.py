@@ -6,6 +6,7 @@ cluster without telemetry shows what is left. Metrics are counted in all of them
 """
 
 import argparse
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ MAX_COST_PERCENT = 3.0
 PRODUCTION_RATIO = 0.01
 _SPANS_AT_LEAST = 10
 """Of a request through both pools that is traced."""
-_FIRST_TURN = 48
+_FIRST_TURN = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,21 +53,22 @@ async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console, e
     turns: Rounds = {(load, kind): [] for load in LOADS for kind in (OFF, *KINDS)}
     for number in range(given.sittings):
         err.print(f"sitting {number + 1} of {given.sittings}")
-        await _sit(turns, given.rounds, given.turn)
+        await _sit(turns, given.seconds / given.sittings, given.turn)
+    err.print(f"{len(turns[LOADS[0], OFF])} rounds")
     for load in LOADS:
         rows += _rows(turns, load)
     show(out, rows)
 
 
-async def _sit(turns: Rounds, num_rounds: int, turn_s: float) -> None:
-    """Clusters of their own for a few rounds."""
+async def _sit(turns: Rounds, rounds_s: float, turn_s: float) -> None:
+    """Clusters of their own, and rounds for so long."""
     async with AsyncExitStack() as stack:
         subjects = {kind: await _start(stack, kind) for kind in (OFF, *KINDS)}
         counts = {load: await _turn_size(subjects, load, turn_s) for load in LOADS}
-        kinds = list(subjects)
-        for number in range(num_rounds):
-            first = number % len(kinds)
-            for kind in kinds[first:] + kinds[:first]:
+        kinds, end_s = list(subjects), time.monotonic() + rounds_s
+        while time.monotonic() < end_s:
+            kinds = [*kinds[1:], kinds[0]]
+            for kind in kinds:
                 for load, num_requests in counts.items():
                     turns[load, kind].append(await take_turn(subjects[kind], load, num_requests))
 

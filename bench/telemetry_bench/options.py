@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
-SITTINGS = 2
-ROUNDS = 5
-TURN_S = 3.0
+SITTINGS = 1
+SECONDS = 180.0
+TURN_S = 2.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -14,9 +14,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--sittings", type=int, default=SITTINGS, metavar="N", help=f"times that clusters are started; {SITTINGS}"
     )
     parser.add_argument(
-        "--rounds", type=int, default=ROUNDS, metavar="N", help=f"of each sitting, a turn of each cluster; {ROUNDS}"
+        "--seconds", type=float, default=SECONDS, metavar="S", help=f"of all rounds; one more ends later; {SECONDS:g}"
     )
-    parser.add_argument(
-        "--turn", type=float, default=TURN_S, metavar="SECONDS", help=f"of each load in a turn; {TURN_S:g}"
-    )
+    parser.add_argument("--turn", type=float, default=TURN_S, metavar="S", help=f"of each load in a turn; {TURN_S:g}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
