@@ -9,11 +9,12 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import islice
 from typing import Protocol, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from router.attempts import RetryReason
 from router.board_metrics import PublishMetrics
+from router.exposition import exposition
 from router.genai_metrics import GenAiMetrics
 from router.instruments import Spread, Total, Totals
 from router.pin_metrics import PinMetrics
@@ -163,7 +164,7 @@ class RouterMetrics:
     def render(self) -> bytes:
         """The text exposition format."""
         self._refresh()
-        return generate_latest(self.registry)
+        return exposition(self.registry)
 
     def http_answered(self, route: str, method: str, status: int) -> None:
         """`route` is the route's pattern, never the path that was asked for."""
