@@ -124,8 +124,10 @@ def run_client(
 
 
 @contextmanager
-def cluster(*, num_workers: int, step_ms: float = 10.0) -> Iterator[tuple[str, psutil.Process]]:
-    """A router over mock workers: its URL and its process."""
+def cluster(
+    *, num_workers: int, step_ms: float = 10.0, more: Mapping[str, Any] | None = None
+) -> Iterator[tuple[str, psutil.Process]]:
+    """A router over mock workers: its URL and its process. `more`: sections of its configuration."""
     secret, ports = secrets.token_hex(16), free_ports(num_workers + 2)
     tokenizer = Tokenizer.load(model_directory("builtin"))
     says = [str(token_id) for token_id in tokenizer.encode(_WORDS, add_special_tokens=False)]
@@ -143,6 +145,7 @@ def cluster(*, num_workers: int, step_ms: float = 10.0) -> Iterator[tuple[str, p
             "router": {"port": ports[0], "grpc_port": ports[1], "max_inflight_requests": 4096},
             "prefill": {"replicas": 0},
             "decode": {"replicas": num_workers, "addresses": [f"127.0.0.1:{port}" for port in ports[2:]]},
+            **(more or {}),
         }
         file = folder / "cluster.yaml"
         file.write_text(yaml.safe_dump(config))

@@ -7,25 +7,27 @@ cluster without telemetry shows what is left. Metrics are counted in all of them
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
 
+import psutil
 from rich.console import Console
 
 from bench.clusters import Setup, running
 from bench.errors import CannotMeasure
 from bench.report import Row, figure, show
+from bench.router_bench import doors
 from bench.telemetry_bench.receiver import span_counter
-from bench.telemetry_bench.turns import LOADS, ROLES, Load, Subject, Turn, processes_of, take_turn
+from bench.telemetry_bench.turns import LOADS, Load, Subject, Turn, processes_of, take_turn
 
 MAX_COST_PERCENT = 3.0
 PRODUCTION_RATIO = 0.01
-_SPANS_AT_LEAST = 10
-"""Of a request through both pools that is traced."""
+_SPANS_AT_LEAST = 3
+"""Of a request that is traced, in the router alone."""
 _FIRST_TURN = 24
 
 
@@ -46,24 +48,27 @@ KINDS = (
     Kind(name="every trace", sample_ratio=1.0),
 )
 Rounds = dict[tuple[Load, Kind], list[Turn]]
+Started = tuple[str, Mapping[str, psutil.Process]]
+"""Its URL, and its processes by role."""
+Part = Callable[[AsyncExitStack, dict[str, Any]], Awaitable[Started]]
 
 
 async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console, err: Console) -> None:
     """Measure and show."""
-    turns: Rounds = {(load, kind): [] for load in LOADS for kind in (OFF, *KINDS)}
-    for number in range(given.sittings):
-        err.print(f"sitting {number + 1} of {given.sittings}")
-        await _sit(turns, given.seconds / given.sittings, given.turn)
-    err.print(f"{len(turns[LOADS[0], OFF])} rounds")
-    for load in LOADS:
-        rows += _rows(turns, load)
-    show(out, rows)
+    parts = given.only or list(PARTS)
+    for part in parts:
+        turns: Rounds = {(load, kind): [] for load in LOADS for kind in (OFF, *KINDS)}
+        await _sit(PARTS[part], turns, given.seconds / len(parts), given.turn)
+        err.print(f"{part}: {len(turns[LOADS[0], OFF])} rounds")
+        found = [row for load in LOADS for row in _rows(turns, load, part)]
+        show(out, found)
+        rows += found
 
 
-async def _sit(turns: Rounds, rounds_s: float, turn_s: float) -> None:
+async def _sit(part: Part, turns: Rounds, rounds_s: float, turn_s: float) -> None:
     """Clusters of their own, and rounds for so long."""
     async with AsyncExitStack() as stack:
-        subjects = {kind: await _start(stack, kind) for kind in (OFF, *KINDS)}
+        subjects = {kind: await _start(part, stack, kind) for kind in (OFF, *KINDS)}
         counts = {load: await _turn_size(subjects, load, turn_s) for load in LOADS}
         kinds, end_s = list(subjects), time.monotonic() + rounds_s
         while time.monotonic() < end_s:
@@ -73,22 +78,31 @@ async def _sit(turns: Rounds, rounds_s: float, turn_s: float) -> None:
                     turns[load, kind].append(await take_turn(subjects[kind], load, num_requests))
 
 
-async def _start(stack: AsyncExitStack, kind: Kind) -> Subject:
+async def _start(part: Part, stack: AsyncExitStack, kind: Kind) -> Subject:
     counter = None
     more: dict[str, Any] = {"log_level": "warning"}
     if kind.sample_ratio is not None:
         counter = await stack.enter_async_context(span_counter())
         traces = {"otlp_endpoint": counter.url, "sample_ratio": kind.sample_ratio}
         more = {"telemetry": traces, "log_level": "info", "log_format": "json"}
+    url, processes = await part(stack, more)
+    return Subject(name=kind.name, url=url, processes=processes, spans=counter, is_scraped=counter is not None)
+
+
+async def _whole_cluster(stack: AsyncExitStack, more: dict[str, Any]) -> Started:
+    """The built-in model; every prompt goes through both pools."""
     setup = Setup(mode="shm", local_prefill_tokens=0, num_threads=1, more=more)
     cluster = await stack.enter_async_context(running(setup))
-    return Subject(
-        name=kind.name,
-        url=cluster.url,
-        processes=processes_of(cluster.pids),
-        spans=counter,
-        is_scraped=counter is not None,
-    )
+    return cluster.url, processes_of(cluster.pids)
+
+
+async def _router_alone(stack: AsyncExitStack, more: dict[str, Any]) -> Started:
+    """Over workers without a model: what a router can do at most is where telemetry is felt most."""
+    url, router = stack.enter_context(doors.cluster(num_workers=1, step_ms=1.0, more=more))
+    return url, {"router": router}
+
+
+PARTS: Mapping[str, Part] = {"router": _router_alone, "cluster": _whole_cluster}
 
 
 async def _turn_size(subjects: dict[Kind, Subject], load: Load, turn_s: float) -> int:
@@ -97,22 +111,21 @@ async def _turn_size(subjects: dict[Kind, Subject], load: Load, turn_s: float) -
     return max(_FIRST_TURN, int(median(rates) * turn_s))
 
 
-def _rows(turns: Rounds, load: Load) -> list[Row]:
-    off = turns[load, OFF]
+def _rows(turns: Rounds, load: Load, part: str) -> list[Row]:
+    off, title = turns[load, OFF], f"{part}, {load.name}"
+    roles = list(off[0].cpu_ms)
     rows = [
-        figure(f"{load.name}: off", median(turn.requests_per_s for turn in off), "requests/s"),
-        figure(f"{load.name}: off", median(turn.tokens_per_s for turn in off), "tokens/s"),
+        figure(f"{title}: off", median(turn.requests_per_s for turn in off), "requests/s"),
+        figure(f"{title}: off", median(turn.tokens_per_s for turn in off), "tokens/s"),
     ]
-    rows += [
-        figure(f"{load.name}: off, {role}", median(t.cpu_ms[role] for t in off), "CPU ms/request") for role in ROLES
-    ]
+    rows += [figure(f"{title}: off, {role}", median(t.cpu_ms[role] for t in off), "CPU ms/request") for role in roles]
     for kind in KINDS:
-        found, name = turns[load, kind], f"{load.name}: {kind.name}"
+        found, name = turns[load, kind], f"{title}: {kind.name}"
         _check_spans(kind, load, found)
         rows.append(figure(f"{name}, throughput lost", _cost(off, found, _pace), "%", at_most=kind.goal))
         rows.append(figure(f"{name}, more CPU", _cost(off, found, lambda t: t.whole_cpu_ms), "%", at_most=kind.goal))
         rows += [
-            figure(f"{name}, more CPU of {role}", _cost(off, found, partial(_cpu_ms, role)), "%") for role in ROLES
+            figure(f"{name}, more CPU of {role}", _cost(off, found, partial(_cpu_ms, role)), "%") for role in roles
         ]
     return rows
 

@@ -3,16 +3,14 @@
 import argparse
 from pathlib import Path
 
-SITTINGS = 1
+PARTS = ("router", "cluster")
 SECONDS = 180.0
 TURN_S = 2.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare them."""
-    parser.add_argument(
-        "--sittings", type=int, default=SITTINGS, metavar="N", help=f"times that clusters are started; {SITTINGS}"
-    )
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"some of: {', '.join(PARTS)}")
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, metavar="S", help=f"of all rounds; one more ends later; {SECONDS:g}"
     )

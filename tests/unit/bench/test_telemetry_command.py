@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from bench.errors import CannotMeasure
-from bench.telemetry_bench.measure import KINDS, OFF, _rows
+from bench.telemetry_bench import options
+from bench.telemetry_bench.measure import KINDS, OFF, PARTS, _rows
 from bench.telemetry_bench.receiver import span_counter
 from bench.telemetry_bench.turns import LOADS, ROLES, Turn
 from tandem.otlp import OtlpSink
@@ -26,20 +27,26 @@ def test_costs_are_against_the_same_rounds_without() -> None:
     load = LOADS[0]
     turns = {(load, kind): [TURN, TURN, TURN] for kind in (OFF, *KINDS)}
     turns[load, KINDS[1]] = [SLOWER, TURN, SLOWER]
-    rows = {row.name: row for row in _rows(turns, load)}
-    lost = rows[f"{load.name}: production, throughput lost"]
+    rows = {row.name: row for row in _rows(turns, load, "cluster")}
+    lost = rows[f"cluster, {load.name}: production, throughput lost"]
     assert (lost.value, lost.met) == (pytest.approx(25.0), False)
-    assert rows[f"{load.name}: production, more CPU"].value == pytest.approx(100 * 0.5 / 8)
-    assert rows[f"{load.name}: production, more CPU of router"].value == pytest.approx(50.0)
-    assert all(rows[f"{load.name}: every trace, more CPU of {role}"].value == pytest.approx(0.0) for role in ROLES)
+    assert rows[f"cluster, {load.name}: production, more CPU"].value == pytest.approx(100 * 0.5 / 8)
+    assert rows[f"cluster, {load.name}: production, more CPU of router"].value == pytest.approx(50.0)
+    assert all(
+        rows[f"cluster, {load.name}: every trace, more CPU of {role}"].value == pytest.approx(0.0) for role in ROLES
+    )
     assert {row.met for row in rows.values()} == {None, False}
+
+
+def test_parts_are_those_that_the_command_names() -> None:
+    assert tuple(PARTS) == options.PARTS
 
 
 def test_what_was_not_traced_has_no_cost() -> None:
     load = LOADS[0]
     turns = {(load, kind): [replace(TURN, num_spans=0)] for kind in (OFF, *KINDS)}
     with pytest.raises(CannotMeasure, match="every trace"):
-        _rows(turns, load)
+        _rows(turns, load, "cluster")
 
 
 async def test_spans_are_counted() -> None:
