@@ -15,6 +15,7 @@ from bench.engine_bench import options as engine_options
 from bench.errors import CannotMeasure
 from bench.report import Row
 from bench.router_bench import options as router_options
+from bench.telemetry_bench import options as telemetry_options
 from bench.transfer_bench import options as transfer_options
 from tandem.errors import ConfigError
 
@@ -39,6 +40,8 @@ def main() -> int:
     transfer_options.add_options(transfer)
     router = subjects.add_parser("router", help="what the router costs by itself, and what it decides")
     router_options.add_options(router)
+    telemetry = subjects.add_parser("telemetry", help="what traces, scrapes and logs cost a cluster; 4 minutes")
+    telemetry_options.add_options(telemetry)
     options = parser.parse_args()
     for file in (options.json, getattr(options, "plot", None)):
         if file is not None and not file.absolute().parent.is_dir():
@@ -98,6 +101,12 @@ async def _router(options: argparse.Namespace, rows: list[Row], _err: Console) -
     await measure(options, rows, out=_out())
 
 
+async def _telemetry(options: argparse.Namespace, rows: list[Row], err: Console) -> None:
+    from bench.telemetry_bench.measure import measure
+
+    await measure(options, rows, out=_out(), err=err)
+
+
 def _out() -> Console:
     out = Console(highlight=False)
     return out if out.is_terminal else Console(highlight=False, width=WIDTH)
@@ -115,6 +124,7 @@ _SUBJECTS: Mapping[str, Callable[[argparse.Namespace, list[Row], Console], Corou
     "engine": _engine,
     "transfer": _transfer,
     "router": _router,
+    "telemetry": _telemetry,
 }
 
 if __name__ == "__main__":

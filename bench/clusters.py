@@ -47,6 +47,8 @@ class Setup:
     model: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """More of the section, and of the next."""
     engine: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    more: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Sections that nothing else here fills."""
 
     @property
     def is_colocated(self) -> bool:
@@ -62,7 +64,7 @@ class Setup:
         if self.num_threads is not None:
             engine["num_threads"] = self.num_threads
         model = {"dtype": self.dtype, **self.model}
-        content: dict[str, Any] = {"model": model, "engine": engine | dict(self.engine), "router": router}
+        content: dict[str, Any] = {**self.more, "model": model, "engine": engine | dict(self.engine), "router": router}
         if self.is_colocated:
             return content | {"prefill": {"replicas": 0}}
         if self.mode != MEMORY:

@@ -17,6 +17,9 @@ BOARDS = Path(__file__).parents[1] / "helm/tandem/dashboards"
 _STEPS = 120
 _CELL = (0.62, 0.34)
 """Inches of a grid cell."""
+_LEGEND_ROOM = 0.3
+"""Of a graph's height, above its lines."""
+_SUFFIX = "suffix: "
 _BYTES = {"bytes": "B", "Bps": "B/s", "flops": "FLOP/s"}
 
 
@@ -114,7 +117,8 @@ def _graph(axes: Any, panel: dict[str, Any], lines: list[Series], prometheus: Pr
     if "thresholdsStyle" in custom:
         axes.axhline(defaults["thresholds"]["steps"][-1]["value"], color="red", linewidth=0.7, linestyle="--")
     axes.set_xlim(prometheus.start_s - prometheus.end_s, 0)
-    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(min(0.0, bottom), top + _LEGEND_ROOM * (top - bottom))
     formatter = PercentFormatter(1.0) if unit == "percentunit" else EngFormatter(_unit(unit))
     axes.yaxis.set_major_formatter(formatter)
     axes.tick_params(labelsize=6)
@@ -122,10 +126,12 @@ def _graph(axes: Any, panel: dict[str, Any], lines: list[Series], prometheus: Pr
     if lines:
         axes.legend(fontsize=5, loc="upper left", ncols=2, framealpha=0.4)
     else:
-        axes.text(0.5, 0.5, "no data", ha="center", transform=axes.transAxes, color="grey")
+        axes.text(0.5, 0.5, defaults.get("noValue", "no data"), ha="center", transform=axes.transAxes, color="grey")
 
 
 def _unit(unit: str) -> str:
+    if unit.startswith(_SUFFIX):
+        return unit.removeprefix(_SUFFIX)
     return _BYTES.get(unit, {"s": "s", "reqps": "/s", "ops": "/s"}.get(unit, ""))
 
 

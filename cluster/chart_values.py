@@ -278,9 +278,11 @@ class Gateway(Section):
 
 class Rules(Section):
     enabled: bool
+    runbookUrl: Annotated[str, Field(pattern=r"^(https?://)?[^\s#]+$")]
 
 
-class Dashboards(Rules):
+class Dashboards(Section):
+    enabled: bool
     folder: str
 
 

@@ -75,6 +75,7 @@ def work_to_pb(done: WorkMeter, parts: EngineParts, *, resident_bytes: int) -> p
         weights_bytes=parts.budget.weights_bytes * size,
         kv_bytes=parts.budget.kv_bytes * size,
         flops_per_token=parts.model.flops_per_token,
+        step_sizes=done.sizes,
     )
 
 

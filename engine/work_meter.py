@@ -1,8 +1,10 @@
 """What this worker's engine has done since its start, for metrics. Pure."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from engine.step import StepOutput, StepTimings
+from tandem.step_sizes import STEP_SIZES
 
 
 @dataclass(slots=True)
@@ -26,7 +28,7 @@ class StepTotals:
 class WorkMeter:
     """Totals, added up once a step."""
 
-    __slots__ = ("decode", "preemptions", "prefill")
+    __slots__ = ("decode", "preemptions", "prefill", "sizes")
 
     def __init__(self) -> None:
         self.prefill = StepTotals()
@@ -34,10 +36,13 @@ class WorkMeter:
         self.decode = StepTotals()
         """Steps that only made one token for each request."""
         self.preemptions = 0
+        self.sizes = [0] * (len(STEP_SIZES) + 1)
+        """Steps by their tokens, in buckets."""
 
     def observe(self, output: StepOutput) -> None:
         """A step has ended, or requests were preempted."""
         self.preemptions += len(output.preemptions)
         timings = output.timings
         if timings is not None:
+            self.sizes[bisect_left(STEP_SIZES, timings.num_tokens)] += 1
             (self.decode if timings.num_tokens == timings.num_requests else self.prefill).add(timings)

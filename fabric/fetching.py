@@ -72,7 +72,7 @@ class Fetcher:
         The request is neither queued nor changed, but for the names of its blocks. `trace`: of the span that waits.
         """
         gone = self._askers[request.request_id] = asyncio.get_running_loop().create_future()
-        span = self._tracer.span("tandem.fetch", trace, time.monotonic())
+        span = self._tracer.span("tandem.fetch", trace)
         try:
             gained = await self._bring(request, holder, None if span is None else span.context, gone)
             if span is not None:

@@ -84,7 +84,7 @@ class Attempt(ABC, Generic[MachineT, EventT]):
 
     def _note(self, cause: Body | EventT | None) -> None:
         if self._trace is not None and cause is not None:
-            self._trace.saw(cause, self._now())
+            self._trace.saw(cause)
         if self._live and self.machine.state not in LIVE:
             self._live = False
             self._on_given_up()
@@ -96,7 +96,7 @@ class Attempt(ABC, Generic[MachineT, EventT]):
         """Count it; the blocks of a failed attempt may stay for long."""
         self._tally.end(outcome, self._transport_name())
         if self._trace is not None:
-            self._trace.ended(self._tally, self._transport_name(), self._now())
+            self._trace.ended(self._tally, self._transport_name())
 
     def _on_given_up(self) -> None:
         """The machine is live no more: nothing but the end of what is under way is of interest; called once."""

@@ -1,6 +1,8 @@
 """The span of one attempt at a transfer, on either side: what happened in it, read off what its machine digested.
 
 Chunks are events of the span, not spans: a long prompt has thousands of them (see `tandem.tracing.MAX_EVENTS`).
+Times are the span's own clock's. The hubs' lease time stands still while the process does (`kv_transfer.leases`), so it
+falls behind what other processes, and other spans of this one, are timed by.
 """
 
 from typing import Any
@@ -26,9 +28,9 @@ from tandem.tracing import Span, TraceContext, Tracer
 class AttemptTrace:
     """One attempt's span; ends with the attempt's outcome."""
 
-    def __init__(self, span: Span, now: float) -> None:
+    def __init__(self, span: Span) -> None:
         self._span = span
-        self._since_s = now
+        self._since_s = span.now()
         """When what is now awaited began."""
 
     @property
@@ -36,9 +38,10 @@ class AttemptTrace:
         """For the spans of others that this attempt causes."""
         return self._span.context
 
-    def saw(self, cause: Any, now: float) -> None:
+    def saw(self, cause: Any) -> None:
         """The machine has digested a message or an event."""
         span = self._span
+        now = span.now()
         match cause:
             case Offer():
                 self._since_s = now
@@ -60,19 +63,19 @@ class AttemptTrace:
             case Abort() | LinkLost() | PeerFaulted() | WriteFailed():
                 span.fail(cause.reason)
 
-    def complete(self, now: float) -> None:
+    def complete(self) -> None:
         """Everything has landed: the commit begins."""
-        self._since_s = now
+        self._since_s = self._span.now()
 
-    def chunk(self, seq: int, num_bytes: int, now: float, **seconds: float) -> None:
+    def chunk(self, seq: int, num_bytes: int, **seconds: float) -> None:
         """One chunk was written here, or verified."""
-        self._span.event("chunk", now, seq=seq, bytes=num_bytes, **seconds)
+        self._span.event("chunk", self._span.now(), seq=seq, bytes=num_bytes, **seconds)
 
-    def damaged(self, seq: int, now: float) -> None:
+    def damaged(self, seq: int) -> None:
         """One chunk must be written again."""
-        self._span.event("damaged_chunk", now, seq=seq)
+        self._span.event("damaged_chunk", self._span.now(), seq=seq)
 
-    def ended(self, tally: AttemptTally, transport: str, now: float) -> None:
+    def ended(self, tally: AttemptTally, transport: str) -> None:
         """It has an outcome."""
         outcome, totals, span = tally.outcome, tally.totals, self._span
         span.attributes.update(
@@ -87,7 +90,7 @@ class AttemptTrace:
         )
         if outcome is Outcome.EXPIRED:
             span.fail("no sign of life, or no progress, in time")
-        span.end(now)
+        span.end()
 
     def _scheduled(self, event: Scheduled, now: float) -> None:
         if event.num_tokens is not None:
@@ -101,9 +104,9 @@ class AttemptTrace:
             self._span.interval("tandem.prefill", now - event.times.prefill_s, now, **cached)
 
 
-def begin_trace(tracer: Tracer, name: str, key: TransferKey, job: PrefillJob, now: float) -> AttemptTrace | None:
+def begin_trace(tracer: Tracer, name: str, key: TransferKey, job: PrefillJob) -> AttemptTrace | None:
     """The trace of an attempt at `job`, when that belongs to one."""
-    span = tracer.span(name, job.trace, now)
+    span = tracer.span(name, job.trace)
     if span is None:
         return None
     span.attributes.update(
@@ -115,4 +118,4 @@ def begin_trace(tracer: Tracer, name: str, key: TransferKey, job: PrefillJob, no
             "tandem.held_tokens": job.held_tokens,
         }
     )
-    return AttemptTrace(span, now)
+    return AttemptTrace(span)

@@ -135,7 +135,7 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
     def _outcome(self, cause: Body | ReceiverEvent | None) -> Outcome | None:
         if self.machine.state is HandoffState.COMMITTED:
             if self._trace is not None:
-                self._trace.complete(self._now())
+                self._trace.complete()
             return None  # a cancel may have come first
         if cause is None:
             return Outcome.EXPIRED
@@ -213,11 +213,11 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
                 now=now,
             )
             if self._trace is not None:
-                self._trace.chunk(chunk.seq, num_bytes, now, write_s=chunk.write_s, verify_s=now - started_s)
+                self._trace.chunk(chunk.seq, num_bytes, write_s=chunk.write_s, verify_s=now - started_s)
         elif self.machine.state in LIVE:  # else its grant has ended: nothing was damaged
             self._tally.nack()
             if self._trace is not None:
-                self._trace.damaged(chunk.seq, self._now())
+                self._trace.damaged(chunk.seq)
         self.on_event(Verified(seq=chunk.seq, rewrite=chunk.rewrite, intact=intact))
 
     async def _commit(self, info: CommitInfo) -> None:

@@ -191,7 +191,7 @@ class ReceiverHub:
         now = self._reaper.now()
         self._rates.asked(route.address, route.incarnation, now)
         machine = ladder.begin(route.attempt, route.incarnation, now)
-        trace = begin_trace(self._tracer, "tandem.handoff", machine.plan.key, machine.plan.job, now)
+        trace = begin_trace(self._tracer, "tandem.handoff", machine.plan.key, machine.plan.job)
         attempt = ReceiverAttempt(machine, self._link(route.address), self._context, self, trace)
         self._attempts[attempt.key] = attempt
         self.stats.live = len(self._attempts)

@@ -179,7 +179,7 @@ class SenderAttempt(Attempt[Sender, SenderEvent]):
         if action.rewrite > 0:
             self._tally.nack()
             if self._trace is not None:
-                self._trace.damaged(action.seq, self._now())
+                self._trace.damaged(action.seq)
         future = self.peer.writer.write(order)
         future.add_done_callback(
             lambda done: self._loop.call_soon_threadsafe(self._written, action.seq, action.rewrite, done)
@@ -192,7 +192,7 @@ class SenderAttempt(Attempt[Sender, SenderEvent]):
             result = future.result()
             self._tally.chunk(result.num_bytes, result.seconds)
             if self._trace is not None:
-                self._trace.chunk(seq, result.num_bytes, self._now(), write_s=result.seconds)
+                self._trace.chunk(seq, result.num_bytes, write_s=result.seconds)
             written = Written(seq=seq, rewrite=rewrite, checksum=result.checksum, seconds=result.seconds)
             self.on_event(written)
         elif isinstance(error, TransferError):

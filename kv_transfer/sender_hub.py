@@ -313,7 +313,7 @@ class SenderHub:
             return
         self._remember(key)
         now = self._reaper.now()
-        if (trace := begin_trace(self._tracer, "tandem.send", key, body.job, now)) is not None:
+        if (trace := begin_trace(self._tracer, "tandem.send", key, body.job)) is not None:
             body = replace(body, job=replace(body.job, trace=trace.context))
         attempt = SenderAttempt(Sender(self._plan(link, key, body), now), link, self._context, trace)
         self._attempts[key.transfer_id] = attempt

@@ -98,7 +98,7 @@ class Spread(Collector):
     def collect(self) -> Iterable[Metric]:
         """See Collector."""
         family = HistogramMetricFamily(self._name, self._text, labels=tuple(self._labels))
-        family.add_metric(tuple(self._labels.values()), _buckets(self._counts, self._shown), self._sum)
+        family.add_metric(tuple(self._labels.values()), cumulative(self._counts, self._shown), self._sum)
         yield family
 
 
@@ -127,12 +127,12 @@ class Spreads(Collector):
         """See Collector."""
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
         for labels, counts in self._counts.items():
-            family.add_metric(labels, _buckets(counts, self._shown), self._sums[labels])
+            family.add_metric(labels, cumulative(counts, self._shown), self._sums[labels])
         yield family
 
 
-def _buckets(counts: Sequence[int], shown: Mapping[int, str]) -> list[tuple[str, float]]:
-    """Cumulative; `shown`: the upper ends of those that are."""
+def cumulative(counts: Sequence[int], shown: Mapping[int, str]) -> list[tuple[str, float]]:
+    """Buckets as Prometheus has them, of counts of each apart; `shown`: the upper ends of those that are."""
     buckets: list[tuple[str, float]] = []
     reached = 0
     for index, count in enumerate(counts):

@@ -6,13 +6,15 @@ is known of them, every process knows alike: there the greatest stands, because 
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-_OF_WORKERS = ("tandem_worker", "vllm:num_preemptions")
+from router.exposition import exposition
+
+_OF_WORKERS = ("tandem_worker", "vllm:num_preemptions", "vllm:iteration_tokens_total")
 _ADDED_GAUGES = frozenset(
     {"vllm:num_requests_waiting", "vllm:num_requests_running", "tandem_queue_requests", "tandem_queue_tokens"}
 )
@@ -29,7 +31,7 @@ def merge(texts: Sequence[bytes]) -> bytes:
             _add(values.setdefault(family.name, {}), family)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Told([_family(families[name], found) for name, found in values.items()]))
-    return generate_latest(registry)
+    return exposition(registry)
 
 
 def _add(found: dict[tuple[str, tuple[tuple[str, str], ...]], float], family: Metric) -> None:

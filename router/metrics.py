@@ -9,11 +9,13 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import islice
 from typing import Protocol, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from router.attempts import RetryReason
 from router.board_metrics import PublishMetrics
+from router.exposition import exposition
+from router.genai_metrics import GenAiMetrics
 from router.instruments import Spread, Total, Totals
 from router.pin_metrics import PinMetrics
 from router.placement import PlacementReason
@@ -42,6 +44,7 @@ _E2E = (
     1920.0, 7680.0,
 )  # fmt: skip
 _TOKENS = tuple(float(scale * 10**power) for power in range(6) for scale in (1, 2, 5))
+_CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 _TRANSFER = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _LABELS = ("model_name", "engine")
 _ENGINE = "router"
@@ -79,6 +82,13 @@ class RouterMetrics:
         self.queue_time = self._histogram("vllm:request_queue_time_seconds", "Waiting in workers' queues", _E2E)
         self.prefill_time = self._histogram("vllm:request_prefill_time_seconds", "Computing the prompt", _E2E)
         self.decode_time = self._histogram("vllm:request_decode_time_seconds", "First to last token", _E2E)
+        self.inference_time = self._histogram("vllm:request_inference_time_seconds", "Prefill and decode", _E2E)
+        self.per_token = self._histogram(
+            "vllm:request_time_per_output_token_seconds", "Each request's mean after its first token", _ITL
+        )
+        self.max_tokens = self._histogram("vllm:request_params_max_tokens", "Tokens that may be made", _TOKENS)
+        self.num_choices = self._histogram("vllm:request_params_n", "Choices that were asked for", _CHOICES)
+        self.longest = self._histogram("vllm:request_max_num_generation_tokens", "Of the longest choice", _TOKENS)
         self.prompt_size = self._histogram("vllm:request_prompt_tokens", "Prompt tokens per request", _TOKENS)
         self.answer_size = self._histogram("vllm:request_generation_tokens", "Tokens per choice", _TOKENS)
         self.transfer_time = self._histogram("tandem_transfer_seconds", "KV transfer not hidden by prefill", _TRANSFER)
@@ -92,6 +102,7 @@ class RouterMetrics:
             self.registry.register(collector)
         self.placement = PlacementMetrics(self.registry)
         self.slices = SliceMetrics(self.registry, self.tenants)
+        self.genai = GenAiMetrics(self.registry, model_name)
         self._open: dict[_Aging, None] = {}
         oldest = Gauge("tandem_oldest_request_seconds", "Age of the oldest unfinished request", registry=self.registry)
         oldest.set_function(lambda: max((meter.age_s for meter in islice(self._open, 1)), default=0.0))
@@ -155,7 +166,7 @@ class RouterMetrics:
     def render(self) -> bytes:
         """The text exposition format."""
         self._refresh()
-        return generate_latest(self.registry)
+        return exposition(self.registry)
 
     def http_answered(self, route: str, method: str, status: int) -> None:
         """`route` is the route's pattern, never the path that was asked for."""

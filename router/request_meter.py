@@ -66,6 +66,8 @@ class RequestMeter:
         self._metrics.waiting.inc()
         self._metrics.prompt_tokens.inc(self._prompt_tokens)
         self._metrics.prompt_size.observe(self._prompt_tokens)
+        self._metrics.max_tokens.observe(self._traits.max_tokens)
+        self._metrics.num_choices.observe(len(self._counts))
         return self
 
     def __exit__(
@@ -81,8 +83,7 @@ class RequestMeter:
             self._metrics.failed(code)
         if self._first_s is not None or self._finishes:
             self._metrics.usage.add(self._traits.tenant, self._spent())
-        if self._first_s is not None:
-            self._metrics.slices.ended(self._traits, self._instants(self._first_s), self._finishes, max(self._counts))
+        self._ended(code)
         if self._span is not None:
             self._end_span(self._span, code)
 
@@ -131,11 +132,25 @@ class RequestMeter:
         metrics.queue_time.observe(times.prefill_queue_s + times.decode_queue_s)
         metrics.prefill_time.observe(times.prefill_s)
         metrics.transfer_time.observe(times.transfer_s)
-        metrics.decode_time.observe(times.transfer_s + times.decode_queue_s + times.decode_s)
+        decode_s = times.transfer_s + times.decode_queue_s + times.decode_s
+        metrics.decode_time.observe(decode_s)
+        metrics.inference_time.observe(times.prefill_s + decode_s)
 
     def succeeded(self) -> None:
         """All choices ended."""
         self._metrics.e2e.observe(self._clock() - self._start)
+
+    def _ended(self, code: Code | None) -> None:
+        """What is counted of the request as a whole, however it ended."""
+        metrics, ttft_s, per_token_s = self._metrics, None, None
+        if self._first_s is not None:
+            times, num_tokens = self._instants(self._first_s), max(self._counts)
+            ttft_s, per_token_s = self._first_s - self._start, times.per_token_s(num_tokens)
+            metrics.slices.ended(self._traits, times, self._finishes, num_tokens)
+            metrics.longest.observe(num_tokens)
+            if per_token_s is not None:
+                metrics.per_token.observe(per_token_s)
+        metrics.genai.ended(self._traits.operation, self.age_s, code, ttft_s=ttft_s, per_token_s=per_token_s)
 
     def _spent(self) -> Spent:
         """By choices that have ended; of the others the tokens alone are known."""

@@ -33,6 +33,8 @@ class RequestTraits:
     structured: bool = False
     """It follows a grammar, so that an answer that is cut is of no use."""
     tenant: str = ""
+    max_tokens: int = 1
+    operation: str = "text_completion"
 
     @classmethod
     def of(cls, request: RoutedRequest) -> "RequestTraits":
@@ -43,6 +45,8 @@ class RequestTraits:
             guided=sampling.grammar is not None or bool(sampling.allowed_token_ids or sampling.bad_words),
             structured=sampling.grammar is not None,
             tenant=request.tenant,
+            max_tokens=sampling.max_tokens,
+            operation=request.operation,
         )
 
 
@@ -57,6 +61,10 @@ class FirstTokens:
     shown_s: float | None = None
     """When the first token's text had been given to the door that writes it."""
     last_s: float
+
+    def per_token_s(self, num_tokens: int) -> float | None:
+        """The mean after the first of so many tokens; None when there was no second one."""
+        return (self.last_s - self.first_s) / (num_tokens - 1) if num_tokens > 1 else None
 
 
 class SliceMetrics:
@@ -108,8 +116,7 @@ class SliceMetrics:
         prompt, guided = length_bucket(traits.prompt_tokens), "yes" if traits.guided else "no"
         cached = min(finish.cached_tokens for finish in finishes)
         self._ttft.observe(ttft_s, pool, prompt, _cached(cached, traits.prompt_tokens), guided)
-        if num_tokens > 1:
-            each_s = (times.last_s - times.first_s) / (num_tokens - 1)
+        if (each_s := times.per_token_s(num_tokens)) is not None:
             self._tpot.observe(each_s, pool, prompt, length_bucket(num_tokens), guided)
         for finish in finishes:
             self._count_sources(finish, traits.prompt_tokens)

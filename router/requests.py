@@ -43,6 +43,8 @@ class RoutedRequest:
     """Model, adapter, and the salt of tenant and client: the root of the prompt's block names."""
     tenant: str = ""
     """Whose limits and share it counts for."""
+    operation: str = "text_completion"
+    """What was asked for, as OpenTelemetry's GenAI conventions name it."""
     num_choices: int = 1
     reads_along: bool = True
     """Tokens are wanted as they come; else the first one at once, the others when some have come together."""

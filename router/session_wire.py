@@ -37,6 +37,7 @@ from tandem.prefix_holder import holder_to_pb
 from tandem.prefix_pin import PinKey, PinOrder
 from tandem.roles import WorkerRole
 from tandem.session_versions import SPOKEN
+from tandem.step_sizes import STEP_SIZES
 from tandem.v1 import pins_pb2 as pins_pb
 from tandem.v1 import session_pb2 as pb
 from tandem.wire import (
@@ -267,6 +268,7 @@ def _work_from_pb(work: pb.WorkReport) -> WorkReport:
         weights_bytes=work.weights_bytes,
         kv_bytes=work.kv_bytes,
         flops_per_token=work.flops_per_token,
+        step_sizes=tuple(work.step_sizes) if len(work.step_sizes) == len(STEP_SIZES) + 1 else (),
     )
 
 

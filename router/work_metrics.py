@@ -2,10 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
+from router.instruments import cumulative
 from router.worker_view import WorkerSnapshot, WorkReport
+from tandem.step_sizes import STEP_SIZES
 
 _WORKER = ("worker", "role")
 _STEPS: Mapping[str, tuple[str, str]] = {
@@ -14,6 +17,7 @@ _STEPS: Mapping[str, tuple[str, str]] = {
     "tokens": ("tandem_worker_step_tokens", "Tokens computed in these steps"),
     "requests": ("tandem_worker_step_requests", "Requests in these steps, summed; by steps: the batch"),
 }
+_SIZES = dict(enumerate(map(floatToGoString, STEP_SIZES)))
 _MEMORY: Mapping[str, str] = {"resident_bytes": "resident", "weights_bytes": "weights", "kv_bytes": "kv_pool"}
 
 
@@ -61,7 +65,16 @@ class WorkMetrics(Collector):
                 memory.add_metric((*labels, kind), getattr(work, field))
             flops.add_metric(labels, work.flops_per_token)
             preempted.add_metric((self._model, labels[0]), work.preemptions)
-        yield from (memory, flops, preempted, self._config())
+        yield from (memory, flops, preempted, self._sizes(), self._config())
+
+    def _sizes(self) -> Metric:
+        text = "Tokens of each step of a worker's engine"
+        sizes = HistogramMetricFamily("vllm:iteration_tokens_total", text, labels=("model_name", "engine"))
+        for labels, work in self._shown:
+            if work.step_sizes:
+                num_tokens = work.prefill.tokens + work.decode.tokens
+                sizes.add_metric((self._model, labels[0]), cumulative(work.step_sizes, _SIZES), num_tokens)
+        return sizes
 
     def _config(self) -> Metric:
         names = ("model_name", "engine", "block_size", "num_gpu_blocks")

@@ -176,6 +176,8 @@ class WorkReport:
     weights_bytes: int
     kv_bytes: int
     flops_per_token: int
+    step_sizes: tuple[int, ...] = ()
+    """Steps by their tokens, in the buckets of STEP_SIZES; empty: a worker that does not tell."""
     """In the layers' products alone."""
 
 

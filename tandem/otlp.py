@@ -1,33 +1,55 @@
-"""Sends spans to an OTLP receiver over gRPC, from a thread of the OpenTelemetry SDK's own.
+"""Sends spans to an OTLP receiver over gRPC, from a thread of its own.
 
-The only module that imports OpenTelemetry; nothing imports it unless `telemetry.otlp_endpoint` is set.
+Whoever ends a span only puts it into a bounded queue. What the receiver does not take in time is dropped and counted:
+it costs spans, never requests. Imported only when `telemetry.otlp_endpoint` is set.
 """
 
+import json
+import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
+from typing import Any
 
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Event, ReadableSpan
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
-from opentelemetry.trace.span import TraceState
-from opentelemetry.trace.status import Status, StatusCode
+import grpc
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 
-from tandem.tracing import EndedSpan, TraceContext
+from tandem.otlp_wire import add_spans, new_request, resource_to_pb
+from tandem.tracing import EndedSpan
 
 _QUEUE = 8192
 """Spans that wait for a slow receiver; later ones are dropped."""
 _BATCH = 512
-_PERIOD_MS = 500.0
+_SLICE = 64
+"""Spans made into messages in one go, while the event loop may be waiting for the interpreter."""
+_PERIOD_S = 0.5
 _TIMEOUT_S = 3.0
 """For one batch; then it is dropped."""
 _CLOSE_S = 3.0
-_NS = 1_000_000_000
 _READINGS = 3
 """Of both clocks, of which the closest pair counts: this thread may be interrupted between them."""
+_METHOD = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
+_RETRIES = {
+    "name": [{}],
+    "retryPolicy": {
+        "maxAttempts": 4,
+        "initialBackoff": "0.2s",
+        "maxBackoff": "1s",
+        "backoffMultiplier": 2,
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    },
+}
+# No keepalive: collectors close connections that ping without being asked.
+_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.service_config", json.dumps({"methodConfig": [_RETRIES]})),
+)
+_log = logging.getLogger(__name__)
 
 
 class OtlpSink:
@@ -35,61 +57,97 @@ class OtlpSink:
 
     def __init__(self, endpoint: str, resource: Mapping[str, str], headers: Mapping[str, str]) -> None:
         """`endpoint`: http://host:port (no encryption) or https://host:port."""
-        exporter = OTLPSpanExporter(
-            endpoint=endpoint,
-            insecure=endpoint.startswith("http://"),
-            headers=tuple((name.lower(), value) for name, value in headers.items()),
-            timeout=_TIMEOUT_S,
+        self._endpoint = endpoint
+        self._channel = _channel(endpoint)
+        self._call = self._channel.unary_unary(
+            _METHOD,
+            request_serializer=ExportTraceServiceRequest.SerializeToString,
+            response_deserializer=ExportTraceServiceResponse.FromString,
         )
-        self._processor = BatchSpanProcessor(
-            exporter, max_queue_size=_QUEUE, schedule_delay_millis=_PERIOD_MS, max_export_batch_size=_BATCH
-        )
-        self._resource = Resource(dict(resource))
-        self._scope = InstrumentationScope("tandem")
+        self._metadata = tuple((name.lower(), value) for name, value in headers.items())
+        self._resource = resource_to_pb(resource)
+        self._queue: deque[EndedSpan] = deque()
+        self._not_queued = 0
+        self._told_not_queued = 0
+        self._not_taken = 0
+        """Since the receiver last took a batch."""
+        self._wake = threading.Event()
+        self._end_s: float | None = None
+        self._thread = threading.Thread(target=self._run, name="otlp", daemon=True)
+        self._thread.start()
 
     def take(self, span: EndedSpan) -> None:
         """See SpanSink."""
-        epoch_ns = _epoch_ns()
-        parent = None if span.parent_id is None else _sdk_context(span.context, span.parent_id)
-        self._processor.on_end(
-            ReadableSpan(
-                name=span.name,
-                context=_sdk_context(span.context, span.context.span_id),
-                parent=parent,
-                resource=self._resource,
-                attributes=span.attributes,
-                events=[Event(event.name, event.attributes, epoch_ns + int(event.at_s * _NS)) for event in span.events],
-                kind=SpanKind.SERVER if span.is_request else SpanKind.INTERNAL,
-                status=Status(StatusCode.UNSET) if span.error is None else Status(StatusCode.ERROR, span.error),
-                start_time=epoch_ns + int(span.start_s * _NS),
-                end_time=epoch_ns + int(span.end_s * _NS),
-                instrumentation_scope=self._scope,
-            )
-        )
+        if len(self._queue) >= _QUEUE:
+            self._not_queued += 1
+            return
+        self._queue.append(span)
+        if len(self._queue) == _BATCH:
+            self._wake.set()
 
     def close(self) -> None:
         """Send what is queued, as far as the receiver takes it within _CLOSE_S. Blocks."""
-        # The SDK may try for half a minute, and a process that drains has less.
-        closing = threading.Thread(target=self._processor.shutdown, name="otlp-close", daemon=True)
-        closing.start()
-        closing.join(_CLOSE_S)
+        self._end_s = time.monotonic() + _CLOSE_S
+        self._wake.set()
+        self._thread.join(_CLOSE_S)
+        if not self._thread.is_alive():
+            self._channel.close()
+
+    def _run(self) -> None:
+        while self._end_s is None:
+            self._wake.wait(_PERIOD_S)
+            self._wake.clear()
+            self._send_all()
+        self._send_all()
+
+    def _send_all(self) -> None:
+        while self._queue:
+            batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
+            if not self._send(batch) and self._end_s is not None:
+                self._queue.clear()
+
+    def _send(self, batch: list[EndedSpan]) -> bool:
+        request, spans = new_request(self._resource)
+        for first in range(0, len(batch), _SLICE):
+            add_spans(spans, batch[first : first + _SLICE], _epoch_ns())
+            time.sleep(0)  # lets the event loop have the interpreter
+        timeout_s = _TIMEOUT_S if self._end_s is None else min(_TIMEOUT_S, self._end_s - time.monotonic())
+        if timeout_s <= 0.0:
+            return False
+        try:
+            answer = self._call(request, timeout=timeout_s, metadata=self._metadata, wait_for_ready=True)
+        except grpc.RpcError as error:
+            self._failed(len(batch), f"{error.code().name}: {error.details()}")
+            return False
+        if rejected := answer.partial_success.rejected_spans:
+            _log.warning("%s rejected %d spans: %s", self._endpoint, rejected, answer.partial_success.error_message)
+        self._taken()
+        return True
+
+    def _failed(self, num_spans: int, why: str) -> None:
+        if not self._not_taken:
+            _log.warning("%s takes no spans, they are dropped until it does: %s", self._endpoint, why)
+        self._not_taken += num_spans
+
+    def _taken(self) -> None:
+        dropped = self._not_taken + self._not_queued - self._told_not_queued
+        if dropped:
+            _log.warning("%s takes spans again; %d were dropped", self._endpoint, dropped)
+        self._not_taken, self._told_not_queued = 0, self._not_queued
+
+
+def _channel(endpoint: str) -> Any:
+    scheme, _, address = endpoint.partition("://")
+    if scheme == "https":
+        return grpc.secure_channel(address, grpc.ssl_channel_credentials(), options=_OPTIONS)
+    return grpc.insecure_channel(address, options=_OPTIONS)
 
 
 def _epoch_ns() -> int:
-    """When the monotonic clock was 0. Read anew for each span, since the two clocks drift apart."""
+    """When the monotonic clock was 0. Read anew for each slice, since the two clocks drift apart."""
     pauses = []
     for _ in range(_READINGS):
         before = time.monotonic_ns()
         wall = time.time_ns()
         pauses.append((time.monotonic_ns() - before, wall - before))
     return min(pauses)[1]
-
-
-def _sdk_context(context: TraceContext, span_id: int) -> SpanContext:
-    return SpanContext(
-        trace_id=context.trace_id,
-        span_id=span_id,
-        is_remote=False,
-        trace_flags=TraceFlags(TraceFlags.SAMPLED),
-        trace_state=TraceState.from_header([context.state]) if context.state else None,
-    )

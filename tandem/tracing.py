@@ -136,6 +136,10 @@ class Span:
         """As it is written everywhere: 32 hexadecimal digits."""
         return f"{self.context.trace_id:032x}"
 
+    def now(self) -> float:
+        """By the clock that all of the process's spans are timed by."""
+        return self._recorder.clock()
+
     def child(self, name: str, start_s: float) -> "Span":
         """A span of the same process that this one caused."""
         return self._recorder.open(name, self.context, start_s)
@@ -187,8 +191,8 @@ class Tracer(Protocol):
         """A request of a client, which may be in a trace already; None when it is not to be traced."""
         ...
 
-    def span(self, name: str, parent: TraceContext | None, start_s: float) -> Span | None:
-        """A child of a span that may be another process's; None when there is no parent."""
+    def span(self, name: str, parent: TraceContext | None, start_s: float | None = None) -> Span | None:
+        """A child of a span that may be another process's, from now when no time is given; None without a parent."""
         ...
 
 
@@ -198,7 +202,7 @@ class NoTracer:
     def request(self, name: str, client: TraceContext | None, start_s: float) -> Span | None:
         """None."""
 
-    def span(self, name: str, parent: TraceContext | None, start_s: float) -> Span | None:
+    def span(self, name: str, parent: TraceContext | None, start_s: float | None = None) -> Span | None:
         """None."""
 
 
@@ -231,9 +235,11 @@ class RecordingTracer:
             span.is_request = True
         return span
 
-    def span(self, name: str, parent: TraceContext | None, start_s: float) -> Span | None:
+    def span(self, name: str, parent: TraceContext | None, start_s: float | None = None) -> Span | None:
         """See Tracer."""
-        return self.open(name, parent, start_s) if parent is not None and parent.sampled else None
+        if parent is None or not parent.sampled:
+            return None
+        return self.open(name, parent, self.clock() if start_s is None else start_s)
 
     def open(self, name: str, parent: TraceContext, start_s: float) -> Span:
         """A child of `parent`, which is sampled."""

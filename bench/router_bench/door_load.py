@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 
 @dataclass(slots=True)
@@ -20,14 +20,10 @@ class Tally:
     seconds: float = 0.0
 
 
-async def load(url: str, body: Mapping[str, Any], *, connections: int, requests: int) -> Tally:
-    """So many requests in all over so many connections, each kept alive."""
+async def load(url: str, body: Mapping[str, Any], *, connections: int, requests: int, salt: str | None = None) -> Tally:
+    """So many requests in all over so many connections, each kept alive; with `salt` none shares another's cache."""
     tally, address = Tally(), urlsplit(url)
-    content = json.dumps(body).encode()
-    head = (
-        f"POST {address.path} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(content)}\r\n\r\n"
-    ).encode()
+    same = _request(address, body)
     left = requests
 
     async def client() -> None:
@@ -35,7 +31,7 @@ async def load(url: str, body: Mapping[str, Any], *, connections: int, requests:
         reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=1 << 20)
         while left > 0:
             left -= 1
-            writer.write(head + content)
+            writer.write(same if salt is None else _request(address, {**body, "cache_salt": f"{salt}-{left}"}))
             ok, events = await _answer(reader)
             tally.requests += 1
             tally.events += events
@@ -46,6 +42,15 @@ async def load(url: str, body: Mapping[str, Any], *, connections: int, requests:
     await asyncio.gather(*(client() for _ in range(connections)))
     tally.seconds = time.monotonic() - started_s
     return tally
+
+
+def _request(address: SplitResult, body: Mapping[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {address.path} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
+    return head.encode() + content
 
 
 async def _answer(reader: asyncio.StreamReader) -> tuple[bool, int]:
@@ -70,10 +75,10 @@ def main() -> None:
     parser.add_argument("--body", required=True, help="JSON")
     parser.add_argument("--connections", type=int, required=True)
     parser.add_argument("--requests", type=int, required=True)
+    parser.add_argument("--salt", help="each request has a cache salt of its own that begins so")
     options = parser.parse_args()
-    tally = asyncio.run(
-        load(options.url, json.loads(options.body), connections=options.connections, requests=options.requests)
-    )
+    body, bounds = json.loads(options.body), {"connections": options.connections, "requests": options.requests}
+    tally = asyncio.run(load(options.url, body, salt=options.salt, **bounds))
     print(json.dumps(asdict(tally)))
 
 

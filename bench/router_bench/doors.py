@@ -109,10 +109,13 @@ def cpu_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def run_client(url: str, body: Mapping[str, Any], *, connections: int, requests: int) -> dict[str, Any]:
-    """Its tally."""
+def run_client(
+    url: str, body: Mapping[str, Any], *, connections: int, requests: int, salt: str | None = None
+) -> dict[str, Any]:
+    """Its tally. `salt`: each request has a cache salt of its own that begins so."""
     command = [sys.executable, "-m", "bench.router_bench.door_load", f"{url}/v1/chat/completions"]
     command += ["--body", json.dumps(body), "--connections", str(connections), "--requests", str(requests)]
+    command += ["--salt", salt] if salt is not None else []
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
         raise CannotMeasure(f"the client failed: {done.stderr[-500:]}")
@@ -121,8 +124,10 @@ def run_client(url: str, body: Mapping[str, Any], *, connections: int, requests:
 
 
 @contextmanager
-def cluster(*, num_workers: int, step_ms: float = 10.0) -> Iterator[tuple[str, psutil.Process]]:
-    """A router over mock workers: its URL and its process."""
+def cluster(
+    *, num_workers: int, step_ms: float = 10.0, more: Mapping[str, Any] | None = None
+) -> Iterator[tuple[str, psutil.Process]]:
+    """A router over mock workers: its URL and its process. `more`: sections of its configuration."""
     secret, ports = secrets.token_hex(16), free_ports(num_workers + 2)
     tokenizer = Tokenizer.load(model_directory("builtin"))
     says = [str(token_id) for token_id in tokenizer.encode(_WORDS, add_special_tokens=False)]
@@ -140,6 +145,7 @@ def cluster(*, num_workers: int, step_ms: float = 10.0) -> Iterator[tuple[str, p
             "router": {"port": ports[0], "grpc_port": ports[1], "max_inflight_requests": 4096},
             "prefill": {"replicas": 0},
             "decode": {"replicas": num_workers, "addresses": [f"127.0.0.1:{port}" for port in ports[2:]]},
+            **(more or {}),
         }
         file = folder / "cluster.yaml"
         file.write_text(yaml.safe_dump(config))

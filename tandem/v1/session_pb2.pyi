@@ -373,7 +373,7 @@ class LoadSnapshot(_message.Message):
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., kv_bytes_per_s: _Optional[float] = ..., num_quarantined_blocks: _Optional[int] = ..., cache_tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ..., context_tokens: _Optional[int] = ..., transfers: _Optional[_Union[TransferReport, _Mapping]] = ..., report_number: _Optional[int] = ..., board: _Optional[_Union[BoardReport, _Mapping]] = ..., step_age_s: _Optional[float] = ..., pins: _Optional[_Union[_pins_pb2.PinReport, _Mapping]] = ..., work: _Optional[_Union[WorkReport, _Mapping]] = ...) -> None: ...
 
 class WorkReport(_message.Message):
-    __slots__ = ("prefill", "decode", "preemptions", "resident_bytes", "weights_bytes", "kv_bytes", "flops_per_token")
+    __slots__ = ("prefill", "decode", "preemptions", "resident_bytes", "weights_bytes", "kv_bytes", "flops_per_token", "step_sizes")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
@@ -381,6 +381,7 @@ class WorkReport(_message.Message):
     WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     FLOPS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    STEP_SIZES_FIELD_NUMBER: _ClassVar[int]
     prefill: StepTotals
     decode: StepTotals
     preemptions: int
@@ -388,7 +389,8 @@ class WorkReport(_message.Message):
     weights_bytes: int
     kv_bytes: int
     flops_per_token: int
-    def __init__(self, prefill: _Optional[_Union[StepTotals, _Mapping]] = ..., decode: _Optional[_Union[StepTotals, _Mapping]] = ..., preemptions: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., flops_per_token: _Optional[int] = ...) -> None: ...
+    step_sizes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, prefill: _Optional[_Union[StepTotals, _Mapping]] = ..., decode: _Optional[_Union[StepTotals, _Mapping]] = ..., preemptions: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., flops_per_token: _Optional[int] = ..., step_sizes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepTotals(_message.Message):
     __slots__ = ("steps", "seconds", "tokens", "requests")

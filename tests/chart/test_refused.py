@@ -109,3 +109,14 @@ def test_rules_and_dashboards_of_the_chart_are_put_in_as_they_are(tmp_path: Path
     assert yaml.safe_load(dashboard["data"]["overview.json"]) == {"title": "{{ name }}", "uid": "a"}
     assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert [told for one in release.objects for told in mistakes(one, "1.33.0")] == []
+
+
+def test_alarms_lead_to_the_runbook_that_people_read() -> None:
+    wiki = "https://wiki.example.com/tandem/runbook"
+    release = render({"monitoring": {"rules": {"enabled": True, "runbookUrl": wiki}}})
+    groups = [group for one in release.of("PrometheusRule") for group in one["spec"]["groups"]]
+    alarms = [rule for group in groups for rule in group["rules"] if "alert" in rule]
+    assert len(alarms) > 20
+    assert {alarm["annotations"]["runbook_url"] for alarm in alarms} == {
+        f"{wiki}#{alarm['alert'].lower()}" for alarm in alarms
+    }

@@ -261,6 +261,7 @@ BAD: dict[str, tuple[Values, str]] = {
         {"monitoring": _WATCHED | {"rules": {"enabled": False}}, "decode": {"autoscaling": _HPA}},
         "monitoring.rules.enabled",
     ),
+    "a runbook nowhere": ({"monitoring": {"rules": {"runbookUrl": "some where"}}}, "runbookUrl"),
     "keda with nobody to ask": (
         {"monitoring": _WATCHED | {"prometheusUrl": ""}, "prefill": {"autoscaling": _KEDA}},
         "monitoring.prometheusUrl",

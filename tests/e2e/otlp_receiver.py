@@ -86,11 +86,11 @@ def value(any_value: Any) -> Any:
 
 
 @asynccontextmanager
-async def otlp_receiver() -> AsyncIterator[OtlpReceiver]:
+async def otlp_receiver(port: int = 0) -> AsyncIterator[OtlpReceiver]:
     receiver = OtlpReceiver()
     server = grpc.aio.server()
     rpc.add_TraceServiceServicer_to_server(receiver, server)
-    receiver.port = server.add_insecure_port("127.0.0.1:0")
+    receiver.port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     try:
         yield receiver

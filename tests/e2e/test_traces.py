@@ -1,7 +1,13 @@
 """One request is one trace over all processes that had it, and its figures are those of /metrics."""
 
 import asyncio
+import signal
 
+import grpc.aio
+
+from tandem.v1 import inference_pb2 as pb
+from tandem.v1.common_pb2 import SamplingParams
+from tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.e2e.otlp_receiver import OtlpReceiver, Received, otlp_receiver
 from tests.e2e.running_cluster import WAIT_S, RunningCluster, body, running
 
@@ -38,6 +44,21 @@ FETCHED = {
 }
 
 
+FAILED_OVER = [
+    # (span, its parent): the prefill worker died, and the decode worker computed the prompt itself
+    ("tandem.decode", "text_completion tandem-tiny"),
+    ("tandem.first_decode_step", "tandem.decode"),
+    ("tandem.handoff", "tandem.decode"),
+    ("tandem.place", "text_completion tandem-tiny"),
+    ("tandem.place", "text_completion tandem-tiny"),
+    ("tandem.prefill", "tandem.decode"),
+    ("tandem.prefill_queue", "tandem.decode"),
+    ("tandem.preprocess", "text_completion tandem-tiny"),
+    ("tandem.reserve", "tandem.decode"),
+    ("text_completion tandem-tiny", ""),
+]
+
+
 async def ask(cluster: RunningCluster, prompt: list[int], max_tokens: int, trace_id: str) -> list[int]:
     """The answer, as a part of a client's own trace."""
     headers = {"traceparent": f"00-{trace_id}-{CLIENT_SPAN}-01", "tracestate": "vendor=opaque"}
@@ -46,11 +67,48 @@ async def ask(cluster: RunningCluster, prompt: list[int], max_tokens: int, trace
     return response.json()["choices"][0]["token_ids"]
 
 
+async def ask_over_grpc(cluster: RunningCluster, prompt: list[int], trace_id: str) -> None:
+    """A stream that is read to its end, as a part of a client's own trace."""
+    metadata = (("traceparent", f"00-{trace_id}-{CLIENT_SPAN}-01"), ("tracestate", "vendor=opaque"))
+    asked = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=prompt), sampling=SamplingParams(max_tokens=6))
+    async with grpc.aio.insecure_channel(cluster.local.grpc_address) as channel:
+        assert [answer async for answer in InferenceStub(channel).Generate(asked, metadata=metadata, timeout=WAIT_S)]
+
+
+async def check_failover(cluster: RunningCluster, receiver: OtlpReceiver, oracle, trace_id: str) -> None:
+    """A prefill worker that dies with a prompt leaves a failed attempt, and beside it the one that went well."""
+    prompt = oracle.story(300, 200)
+    cluster.local.kill("prefill-0", signal.SIGSTOP)
+    asked = asyncio.create_task(ask(cluster, prompt, 4, trace_id))
+
+    async def sent() -> bool:
+        return await cluster.figure("tandem_worker_transfers_live", worker="decode-0", direction="received") == 1
+
+    await cluster.until(sent)
+    cluster.local.kill("prefill-0", signal.SIGKILL)
+    assert await asked == oracle.tokens(prompt, 4)
+    spans = await all_of(receiver, trace_id, len(FAILED_OVER))
+    names = {span.span_id: span.name for span in spans}
+    assert sorted((span.name, names.get(span.parent_id, "")) for span in spans) == FAILED_OVER
+    assert [span.name for span in spans if span.failed] == ["tandem.handoff"]
+    reasons = [s.attributes["tandem.placement.reason"] for s in spans if s.name == "tandem.place"]
+    assert sorted(reasons)[0] == "disaggregated"
+
+
+async def all_of(receiver: OtlpReceiver, trace_id: str, count: int) -> list[Received]:
+    """The trace's spans once so many have come."""
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await receiver.until(lambda: len(receiver.of_trace(trace_id)) >= count)
+    except TimeoutError:
+        came = [(span.name, span.instance, span.attributes) for span in receiver.of_trace(trace_id)]
+        raise AssertionError(f"not {count} spans but {came}") from None
+    return receiver.of_trace(trace_id)
+
+
 async def complete(receiver: OtlpReceiver, trace_id: str, expected: dict) -> dict[tuple[str, str], Received]:
     """The trace's spans by name and process, once all have come; each exactly once."""
-    async with asyncio.timeout(WAIT_S):
-        await receiver.until(lambda: len(receiver.of_trace(trace_id)) >= len(expected))
-    spans = receiver.of_trace(trace_id)
+    spans = await all_of(receiver, trace_id, len(expected))
     by_name = {(span.name, span.instance): span for span in spans}
     assert sorted((span.name, span.instance) for span in spans) == sorted(expected)
     return by_name
@@ -95,7 +153,7 @@ def hold_no_words(spans: list[Received]) -> bool:
 
 
 async def test_one_request_is_one_trace_over_both_pools_and_so_is_a_fetch(oracle):
-    trace = [f"{number:032x}" for number in range(1, 5)]
+    trace = [f"{number:032x}" for number in range(1, 6)]
     async with otlp_receiver() as receiver:
         endpoint = {"telemetry__otlp_endpoint": f"http://127.0.0.1:{receiver.port}"}
         async with running(**endpoint, telemetry__otlp_headers={"X-Key": "k"}, **SLOW) as cluster:
@@ -128,8 +186,12 @@ async def test_one_request_is_one_trace_over_both_pools_and_so_is_a_fetch(oracle
             await cluster.http.post("/v1/completions", json=body(first, 2), headers=headers)
             await cluster.tokens(first, 2)  # its trace begins at the door
             await cluster.until_idle()
+            await ask_over_grpc(cluster, oracle.story(200, 200), trace[3])
+            check_tree(await complete(receiver, trace[3], HANDED_OVER), HANDED_OVER)
+            await cluster.until_idle()
             held = {state: await cluster.figure("tandem_worker_transfer_blocks", state=state) for state in STATES}
             assert held == dict.fromkeys(STATES, 0.0)
+            await check_failover(cluster, receiver, oracle, trace[4])
         assert not receiver.of_trace(trace[2]), "its client did not want it traced"
         assert {"router", "decode-0"} <= {s.instance for s in receiver.spans if s.trace_id not in trace}
     assert hold_no_words(receiver.spans)

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -241,6 +242,7 @@ async def prefill_worker(
     settings: TransferSettings = SETTINGS,
     port: int = 0,
     tracer: Tracer | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Prefill]:
     owner = PrefillOwner(pool)
     local = LocalWorker(
@@ -249,7 +251,7 @@ async def prefill_worker(
         region=replace(pool.region, layout=layout),
     )
     offered = senders(pool.region)
-    async with SenderHub(local, owner=owner, senders=offered, settings=settings, tracer=tracer) as hub:
+    async with SenderHub(local, owner=owner, senders=offered, settings=settings, tracer=tracer, clock=clock) as hub:
         owner.hub = hub
         server = grpc.aio.server(options=SERVER_OPTIONS)
         hub.register(server)
@@ -269,6 +271,7 @@ async def decode_worker(
     incarnation: int = 22,
     settings: TransferSettings = SETTINGS,
     tracer: Tracer | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[tuple[ReceiverHub, DecodeOwner]]:
     owner = DecodeOwner(pool)
     local = LocalWorker(worker_id=WorkerId("d"), incarnation=Incarnation(incarnation), region=pool.region)
@@ -277,7 +280,9 @@ async def decode_worker(
     async with AsyncExitStack() as stack:
         ends = receivers(pool.region)
         hub = await stack.enter_async_context(
-            ReceiverHub(local, owner=owner, receivers=ends, dialer=dialer, settings=settings, tracer=tracer)
+            ReceiverHub(
+                local, owner=owner, receivers=ends, dialer=dialer, settings=settings, tracer=tracer, clock=clock
+            )
         )
         yield hub, owner
 

@@ -1,9 +1,11 @@
 """What hand-offs between two real hubs leave behind: spans on both sides, and totals that tell how each ended."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 
 import pytest
 
@@ -61,6 +63,12 @@ class Watched:
         return transfers_from_pb(told)
 
 
+def starved() -> Callable[[], float]:
+    """The clock of a process that stood still for a while when it had hardly begun."""
+    behind_s = chain([1000.0], repeat(0.0))
+    return lambda: time.monotonic() - next(behind_s)
+
+
 @pytest.fixture(params=["memory", "shm", "tcp"])
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Watched]:
     fabric, choice = MemoryFabric(), request.param
@@ -69,12 +77,12 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Watched]:
     async with AsyncExitStack() as stack:
         senders = prefill_worker(
             lambda region: open_senders(region, choice=choice, fabric=fabric),
-            pool=Pool(64), settings=settings, tracer=sending,
+            pool=Pool(64), settings=settings, tracer=sending, clock=starved(),
         )  # fmt: skip
         prefill = await stack.enter_async_context(senders)
         receivers = decode_worker(
             lambda region: open_receivers(region, choice=choice, fabric=fabric),
-            pool=Pool(48), settings=settings, tracer=receiving,
+            pool=Pool(48), settings=settings, tracer=receiving, clock=starved(),
         )  # fmt: skip
         hub, decode = await stack.enter_async_context(receivers)
         yield Watched(choice, hub, decode, prefill, received, sent)
@@ -93,9 +101,12 @@ def within(inner: EndedSpan, outer: EndedSpan) -> bool:
 
 
 async def test_a_hand_off_is_one_trace_over_both_workers(pair: Watched) -> None:
+    asked_s = time.monotonic()
     transfer = begin(pair.hub, pair.decode, job("a"), pair.prefill.route(1))
     record = await pair.decode.until(transfer, lambda r: r.committed)
     await pair.closed()
+    timed_here = [*pair.received.spans, pair.sent.one("tandem.send")]
+    assert all(span.start_s >= asked_s for span in timed_here), "lease time is no time of day"
     assert (pair.received.names(), pair.sent.names()) == (RECEIVED, SENT)
     handoff, send = pair.received.one("tandem.handoff"), pair.sent.one("tandem.send")
     assert handoff.parent_id == CLIENT.span_id

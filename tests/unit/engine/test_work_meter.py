@@ -6,6 +6,7 @@ from engine.step import StepOutput, StepTimings
 from engine.work_meter import WorkMeter
 from router.metrics import RouterMetrics
 from router.session_wire import load_from_pb
+from tandem.step_sizes import STEP_SIZES
 from tandem.v1 import session_pb2 as pb
 from tests.unit.router.test_placement import worker
 
@@ -24,6 +25,10 @@ def test_steps_are_told_apart_by_what_they_computed() -> None:
     assert (meter.prefill.steps, meter.prefill.tokens, meter.prefill.seconds) == (1, 100, 0.5)
     assert (meter.decode.steps, meter.decode.requests, meter.decode.seconds) == (2, 12, 0.25)
     assert meter.preemptions == 3
+    sizes = dict(zip((*STEP_SIZES, "more"), meter.sizes, strict=True))
+    assert {size: count for size, count in sizes.items() if count} == {8: 2, 128: 1}
+    meter.observe(output(20_000, 1, 1.0))
+    assert meter.sizes[-1] == 1
 
 
 def test_what_a_worker_reports_is_shown_under_its_name() -> None:
@@ -33,6 +38,7 @@ def test_what_a_worker_reports_is_shown_under_its_name() -> None:
             preemptions=2,
             resident_bytes=7,
             flops_per_token=11,
+            step_sizes=[2, 1, *[0] * (len(STEP_SIZES) - 1)],
         )
     )
     metrics = RouterMetrics("m")
@@ -43,5 +49,10 @@ def test_what_a_worker_reports_is_shown_under_its_name() -> None:
     assert value("tandem_worker_memory_bytes", labels | {"kind": "resident"}) == 7
     assert value("tandem_worker_flops_per_token", labels) == 11
     assert value("vllm:num_preemptions_total", {"model_name": "m", "engine": "w"}) == 2
+    assert value("vllm:iteration_tokens_total_bucket", {"model_name": "m", "engine": "w", "le": "8.0"}) == 3
+    assert value("vllm:iteration_tokens_total_sum", {"model_name": "m", "engine": "w"}) == 9
+    strange = load_from_pb(pb.LoadSnapshot(work=pb.WorkReport(step_sizes=[1, 2])))
+    metrics.worker_loads([worker("w", load=strange)])
+    assert value("vllm:iteration_tokens_total_count", {"model_name": "m", "engine": "w"}) is None
     metrics.worker_loads([worker("old", load=load_from_pb(pb.LoadSnapshot()))])
     assert value("tandem_worker_flops_per_token", labels) is None

@@ -32,6 +32,13 @@ def value(metrics: RouterMetrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(name, labels or {"model_name": "m", "engine": "router"})
 
 
+def genai(metrics: RouterMetrics, name: str, **labels: str) -> float | None:
+    """One of those that follow OpenTelemetry's conventions."""
+    of_server = {"provider_name": "tandem", "request_model": "m", "response_model": "m"}
+    same = {f"gen_ai_{label}": said for label, said in {"operation_name": "text_completion", **of_server}.items()}
+    return metrics.registry.get_sample_value(f"gen_ai_server_{name}", same | labels)
+
+
 def test_cache_tiers_are_shown_as_workers_count_them() -> None:
     metrics = RouterMetrics("m")
     counts = TierCounts(tier="disk", num_blocks=3, capacity_blocks=9, hits=5, stored_bytes=7, store_s=0.5, damaged=2)
@@ -114,9 +121,17 @@ def test_one_request() -> None:
         "vllm:prefix_cache_queries_total": 10,
         "vllm:prefix_cache_hits_total": 4,
         "vllm:request_queue_time_seconds_sum": 0.5,
+        "vllm:request_time_per_output_token_seconds_sum": 0.5,
+        "vllm:request_max_num_generation_tokens_sum": 3,
+        "vllm:request_params_max_tokens_sum": 1,
+        "vllm:request_params_n_sum": 1,
+        "vllm:request_inference_time_seconds_sum": 1.875,
         "tandem_transfer_seconds_sum": 0.125,
     }
     assert {name: value(metrics, name) for name in expected} == expected
+    assert genai(metrics, "request_duration_seconds_sum", error_type="") == 2.0
+    assert genai(metrics, "time_to_first_token_seconds_sum") == 0.5
+    assert genai(metrics, "time_per_output_token_seconds_sum") == 0.5
     length = {"model_name": "m", "engine": "router", "finished_reason": "length"}
     assert value(metrics, "vllm:request_success_total", **length) == 1
 
@@ -138,6 +153,8 @@ def test_failures_leave_no_gauge_behind() -> None:
     assert value(metrics, "vllm:num_requests_waiting") == 0
     for code in ("UNAVAILABLE", "CANCELLED", "INTERNAL"):
         assert value(metrics, "tandem_request_failures_total", code=code) == 1
+        assert genai(metrics, "request_duration_seconds_count", error_type=code) == 1
+    assert genai(metrics, "time_to_first_token_seconds_count") is None
 
 
 def test_dispatch_reports() -> None:
