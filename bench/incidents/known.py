@@ -89,8 +89,8 @@ def _jitter() -> Incident:
                 is_trouble=True,
             ),
             Phase(
-                name="local_prefill_tokens 64",
-                setup=Setup(mode="shm", local_prefill_tokens=64),
+                name="read by decode, not queued",
+                setup=Setup(mode="shm", local_prefill_tokens=64, router={"queue": {"worker_backlog_s": 30.0}}),
                 load=short_beside_long,
             ),
         ),
