@@ -40,7 +40,7 @@ def _memory() -> Incident:
             ),
         ),
         panels=(Shown(board="kv-cache", title="Use"), Shown(board="kv-cache", title="Preemptions")),
-        alarms=("TandemKvCacheFull", "TandemPreempting"),
+        alarms=("TandemKvCacheFull",),
         figures={
             "KV use of the fullest worker": "max(vllm:kv_cache_usage_perc)",
             "preemptions a second": "sum(max by (engine) (rate(vllm:num_preemptions_total[20s])))",

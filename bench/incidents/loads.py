@@ -55,10 +55,10 @@ def seen(found: Sequence[Completion], who: str = "") -> Mapping[str, float]:
 
 
 async def long_contexts(url: str, seconds: float) -> Mapping[str, float]:
-    """Ten conversations whose prompts and answers together are far more than a small pool holds."""
+    """Twelve conversations whose prompts and answers together are far more than a small pool holds."""
     async with Client(url) as client:
-        prompts = new_prompts("memory", 350)
-        return seen(await keep_asking(client, prompts, max_tokens=600, streams=10, seconds=seconds))
+        prompts = new_prompts("memory", 200)
+        return seen(await keep_asking(client, prompts, max_tokens=800, streams=12, seconds=seconds))
 
 
 async def chats_beside_documents(url: str, seconds: float) -> Mapping[str, float]:
