@@ -24,10 +24,10 @@ def draw(incident: Incident, report: Report, path: Path) -> None:
     first, last = report.outcomes[0], report.outcomes[-1]
     if incident.one_history:
         whole = " → ".join(outcome.phase.name for outcome in report.outcomes)
-        columns = {whole: Prometheus(first.watch.url, start_s=first.start_s, end_s=last.end_s)}
+        columns = {whole: Prometheus(first.watch.url, start_s=first.start_s, end_s=last.ended_s)}
     else:
         columns = {
-            outcome.phase.name: Prometheus(outcome.watch.url, start_s=outcome.start_s, end_s=outcome.end_s)
+            outcome.phase.name: Prometheus(outcome.watch.url, start_s=outcome.start_s, end_s=outcome.ended_s)
             for outcome in report.outcomes
         }
     draw_beside([panel_of(shown) for shown in incident.panels], columns, path)

@@ -29,6 +29,8 @@ class Outcome:
     watch: Watch
     start_s: float
     end_s: float
+    """Nobody asks any more; the last answers are still on their way."""
+    ended_s: float
     clients: Mapping[str, float]
 
     @property
@@ -76,9 +78,10 @@ async def _run(phase: Phase, watch: Watch, seconds: float) -> Outcome:
         watch.look_at(cluster.url)
         start_s = time.time()
         clients = await phase.load(cluster.url, seconds)
-        end_s = time.time()
+        ended_s = time.time()
         watch.look_at(None)
-    return Outcome(phase=phase, watch=watch, start_s=start_s, end_s=end_s, clients=clients)
+    end_s = min(ended_s, start_s + seconds)
+    return Outcome(phase=phase, watch=watch, start_s=start_s, end_s=end_s, ended_s=ended_s, clients=clients)
 
 
 async def _report(incident: Incident, outcomes: tuple[Outcome, ...]) -> Report:

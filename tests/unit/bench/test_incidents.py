@@ -29,6 +29,7 @@ def report(*, trouble: float, cured: float) -> Report:
             watch=Watch.__new__(Watch),
             start_s=100.0,
             end_s=130.0,
+            ended_s=140.0,
             clients={"answers": 3.0},
         )
         for name in ("trouble", "cured")
