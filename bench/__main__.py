@@ -20,14 +20,14 @@ from bench.transfer_bench import options as transfer_options
 from tandem.errors import ConfigError
 
 
-def main() -> int:
-    """Parse the command line, measure, report; 1 when a goal was missed, 2 when something could not be measured."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(
         prog="tandem bench",
         description="Measure Tandem and print the figures.",
         epilog="Exit code: 1 when a goal was not met (on a busy machine, perhaps), 2 when something was not measured.",
     )
-    subjects = parser.add_subparsers(dest="subject", required=True)
+    subjects = made.add_subparsers(dest="subject", required=True)
     spine = subjects.add_parser("spine", help="parity with transformers, start-up, latency, the model's own gates")
     scales = spine.add_mutually_exclusive_group()
     scales.add_argument("--quick", action="store_true", help="a sample of each figure, in under a minute")
@@ -42,10 +42,16 @@ def main() -> int:
     router_options.add_options(router)
     telemetry = subjects.add_parser("telemetry", help="what traces, scrapes and logs cost a cluster; 4 minutes")
     telemetry_options.add_options(telemetry)
-    options = parser.parse_args()
+    return made
+
+
+def main() -> int:
+    """Parse the command line, measure, report; 1 when a goal was missed, 2 when something could not be measured."""
+    parsing = parser()
+    options = parsing.parse_args()
     for file in (options.json, getattr(options, "plot", None)):
         if file is not None and not file.absolute().parent.is_dir():
-            parser.error(f"{file}: there is no such folder")
+            parsing.error(f"{file}: there is no such folder")
 
     err = Console(stderr=True, highlight=False)
     rows: list[Row] = []

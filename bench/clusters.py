@@ -45,8 +45,9 @@ class Setup:
     """None leaves Tandem's default; 0 sends every prompt through both pools."""
     num_threads: int | None = None
     model: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """More of the section, and of the next."""
+    """More of the section, and of the next ones."""
     engine: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    router: Mapping[str, Any] = field(default_factory=dict, hash=False)
     more: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Sections that nothing else here fills."""
 
@@ -57,7 +58,7 @@ class Setup:
 
     def config(self, ports: Sequence[int]) -> dict[str, Any]:
         """The YAML's content; `ports`: HTTP, gRPC, prefill, decode."""
-        router: dict[str, Any] = {"port": ports[0], "grpc_port": ports[1]}
+        router: dict[str, Any] = {"port": ports[0], "grpc_port": ports[1], **self.router}
         if self.local_prefill_tokens is not None:
             router |= dict.fromkeys(("local_prefill_tokens", "max_local_prefill_tokens"), self.local_prefill_tokens)
         engine: dict[str, Any] = {"prefill_chunk_tokens": self.prefill_chunk_tokens, "device": "cpu"}

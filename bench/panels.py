@@ -10,6 +10,8 @@ import re
 import time
 import urllib.parse
 import urllib.request
+from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,11 +36,11 @@ class Series(NamedTuple):
 class Prometheus:
     """Asks one server."""
 
-    def __init__(self, url: str, *, minutes: float) -> None:
+    def __init__(self, url: str, *, start_s: float, end_s: float) -> None:
+        """`start_s` to `end_s`: what is shown, in seconds since 1970."""
         self._url = url
-        self.end_s = time.time()
-        self.start_s = self.end_s - 60 * minutes
-        self._interval = f"{max(10, int(minutes * 6))}s"
+        self.start_s, self.end_s = start_s, end_s
+        self._interval = f"{max(10, int((end_s - start_s) / 10))}s"
 
     def series(self, target: dict[str, Any]) -> list[Series]:
         """What one target of a panel shows."""
@@ -87,6 +89,27 @@ def draw(board: dict[str, Any], prometheus: Prometheus, path: Path) -> list[str]
         axes.set_title(panel["title"], fontsize=8, loc="left")
     figure.savefig(path, dpi=80)
     return empty
+
+
+def draw_beside(panels: Sequence[dict[str, Any]], columns: Mapping[str, Prometheus], path: Path) -> None:
+    """One picture of some panels, a row each, as each column's Prometheus has them; a row has one scale."""
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    figure = Figure(figsize=(4.6 * len(columns), 2.3 * len(panels)), layout="constrained")
+    grid = figure.subplots(len(panels), len(columns), squeeze=False)
+    for row, panel in zip(grid, panels, strict=True):
+        for axes, (name, prometheus) in zip(row, columns.items(), strict=True):
+            lines = [one for target in panel["targets"] for one in prometheus.series(target) if one.values]
+            _graph(axes, panel, lines, prometheus)
+            axes.set_title(f"{panel['title']}: {name}", fontsize=8, loc="left")
+        top = max(axes.get_ylim()[1] for axes in row)
+        for axes in row:
+            axes.set_ylim(top=top)
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=80)
+    # Lines need few colours: a third of the bytes in a repository.
+    Image.open(drawn).convert("RGB").quantize(64).save(path, optimize=True)
 
 
 def _stat(axes: Any, panel: dict[str, Any], lines: list[Series], _: Prometheus) -> None:
@@ -143,7 +166,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=15.0, help="how far back")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    prometheus = Prometheus(given.prometheus, minutes=given.minutes)
+    end_s = time.time()
+    prometheus = Prometheus(given.prometheus, start_s=end_s - 60 * given.minutes, end_s=end_s)
     for path in sorted(BOARDS.glob("*.json")):
         picture = given.out / f"{path.stem}.png"
         empty = draw(json.loads(path.read_text()), prometheus, picture)

@@ -104,16 +104,21 @@ def rows(
     return found
 
 
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(prog="python -m bench.quality", description="What lower precision costs.")
+    every = (TRANSFORMERS, *SETTINGS)
+    made.add_argument("--settings", nargs="+", choices=every, default=list(every))
+    made.add_argument("--samples", type=int, default=100, help="questions and stories of each kind")
+    made.add_argument("--lengths", type=int, nargs="+", default=[512], help="needle lengths")
+    made.add_argument("--text", type=Path, help="the text of the training run; its last 5%% is measured")
+    made.add_argument("--json", type=Path, metavar="FILE")
+    return made
+
+
 def main() -> int:
     """Print the figures; 1 when a promise is not kept."""
-    parser = argparse.ArgumentParser(prog="python -m bench.quality", description="What lower precision costs.")
-    every = (TRANSFORMERS, *SETTINGS)
-    parser.add_argument("--settings", nargs="+", choices=every, default=list(every))
-    parser.add_argument("--samples", type=int, default=100, help="questions and stories of each kind")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512], help="needle lengths")
-    parser.add_argument("--text", type=Path, help="the text of the training run; its last 5%% is measured")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args()
+    options = parser().parse_args()
     num_threads = os.cpu_count() or 1
     torch.set_num_threads(num_threads)
     found = rows(

@@ -77,14 +77,19 @@ def _steps(parts: EngineParts, rows: int, length: int, *, salt: int) -> Iterator
         scheduler.commit(batch, tokens_out)
 
 
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(prog="python -m cluster.measure_profile", description=__doc__)
+    made.add_argument("file", type=Path)
+    made.add_argument("--model", help="a directory in Hugging Face layout; the built-in model when absent")
+    made.add_argument("--dtype", default="float32")
+    made.add_argument("--threads", type=int)
+    return made
+
+
 def main() -> int:
     """Measure and write the file."""
-    parser = argparse.ArgumentParser(prog="python -m cluster.measure_profile", description=__doc__)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--model", help="a directory in Hugging Face layout; the built-in model when absent")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--threads", type=int)
-    options = parser.parse_args()
+    options = parser().parse_args()
     overrides: dict[str, Any] = {"model.path": options.model, "model.dtype": options.dtype}
     if options.threads is not None:
         overrides["engine.num_threads"] = options.threads

@@ -1,11 +1,13 @@
 """What the runbook's arithmetic says is what the engine counts."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cluster.kv_arithmetic import Asked, main, num_parameters, read_model, room
+from cluster.kv_arithmetic import Asked, layout_of, main, num_parameters, read_model, room
 from decode_worker.config import engine_spec
 from engine.assembly import assemble
 from tandem.config import load
@@ -42,6 +44,25 @@ def test_parameters_are_those_of_the_file() -> None:
             size *= dim
         stored += size
     assert num_parameters(model) == stored
+
+
+def test_the_table_of_models_in_the_handbook() -> None:
+    page = (ROOT / "docs/capacity.md").read_text()
+    rows = re.findall(r"^\| [^|]+ \| (\d+) \| (\d+) \| (\d+) \| ([\d.]+) KiB \| ([\d.]+) KiB \|", page, re.MULTILINE)
+    assert len(rows) >= 5
+    model = read_model("builtin")
+    for layers, heads, dim, plain, coded in rows:
+        like = replace(
+            model,
+            num_layers=int(layers),
+            num_kv_heads=int(heads),
+            num_heads=int(heads),
+            head_dim=int(dim),
+            layer_windows=(None,) * int(layers),
+        )
+        for kv_dtype, told in (("auto", plain), ("int8", coded)):
+            layout = layout_of(like, Asked(kv_dtype=kv_dtype))
+            assert layout.worker_block_bytes / layout.block_size / 1024 == pytest.approx(float(told), abs=0.05)
 
 
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
