@@ -11,7 +11,7 @@ import prefill_worker.__main__
 import router.__main__
 from tandem.config import ClusterConfig, PoolConfig, load
 from tandem.hosts import hold
-from tandem.process import Lifetime, RouterPlace
+from tandem.process import Lifetime, RouterPlace, WorkerPlace
 from tandem.worker_config import free_address
 
 
@@ -59,7 +59,7 @@ def _config(taken: socket.socket) -> ClusterConfig:
 @pytest.mark.parametrize("serve", [prefill_worker.__main__.serve, decode_worker.__main__.serve])
 async def test_a_worker_looks_at_its_port_before_it_loads_the_model(taken: socket.socket, serve: Any) -> None:
     with pytest.raises(OSError, match=r"^cannot listen on 127.0.0.1:\d+: Address already in use$"):
-        await serve(_config(taken), 0, None, Lifetime())
+        await serve(_config(taken), WorkerPlace(), Lifetime())
 
 
 async def test_a_router_looks_at_its_ports_before_it_waits_for_workers(taken: socket.socket) -> None:
