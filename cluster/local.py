@@ -193,6 +193,7 @@ class LocalCluster:
         self._rollout, self._tell = rollout, tell
         self._apply([])
         await self._until(lambda: rollout.state is not RolloutState.UNDER_WAY)
+        await asyncio.sleep(0)  # what was told last is heard before the end is
         if rollout.failure is not None:
             raise ChangeFailed(rollout.failure)
 
@@ -280,9 +281,11 @@ class LocalCluster:
 
     def _retire(self, name: str) -> None:
         actions = self._supervisor.retire(name, self._now())
+        # One that was dead is gone at once, and then there is nobody to be asked about.
+        self._carry_out([action for action in actions if isinstance(action, Gone)])
         # Routers keep the session that is up; they will not look for another one at this address.
         self._publish()
-        self._carry_out(actions)
+        self._carry_out([action for action in actions if not isinstance(action, Gone)])
 
     def _forget(self, gone: Gone) -> None:
         name = gone.name

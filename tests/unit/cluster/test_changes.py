@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.control_wire import FlipAsked, RestartAsked, ScaleAsked
-from cluster.endings import ChangeFailed
+from cluster.endings import ChangeFailed, ClusterFailed
 from cluster.local import LocalCluster
 from cluster.operations import carry_out
 from cluster.rollout import ChangeRefused
@@ -106,3 +106,19 @@ async def test_a_stop_ends_a_change(journal):
     async with cluster:
         with pytest.raises(ChangeFailed, match="the cluster is stopping"):
             await carry_out(cluster, ScaleAsked(decode=2), tell)
+
+
+@pytest.mark.parametrize("asked", [ScaleAsked(decode=1), FlipAsked(to="prefill")], ids=["scale", "flip"])
+async def test_one_that_was_given_up_leaves_first(journal, asked):
+    told = []
+    async with make(journal, {"decode-0": "once"}, decode=2) as cluster:
+        cluster.kill("decode-0")
+        with pytest.raises(ClusterFailed):
+            await cluster.wait_ready("decode-0", after_pid=cluster.workers[1].pid)
+        await carry_out(cluster, asked, told.append)
+        assert "decode-0 has left" in told
+        assert "decode-0" not in names(cluster)
+        assert len(stated(cluster)[1]) == 1
+        await carry_out(cluster, RestartAsked(roles=("router",)), told.append)
+        assert len(names(cluster)) == len(cluster.processes)
+        assert cluster.failure is None
