@@ -5,6 +5,7 @@ A Unix socket of mode 0600 in a folder of mode 0700, named after the port of the
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ from tandem.errors import ConfigError
 from tandem.runtime_folder import place_for_socket, runtime_folder
 
 MAX_LINE_BYTES = 1 << 16
+_log = logging.getLogger(__name__)
 _BACKLOG_LINES = 1024
 
 
@@ -105,6 +107,9 @@ class ControlSocket:
         except (NotUnderstood, ChangeRefused, ChangeFailed) as error:
             self._tell(f"not done: {error}")
             lines.put_nowait(Told(done=False, reason=str(error)))
+        except Exception as error:  # noqa: BLE001  # whoever asked, such as the planner, must not wait for an end that never comes
+            _log.exception("a change failed in a way that nobody foresaw")
+            lines.put_nowait(Told(done=False, reason=f"internal error: {type(error).__name__}"))
         else:
             lines.put_nowait(Told(done=True))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from cluster.control_wire import ControlMessage, Told, written
+from tandem.runtime_folder import answers_as_us
 
 _CONNECT_S = 5.0
 
@@ -21,6 +22,8 @@ def ask(path: Path, asked: ControlMessage) -> Iterator[Told]:
         link.settimeout(_CONNECT_S)
         try:
             link.connect(str(path))
+            if not answers_as_us(link):
+                raise NoCluster(f"another user answers at {path}")
             link.sendall(written(asked))
             link.settimeout(None)
             with link.makefile("rb") as lines:

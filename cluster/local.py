@@ -188,19 +188,25 @@ class LocalCluster:
         """
         if self._rollout is not None:
             raise ChangeFailed("another change is under way")
-        if self._supervisor.phase is not Phase.RUNNING:
-            raise ChangeFailed(f"the cluster is {self._supervisor.phase.value}")
         self._rollout, self._tell = rollout, tell
-        self._apply([])
+        try:
+            self._apply([])
+        except BaseException:
+            self._rollout, self._tell = None, _nobody
+            raise
         await self._until(lambda: rollout.state is not RolloutState.UNDER_WAY)
         await asyncio.sleep(0)  # what was told last is heard before the end is
         if rollout.failure is not None:
             raise ChangeFailed(rollout.failure)
 
     def resize(self, sizes: Mapping[Role, int]) -> None:
-        """So many workers each pool is to have from now on: what is started shares the machine by these numbers."""
-        self.config = with_sizes(self.config, {role.value: size for role, size in sizes.items()})
-        self._launcher.configure(self.config)
+        """So many workers each pool is to have: what is started shares the machine by that. Raises ChangeFailed."""
+        resized = with_sizes(self.config, {role.value: size for role, size in sizes.items()})
+        try:
+            self._launcher.configure(resized)
+        except OSError as error:  # a full disk, or somebody tidied the temporary folder
+            raise ChangeFailed(f"the configuration cannot be written: {error.strerror or error}") from None
+        self.config = resized
 
     def members(self) -> dict[str, Member]:
         """Every process as a change sees it."""
@@ -379,14 +385,13 @@ class LocalCluster:
 
     def _view(self, name: str) -> ProcessView:
         plan, child = self._plans[name], self._children.get(name)
+        door = join(self.config.router.host, self.config.router.port)
         return ProcessView(
             name=name,
             role=plan.role,
             state=self._supervisor.state(name),
             pid=child.pid if child else None,
-            address=join(self.config.router.host, self.config.router.port)
-            if plan.role is Role.ROUTER
-            else plan.address,
+            address=door if plan.role is Role.ROUTER else plan.address,
             ready=self._ready.get(name, {}),
         )
 

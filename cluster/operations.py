@@ -1,5 +1,6 @@
 """What may be asked of a running cluster, as changes of its set of processes."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -49,5 +50,6 @@ async def carry_out(cluster: LocalCluster, asked: Change, tell: Callable[[str], 
         await cluster.change(Rollout(plan.steps), tell)
     except ChangeFailed:
         if not cluster.routers_only:
-            cluster.resize({role: sizes_of(cluster.members())[role] for role in _WORKERS})
+            with contextlib.suppress(ChangeFailed):  # the first reason is the one to tell
+                cluster.resize({role: sizes_of(cluster.members())[role] for role in _WORKERS})
         raise

@@ -15,6 +15,8 @@ from cluster.supervisor import ProcessState, Role
 
 KNOWN_S = 60.0
 """For routers to reach a worker that serves, and for it to give a token."""
+_COUNT_NOT = (ProcessState.RETIRING, ProcessState.ABANDONED)
+"""Of no pool any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +155,7 @@ class Rollout:
         if added.state is ProcessState.ABANDONED:
             return self._give_up(name, f"{name} keeps dying")
         if not added.serves:
+            self._deadline = None  # it died after it had served: routers get their time anew
             return []
         if missing := who_misses(name, step.retire, members):
             if self._deadline is None:
@@ -223,7 +226,8 @@ def scale_steps(members: Members, sizes: Mapping[Role, int]) -> list[Step]:
     for role, size in sizes.items():
         steps += [Step(add=role)] * (size - have[role])
     for role, size in sizes.items():
-        steps += [Step(retire=name) for name in _leaving(members, role, have[role] - size)]
+        given_up = [name for name, m in members.items() if m.role is role and m.state is ProcessState.ABANDONED]
+        steps += [Step(retire=name) for name in given_up + _leaving(members, role, have[role] - size)]
     return steps
 
 
@@ -238,13 +242,12 @@ def flip_steps(members: Members, to: Role) -> list[Step]:
 
 
 def sizes_of(members: Members) -> Counter[Role]:
-    """Processes of each role that are to stay."""
-    return Counter(member.role for member in members.values() if member.state is not ProcessState.RETIRING)
+    """Processes of each role that are to stay; one that was given up does nothing any more."""
+    return Counter(member.role for member in members.values() if member.state not in _COUNT_NOT)
 
 
 def _leaving(members: Members, role: Role, count: int) -> list[str]:
-    """Those that were given up first, then those that do not serve, then the youngest."""
-    order = {ProcessState.ABANDONED: 0, ProcessState.READY: 2}
-    found = [(name, m) for name, m in members.items() if m.role is role and m.state is not ProcessState.RETIRING]
-    found.sort(key=lambda one: (order.get(one[1].state, 1), -one[1].index))
+    """Those that do not serve first, then the youngest."""
+    found = [(name, m) for name, m in members.items() if m.role is role and m.state not in _COUNT_NOT]
+    found.sort(key=lambda one: (one[1].serves, -one[1].index))
     return [name for name, _ in found[: max(0, count)]]

@@ -18,7 +18,7 @@ from typing import Self
 
 from tandem.config import RouterConfig
 from tandem.errors import ConfigError
-from tandem.runtime_folder import place_for_socket, runtime_folder
+from tandem.runtime_folder import answers_as_us, others_could_have_made, place_for_socket, runtime_folder
 
 _SERVES = b"serves\n"
 _ANSWER_S = 5.0
@@ -61,15 +61,24 @@ class Predecessor:
 
     @classmethod
     def find(cls, config: RouterConfig) -> "Predecessor | None":
-        """None when nobody answers. Blocks. Raises ConfigError when the one who does has other doors."""
+        """None when nobody answers. Blocks.
+
+        Raises ConfigError when the one who does has other doors, or may be somebody else's: requests and their keys
+        would come in at a socket that he holds, too.
+        """
         path = handover_path(config)
         if path is None or not path.exists():
             return None
+        if why := others_could_have_made(path):
+            raise ConfigError(f"router.handover_socket: {why}")
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         link.settimeout(_ANSWER_S)
         descriptors: list[int] = []
         try:
             link.connect(str(path))
+            if not answers_as_us(link):
+                link.close()
+                raise ConfigError(f"router.handover_socket: another user answers at {path}")
             told, descriptors, _, _ = socket.recv_fds(link, _MAX_BYTES, 1)
         except OSError:
             told = b""

@@ -1,7 +1,9 @@
 """Where processes of one user on one machine leave sockets for each other: a folder that nobody else can enter."""
 
 import os
+import socket
 import stat
+import struct
 import tempfile
 from pathlib import Path
 
@@ -19,6 +21,24 @@ def place_for_socket(path: Path, what: str) -> None:
     _enter_privately(path.parent, what)
     if path.exists() and not path.is_socket():
         raise ConfigError(f"{what}: {path} is there, and no socket")
+
+
+def others_could_have_made(path: Path) -> str | None:
+    """Why nobody should be believed who answers at this socket; None: only this user can have put it there."""
+    try:
+        found = path.parent.stat()
+    except OSError as error:
+        return f"{path.parent}: {error.strerror}"
+    if found.st_uid not in (os.getuid(), 0) or stat.S_IMODE(found.st_mode) & 0o022:
+        return f"{path.parent} can be written to by others than this user"
+    return None
+
+
+def answers_as_us(link: socket.socket) -> bool:
+    """Whether a connected Unix socket's other end is of this user, or of root."""
+    size = struct.calcsize("3i")
+    _, uid, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return uid in (os.getuid(), 0)
 
 
 def _enter_privately(folder: Path, what: str) -> None:

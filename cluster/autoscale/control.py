@@ -10,6 +10,7 @@ from cluster.autoscale.orders import Order, OrderFailed
 from cluster.control_wire import ControlMessage, FlipAsked, ProcessTold, ScaleAsked, StatusAsked, Told, written
 from cluster.planner.values import FleetView, Sizes
 from tandem.roles import WorkerRole
+from tandem.runtime_folder import answers_as_us
 
 _ANSWER_S = 5.0
 _MOST_LINE_BYTES = 1 << 20
@@ -53,6 +54,8 @@ class ControlScaler:
         except OSError as error:
             raise OrderFailed(f"no cluster answers at {self._path}: {error.strerror or error}") from None
         try:
+            if not answers_as_us(writer.get_extra_info("socket")):
+                raise OrderFailed(f"another user answers at {self._path}")
             writer.write(written(asked))
             processes: tuple[ProcessTold, ...] | None = None
             changing: bool | None = None

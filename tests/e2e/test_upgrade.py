@@ -91,6 +91,8 @@ async def test_an_upgrade_under_load_loses_nothing(hatchery, release, answered):
                 await load.until_more()
                 for name in sorted(old - {"router"}):
                     await replace(first, old, name)
+                    for router in load.doors:
+                        await router.until_workers(4)  # who does not wait for that leaves a router without a worker
                     await load.until_more()
                 load.doors = [second]
                 await replace(first, old, "router")

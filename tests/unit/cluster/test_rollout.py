@@ -203,7 +203,31 @@ def test_who_serves_nobody_leaves_first():
     members["decode-1"] = replace(members["decode-1"], state=ProcessState.BACKOFF)
     steps = scale_steps(members, {Role.DECODE: 1})
     assert [step.retire for step in steps] == ["decode-0", "decode-1"]
-    assert sizes_of(members)[Role.DECODE] == 3
+    assert sizes_of(members)[Role.DECODE] == 2
+
+
+def test_one_that_was_given_up_is_replaced_by_a_scale_to_the_same_size():
+    members = cluster(decode=2)
+    members["decode-0"] = replace(members["decode-0"], state=ProcessState.ABANDONED)
+    steps = scale_steps(members, {Role.DECODE: 2})
+    assert [(step.add, step.retire) for step in steps] == [(Role.DECODE, None), (None, "decode-0")]
+    with pytest.raises(ChangeRefused, match="no decode worker to spare"):
+        flip_steps(members, Role.PREFILL)
+
+
+def test_one_that_served_and_died_gets_the_time_to_be_known_anew():
+    rollout = Rollout(scale_steps(cluster(), {Role.DECODE: 2}), known_s=KNOWN_S)
+    rollout.advance(cluster(), 0.0)
+    rollout.started("decode-1")
+    grown = cluster() | {"decode-1": member(Role.DECODE, 1)}
+    rollout.advance(grown, 1.0)
+    assert rollout.next_wake() == 1.0 + KNOWN_S
+    rollout.advance(grown | {"decode-1": member(Role.DECODE, 1, ProcessState.BACKOFF)}, 2.0)
+    assert rollout.next_wake() is None
+    rollout.advance(grown, 60.0)
+    assert rollout.state is RolloutState.UNDER_WAY
+    rollout.advance(everybody_known(grown), 61.0)
+    assert rollout.state is RolloutState.DONE
 
 
 def test_the_last_decoder_is_not_scaled_away():

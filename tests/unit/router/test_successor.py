@@ -88,6 +88,17 @@ async def test_where_others_can_enter_nobody_is_awaited(config, door, tmp_path, 
         assert await find(config) is None
 
 
+async def test_whoever_could_be_somebody_else_is_not_believed(config, door, tmp_path):
+    async with HandsOver(config, lambda: door, relieved=lambda: pytest.fail("relieved")):
+        tmp_path.chmod(0o777)
+        with pytest.raises(ConfigError, match="can be written to by others"):
+            await find(config)
+        tmp_path.chmod(0o700)
+        found = await find(config)
+        found.http.close()
+        found.close()
+
+
 def accepted(listening):
     """How many connections are in its queue."""
     listening.setblocking(False)
