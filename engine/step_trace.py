@@ -19,6 +19,7 @@ from torch.autograd.profiler import profile, record_function
 from engine.host import EngineHost
 from engine.request import Batch
 from engine.runner import LaunchedStep, Runner
+from tandem.errors import Unavailable
 
 _LEVEL = 3
 
@@ -85,24 +86,36 @@ async def trace_steps(host: EngineHost, trace: StepTrace, *, num_steps: int, tim
     """
     loop, enough = asyncio.get_running_loop(), asyncio.Event()
     traced: list[TracedRunner] = []
+    failed: list[Exception] = []
 
     def tell() -> None:
         loop.call_soon_threadsafe(enough.set)
 
     def begin(runner: Runner) -> Runner:
+        try:
+            trace.begin()
+        except Exception as error:  # the recorder's trouble is not the engine's
+            raise Unavailable(f"no trace can be made now: {error}") from error
         traced.append(TracedRunner(runner, num_steps=num_steps, on_enough=tell))
-        trace.begin()
         return traced[0]
 
     def end(runner: Runner) -> Runner:
-        trace.end()
+        if not traced:
+            return runner
+        try:
+            trace.end()
+        except Exception as error:  # noqa: BLE001  # as above
+            failed.append(error)
         return traced[0].runner if runner is traced[0] else runner
 
-    await host.replace_runner(begin)
     try:
+        # Also when nobody waits for it any more it happens, so it is undone below.
+        await host.replace_runner(begin)
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await enough.wait()
     finally:
         await host.replace_runner(end)
+    if failed:
+        raise Unavailable(f"the trace could not be ended: {failed[0]}")
     return traced[0].num_steps

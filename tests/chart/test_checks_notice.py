@@ -34,7 +34,7 @@ SPOILT = [
     ("routes.yaml", "type: PathPrefix", "type: Prefix", "gateway", _OBJECTS),
     ("monitoring.yaml", "podTargetLabels:", "targetLabels:", "pod monitor with open metrics", _OBJECTS),
     ("workers.yaml", "targetPort: grpc", "targetPort: http", "defaults", _ENDS),
-    ("workers.yaml", '{{- if eq $pool.autoscaling.mode "none" }}', "{{- if true }}", "keda", _ENDS),
+    ("workers.yaml", 'eq $pool.autoscaling.mode "none"', "true", "keda", _ENDS),
     ("_signals.tpl", "tandem_worker_backlog_tokens", "tandem_worker_backlog", "keda", _PROMETHEUS),
     ("autoscaling.yaml", '"tandem_pool_waiting_tokens"', '"tandem_pool_tokens"', "hpa", _PROMETHEUS),
     ("_config.tpl", "(int .root.Values.terminationMarginSeconds)", "0", "defaults", checks.test_graces_add_up),

@@ -71,3 +71,12 @@ app.kubernetes.io/component: {{ .component }}
 {{- define "tandem.kvTlsSecret" -}}
 {{- .Values.tls.kv.existingSecret | default (printf "%s-kv-tls" (include "tandem.fullname" .)) -}}
 {{- end -}}
+
+{{/*
+The size that a pool has now, where somebody else sizes it: a field that a manifest had and has no more becomes its
+default, which is 1. Nothing where there is no cluster to ask, as in `helm template`, or no such pool yet.
+*/}}
+{{- define "tandem.liveReplicas" -}}
+{{- $live := lookup "apps/v1" .kind .root.Release.Namespace .name }}
+{{- with $live }}{{ with .spec }}{{ with .replicas }}replicas: {{ int . }}{{ end }}{{ end }}{{ end }}
+{{- end }}

@@ -3,11 +3,13 @@
 import asyncio
 import gzip
 import json
+from threading import Event
 
 import pytest
 
 from engine.runner import Runner
 from engine.step_trace import StepTrace, TracedRunner, trace_steps
+from tandem.errors import Unavailable
 from tandem.sampling import SamplingParams
 from tests.unit.engine import ledger
 from tests.unit.engine.ledger import LedgerRunner
@@ -29,7 +31,7 @@ class Host:
             self.runners.append(replace(runner))
             return self.runners[-1]
 
-        await asyncio.wrap_future(self._engine.call(lambda _: self._engine.replace_runner(noted)))
+        await asyncio.shield(asyncio.wrap_future(self._engine.call(lambda _: self._engine.replace_runner(noted))))
         self.was_asked.set()
 
 
@@ -77,5 +79,50 @@ async def test_who_waits_for_no_step_or_leaves_changes_nothing(leaves):
         else:
             assert await recording == 0
         assert host.runners[-1] is runner
+        submit(harness, 3)
+        assert len(await tokens(harness)) == 3
+
+
+class Counted(StepTrace):
+    """Begun and ended how often; `broken`: as when another one records already."""
+
+    def __init__(self, *, broken: bool = False) -> None:
+        super().__init__()
+        self.broken = broken
+        self.begun = self.ended = 0
+
+    def begin(self) -> None:
+        if self.broken:
+            raise RuntimeError("a recorder is at work")
+        self.begun += 1
+        super().begin()
+
+    def end(self) -> None:
+        self.ended += 1
+        super().end()
+
+
+async def test_who_leaves_while_it_begins_leaves_no_recorder_behind():
+    runner, held = LedgerRunner(), Event()
+    with running(runner) as harness:
+        host, trace = Host(harness), Counted()
+        harness.engine.call(lambda _: held.wait(WAIT_S))
+        recording = asyncio.create_task(trace_steps(host, trace, num_steps=3, timeout_s=WAIT_S))
+        await asyncio.sleep(0)  # it asks the engine now, which is held
+        recording.cancel()
+        held.set()
+        with pytest.raises(asyncio.CancelledError):
+            await recording
+        assert trace.begun == trace.ended
+        assert host.runners[-1] is runner
+
+
+async def test_a_recorder_that_cannot_begin_is_told_and_the_engine_goes_on():
+    runner = LedgerRunner()
+    with running(runner) as harness:
+        host, trace = Host(harness), Counted(broken=True)
+        with pytest.raises(Unavailable, match="a recorder is at work"):
+            await trace_steps(host, trace, num_steps=3, timeout_s=WAIT_S)
+        assert trace.ended == 0
         submit(harness, 3)
         assert len(await tokens(harness)) == 3
