@@ -26,7 +26,9 @@ from cluster.effective import (
 )
 from cluster.supervisor import ProcessPlan, Role
 from tandem.config import ClusterConfig
+from tandem.errors import ConfigError
 from tandem.hosts import join
+from tandem.runtime_folder import enter_privately
 
 Command = Callable[[ProcessPlan, Path, int], Sequence[str]]
 """The command line of a process: its plan, the configuration's path, the descriptor for its ready line."""
@@ -93,6 +95,7 @@ class LocalLauncher:
         self._command = command
         self._routers_only = routers_only
         self._files = ExitStack()
+        self._config = ClusterConfig()
         self.config_path = Path()
         """What every process reads, once `open`."""
 
@@ -104,10 +107,16 @@ class LocalLauncher:
         """Write the file that all of them read, in a folder that only this user can enter."""
         directory = self._files.enter_context(tempfile.TemporaryDirectory(prefix="tandem-"))
         self.config_path = self._files.enter_context(written(config, Path(directory)))
+        self._config = config
 
     def configure(self, config: ClusterConfig) -> None:
-        """Replace that file at once: nobody reads half of it."""
+        """Replace that file at once: nobody reads half of it. Raises OSError."""
+        try:
+            enter_privately(self.config_path.parent, "configuration")
+        except ConfigError as error:
+            raise OSError(str(error)) from None
         rewrite(config, self.config_path)
+        self._config = config
 
     def address(self, config: ClusterConfig, role: Role) -> str:
         """A free port of the pool's host. Raises ConfigError."""
@@ -117,6 +126,8 @@ class LocalLauncher:
 
     def start(self, plan: ProcessPlan, callbacks: Callbacks) -> Child:
         """Raises OSError when the machine is out of processes, descriptors or memory."""
+        if not self.config_path.exists():  # temporary folders are tidied of what nobody has read for days
+            self.configure(self._config)
         environment = child_environment(os.environ)
         return Child(lambda ready_fd: self._command(plan, self.config_path, ready_fd), environment, callbacks)
 

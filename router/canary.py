@@ -106,18 +106,20 @@ class Canary:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
-    async def ask(self, key: WorkerKey) -> None:
-        """One canary, and what its outcome means."""
+    async def ask(self, key: WorkerKey) -> bool:
+        """One canary, and what its outcome means; whether a token came."""
         try:
             async with aclosing(self._generator.generate(self._request(key))) as deltas:
                 async for _ in deltas:
                     pass
         except Overloaded:
-            return  # Says nothing of the engine: there was no room for the question.
+            return False  # Says nothing of the engine: there was no room for the question.
         except ServingError as error:
             _log.warning("decode worker %s gave no token when asked for one: %s", key.worker_id, error.message)
             self._schedule.failed(key, self._clock())
             self._registry.penalise(key, self._settings.silence_s)
+            return False
+        return True
 
     async def _run(self) -> None:
         while True:

@@ -69,13 +69,16 @@ class ReachedWorkers:
 
     async def _prove(self, key: WorkerKey) -> None:
         """Until it has given a token, or is gone."""
-        while (worker := self._find(key)) is not None:
-            await self._canary.ask(key)
-            if self._canary.answering(self._find(key) or worker):
-                self._proven.add(key)
-                break
-            await asyncio.sleep(_AGAIN_S)
-        del self._asking[key]
+        first = self._find(key)
+        try:
+            while (worker := self._find(key)) is not None:
+                # A full router has no room for the question; then a token of anybody's request is proof, too.
+                if await self._canary.ask(key) or (first is not None and worker.answered_s > first.answered_s):
+                    self._proven.add(key)
+                    break
+                await asyncio.sleep(_AGAIN_S)
+        finally:
+            del self._asking[key]
         self._look()
 
     def _find(self, key: WorkerKey) -> WorkerSnapshot | None:

@@ -18,7 +18,7 @@ def runtime_folder() -> Path:
 
 def place_for_socket(path: Path, what: str) -> None:
     """Raises ConfigError, naming the setting `what`, where others could enter or something else than a socket is."""
-    _enter_privately(path.parent, what)
+    enter_privately(path.parent, what)
     if path.exists() and not path.is_socket():
         raise ConfigError(f"{what}: {path} is there, and no socket")
 
@@ -41,8 +41,8 @@ def answers_as_us(link: socket.socket) -> bool:
     return uid in (os.getuid(), 0)
 
 
-def _enter_privately(folder: Path, what: str) -> None:
-    """Make it if need be."""
+def enter_privately(folder: Path, what: str) -> None:
+    """Make it if need be. Raises ConfigError, naming `what` it is for, where others could enter."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()

@@ -122,3 +122,14 @@ async def test_one_that_was_given_up_leaves_and_a_scale_replaces_it(journal, dec
         await carry_out(cluster, RestartAsked(roles=("router",)), told.append)
         assert len(names(cluster)) == len(cluster.processes)
         assert cluster.failure is None
+
+
+async def test_what_all_read_is_written_again_where_somebody_tidied_it_away(journal):
+    async with make(journal, decode=2) as cluster:
+        cluster.config_path.unlink()
+        cluster.config_path.parent.rmdir()
+        before = cluster.workers[1]
+        cluster.kill(before.name)
+        await cluster.wait_ready(before.name, after_pid=before.pid)
+        assert [len(pool) for pool in stated(cluster)] == [1, 2]
+        assert cluster.config_path.parent.stat().st_mode & 0o077 == 0

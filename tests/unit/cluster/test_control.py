@@ -99,11 +99,14 @@ async def test_one_change_at_a_time_and_it_outlives_who_asked_for_it(folder):
 
 async def test_a_change_that_cannot_be_written_down_is_told_so_and_ends(folder):
     async with make(folder) as cluster, ControlSocket(cluster, tell=[].append) as control:
-        kept = cluster.config_path.parent.rename(folder / "moved")
+        place = cluster.config_path.parent
+        kept = place.rename(folder / "moved")
+        place.write_text("in the way")
         (told,) = await asyncio.to_thread(lambda: list(ask(control.path, ScaleAsked(decode=2))))
         assert told.done is False
         assert "the configuration cannot be written" in told.reason
-        kept.rename(cluster.config_path.parent)
+        place.unlink()
+        kept.rename(place)
         assert len(cluster.workers) == 2
         told = await asyncio.to_thread(lambda: list(ask(control.path, ScaleAsked(decode=2))))
         assert told[-1].done is True

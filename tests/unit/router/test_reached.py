@@ -51,9 +51,7 @@ class Canary:
 
     async def ask(self, key):
         await self.asked.put(key)
-
-    def answering(self, one):
-        return one.info.key in self.alive
+        return key in self.alive
 
 
 def reached_workers(registry, canary, told):
@@ -80,6 +78,17 @@ async def test_a_decode_worker_that_joins_is_reached_when_it_has_given_a_token(m
         registry.remove(old)
     assert [told.get_nowait() for _ in range(told.qsize())] == [["d1:1"], ["d1:1", "p0:1"]]
     assert registry.watchers == []
+
+
+async def test_a_token_of_anybodys_request_is_proof_where_there_is_no_room_for_the_question(monkeypatch):
+    monkeypatch.setattr(reached, "_AGAIN_S", 0.0)
+    new, registry, canary, told = worker("d1"), Registry(), Canary(), asyncio.Queue()
+    async with reached_workers(registry, canary, told):
+        registry.put(new)
+        await canary.asked.get()
+        registry.put(replace(new, answered_s=new.answered_s + 1.0))
+        while await told.get() != ["d1:1"]:
+            pass
 
 
 async def test_one_that_leaves_unproven_is_asked_no_more(monkeypatch):
