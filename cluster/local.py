@@ -287,8 +287,7 @@ class LocalCluster:
 
     def _retire(self, name: str) -> None:
         actions = self._supervisor.retire(name, self._now())
-        # One that was dead is gone at once, and then there is nobody to be asked about.
-        self._carry_out([action for action in actions if isinstance(action, Gone)])
+        self._carry_out([action for action in actions if isinstance(action, Gone)])  # it was dead: ask no more of it
         # Routers keep the session that is up; they will not look for another one at this address.
         self._publish()
         self._carry_out([action for action in actions if not isinstance(action, Gone)])
@@ -312,17 +311,18 @@ class LocalCluster:
         changed = with_addresses(self.config, prefill=listed[Role.PREFILL], decode=listed[Role.DECODE])
         if changed == self.config:
             return
+        try:
+            self._launcher.configure(changed)
+        except OSError as error:  # routers go on with what they know, and hear of it when it can be written again
+            self._watcher.on_note(Note(name="configuration", text=f"cannot be written: {error}", is_error=True))
+            return
         self.config = changed
-        self._launcher.configure(changed)
         self._outdated |= {name for name in self._plans if self._supervisor.state(name) is ProcessState.STARTING}
         self._carry_out(self._supervisor.reread(Role.ROUTER))
 
     def _addresses(self, role: Role) -> tuple[str, ...]:
-        return tuple(
-            plan.address
-            for name, plan in self._plans.items()
-            if plan.role is role and plan.address and self._supervisor.is_member(name)
-        )
+        plans = [plan for name, plan in self._plans.items() if plan.role is role and self._supervisor.is_member(name)]
+        return tuple(plan.address for plan in plans if plan.address)
 
     def _launch(self, name: str) -> None:
         plan = self._plans[name]

@@ -1,6 +1,7 @@
 """What may be asked of a running cluster, as changes of its set of processes."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ from cluster.control_wire import FlipAsked, RestartAsked, ScaleAsked
 from cluster.endings import ChangeFailed
 from cluster.local import LocalCluster
 from cluster.rollout import ChangeRefused, Members, Rollout, Step, flip_steps, restart_steps, scale_steps, sizes_of
-from cluster.supervisor import Role
+from cluster.supervisor import ProcessState, Role
 
 Change = ScaleAsked | FlipAsked | RestartAsked
 _WORKERS = (Role.PREFILL, Role.DECODE)
@@ -29,14 +30,16 @@ def planned(asked: Change, members: Members, *, routers_only: bool = False) -> P
         raise ChangeRefused("the workers are not started from here")
     if isinstance(asked, ScaleAsked):
         named = {Role.PREFILL: asked.prefill, Role.DECODE: asked.decode}
-        sizes = have | {role: size for role, size in named.items() if size is not None}
-        return Planned(steps=scale_steps(members, sizes), sizes=sizes)
+        changed = {role: size for role, size in named.items() if size is not None}
+        return Planned(steps=scale_steps(members, changed), sizes=have | changed)
     if isinstance(asked, FlipAsked):
         to = Role(asked.to)
         sizes = {role: size + (1 if role is to else -1) for role, size in have.items()}
         return Planned(steps=flip_steps(members, to), sizes=sizes)
     roles = [Role(name) for name in asked.roles] or [*_WORKERS, Role.ROUTER]
-    return Planned(steps=restart_steps(members, list(dict.fromkeys(roles))), sizes=have)
+    back = Counter(member.role for member in members.values() if member.state is ProcessState.ABANDONED)
+    sizes = {role: size + (back[role] if role in roles else 0) for role, size in have.items()}
+    return Planned(steps=restart_steps(members, list(dict.fromkeys(roles))), sizes=sizes)
 
 
 async def carry_out(cluster: LocalCluster, asked: Change, tell: Callable[[str], None]) -> None:

@@ -6,7 +6,7 @@ from cluster.control_wire import FlipAsked, RestartAsked, ScaleAsked
 from cluster.endings import ChangeFailed, ClusterFailed
 from cluster.local import LocalCluster
 from cluster.operations import carry_out
-from cluster.rollout import ChangeRefused
+from cluster.rollout import ChangeRefused, Rollout, Step
 from cluster.supervisor import Policy, ProcessState
 from tandem.config import load
 from tests.unit.cluster.fake_cluster import fake_command, fake_config
@@ -112,9 +112,7 @@ async def test_a_stop_ends_a_change(journal):
 async def test_one_that_was_given_up_leaves_and_a_scale_replaces_it(journal, decode):
     told = []
     async with make(journal, {"decode-0": "once"}, decode=2) as cluster:
-        cluster.kill("decode-0")
-        with pytest.raises(ClusterFailed):
-            await cluster.wait_ready("decode-0", after_pid=cluster.workers[1].pid)
+        await give_up(cluster, "decode-0")
         await carry_out(cluster, ScaleAsked(decode=decode), told.append)
         assert "decode-0 has left" in told
         assert "decode-0" not in names(cluster)
@@ -133,3 +131,34 @@ async def test_what_all_read_is_written_again_where_somebody_tidied_it_away(jour
         await cluster.wait_ready(before.name, after_pid=before.pid)
         assert [len(pool) for pool in stated(cluster)] == [1, 2]
         assert cluster.config_path.parent.stat().st_mode & 0o077 == 0
+
+
+async def test_one_that_was_given_up_comes_back_with_a_restart_and_a_scale_of_the_other_pool_leaves_it(journal):
+    async with make(journal, {"decode-1": "once"}, decode=2) as cluster:
+        await give_up(cluster, "decode-1")
+        await carry_out(cluster, ScaleAsked(prefill=2), [].append)
+        assert "decode-1" in [view.name for view in cluster.processes]
+        await carry_out(cluster, RestartAsked(roles=("decode",)), [].append)
+        assert len(names(cluster)) == 5
+        assert load(cluster.config_path).decode.replicas == 2
+
+
+async def test_where_nothing_can_be_written_who_is_to_leave_still_finishes_its_work(journal):
+    async with make(journal, decode=2) as cluster:
+        changes = cluster.change(Rollout([Step(retire="decode-1")]), [].append)
+        place = cluster.config_path.parent
+        kept = place.rename(journal.parent / "moved")
+        place.write_text("in the way")
+        await changes
+        place.unlink()
+        kept.rename(place)
+        assert names(cluster) == ["decode-0", "prefill-0", "router"]
+    assert "decode-1 term" in events(journal)
+
+
+async def give_up(cluster, name):
+    """Have it die until nobody starts it again."""
+    pid = next(view.pid for view in cluster.processes if view.name == name)
+    cluster.kill(name)
+    with pytest.raises(ClusterFailed):
+        await cluster.wait_ready(name, after_pid=pid)
