@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from itertools import count
+from math import isfinite
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -101,9 +102,13 @@ class QualityProbe(Collector):
     async def look(self) -> None:
         """Have all read that are due, one after another: nobody's work should notice."""
         for key, role in self._schedule.due(self._registry.snapshots(), self._clock()):
-            reading = await self._read(key)
-            if reading is not None:
-                self._losses[key] = (role, loss_of(reading))
+            self._losses.pop(key, None)  # what it was says nothing of a worker that does not read any more
+            if (reading := await self._read(key)) is None:
+                continue
+            if isfinite(loss := loss_of(reading)):
+                self._losses[key] = (role, loss)
+            else:
+                _log.warning("worker %s reads the quality probe as %s: its model is broken", key.worker_id, loss)
         self._losses = {key: found for key, found in self._losses.items() if self._schedule.knows(key)}
 
     def collect(self) -> Iterable[Metric]:
@@ -130,8 +135,8 @@ class QualityProbe(Collector):
         try:
             await self._generator.run(self._request(key), kept)
         except ServingError as error:
-            _log.info("worker %s did not read the quality probe: %s", key.worker_id, error.message)
-        return kept.reading
+            _log.warning("worker %s did not read the quality probe: %s", key.worker_id, error.message)
+        return kept.reading or None
 
     def _request(self, key: WorkerKey) -> RoutedRequest:
         return RoutedRequest(

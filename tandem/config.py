@@ -234,13 +234,22 @@ class PoolConfig(Section):
     a decode pool that caches codes, and the other way round; codes are never made of other codes."""
 
 
+def _printable(value: SecretStr) -> SecretStr:
+    if not all(" " <= letter <= "~" for letter in value.get_secret_value()):
+        raise ValueError("a header's value is printable ASCII, without line breaks")
+    return value
+
+
+_HeaderValue = Annotated[SecretStr, AfterValidator(_printable)]
+
+
 class TelemetryConfig(Section):
     """Traces. Metrics need no configuration: every router serves /metrics."""
 
     otlp_endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+$")] | None = None
     """http://host:port (https:// for TLS) of a collector that speaks OTLP over gRPC, such as http://localhost:4317;
     null: nothing is traced. Needs the `telemetry` extra."""
-    otlp_headers: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")], SecretStr] = Field(default={})
+    otlp_headers: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")], _HeaderValue] = Field(default={})
     """Sent with every batch, such as a key that the collector asks for."""
     sample_ratio: float = Field(default=1.0, ge=0.0, le=1.0)
     """Share of requests that are traced; a client that brings a `traceparent` decides for itself."""

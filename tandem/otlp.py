@@ -119,6 +119,9 @@ class OtlpSink:
         except grpc.RpcError as error:
             self._failed(len(batch), f"{error.code().name}: {error.details()}")
             return False
+        except Exception as error:  # noqa: BLE001  # the thread must live; gRPC's words may have a header's secret
+            self._failed(len(batch), type(error).__name__)
+            return False
         if rejected := answer.partial_success.rejected_spans:
             _log.warning("%s rejected %d spans: %s", self._endpoint, rejected, answer.partial_success.error_message)
         self._taken()

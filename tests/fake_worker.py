@@ -109,13 +109,13 @@ class ReadAttempt:
         self.cancelled = asyncio.Event()
         self._send = send
 
-    def give(self, begin: int = 0, end: int | None = None) -> None:
+    def give(self, begin: int = 0, end: int | None = None, *, scale: float = 1.0) -> None:
         """Scores of the tokens behind the first, each minus its id; or their mean. `end`: not all of them yet."""
         order, prompt = self.order, self.order.prompt_token_ids[1:]
         part = pb.ReadPart(request_id=order.request_id, attempt=order.attempt)
         if order.HasField("num_top"):
             scored = prompt[begin:end]
-            part.logprobs.extend(-float(token) for token in scored)
+            part.logprobs.extend(-scale * token for token in scored)
             part.ranks.extend(range(begin + 1, begin + 1 + len(scored)))
             part.top_ids.extend(top for _ in scored for top in range(order.num_top))
             part.top_logprobs.extend(-float(top) for _ in scored for top in range(order.num_top))

@@ -97,3 +97,20 @@ def test_what_waits_for_a_receiver_is_bounded(monkeypatch: pytest.MonkeyPatch) -
         for number in range(1, 3 * otlp._QUEUE):
             sink.take(span(number))
             assert len(sink._queue) <= otlp._QUEUE
+
+
+async def test_a_header_that_cannot_be_sent_ends_no_thread_and_is_not_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(otlp, "_PERIOD_S", 0.01)
+    caplog.set_level(logging.WARNING)
+    async with otlp_receiver() as receiver:
+        sink = OtlpSink(f"http://127.0.0.1:{receiver.port}", RESOURCE, {"X-Key": "se\ncret"})
+        sink.take(span(1))
+        async with asyncio.timeout(60):
+            while not caplog.records:  # noqa: ASYNC110 - a thread says it
+                await asyncio.sleep(0.01)
+        assert sink._thread.is_alive()
+        await asyncio.to_thread(sink.close)
+    assert "takes no spans" in caplog.text
+    assert "cret" not in caplog.text

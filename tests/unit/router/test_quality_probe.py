@@ -1,7 +1,9 @@
 """Every worker reads the probe's text, and a metric says how probable it was to its model."""
 
 import asyncio
+import time
 from array import array
+from collections.abc import Callable
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -75,6 +77,31 @@ async def test_a_worker_that_refuses_is_not_stood_in_for_and_one_that_left_is_fo
         await router.registry.until_live(1)
         await probe.look()
         assert told(registry, "p0", "prefill") is None
+
+
+@pytest.mark.parametrize(
+    "sick", [lambda reading: reading.refuse("Overloaded"), lambda reading: reading.give(scale=float("nan"))]
+)
+async def test_what_a_worker_was_is_not_told_of_one_that_reads_no_more(sick: Callable[[ReadAttempt], None]) -> None:
+    decode = FakeWorker("d0")
+    async with cluster(decode) as router:
+        later_s = 0.0
+        probe = QualityProbe(
+            router.registry,
+            router.dispatcher,
+            tokens=TEXT,
+            hash_root=ROOT,
+            period_s=60.0,
+            clock=lambda: time.monotonic() + later_s,
+        )
+        registry = CollectorRegistry()
+        registry.register(probe)
+        await probe.look()
+        assert told(registry, "d0", "decode") == 10.0
+        later_s = 61.0
+        decode.read_script = sick
+        await probe.look()
+        assert told(registry, "d0", "decode") is None
 
 
 async def test_it_asks_by_itself_while_entered_and_takes_no_place_when_left() -> None:
