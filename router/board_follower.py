@@ -25,14 +25,18 @@ _ENTRIES_AT_ONCE = 16
 _ENTRY_ID = re.compile(rb"[0-9]{1,20}-[0-9]{1,20}")
 
 
+KINDS = ("changes", "head", "load", "router", "state", "worker")
+"""Of what stands in Redis."""
+
+
 @dataclass(slots=True)
 class BoardCounts:
     """What came off the board, since the router's start."""
 
     entries: Counter[str] = field(default_factory=Counter)
     """Of logs, by verdict, or `bad`."""
-    bad: Counter[str] = field(default_factory=Counter)
-    """Whatever could not be believed, by kind."""
+    bad: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(KINDS, 0)))
+    """Whatever could not be believed, by kind: all from the beginning, so that a rate sees the first."""
     reloads: Counter[str] = field(default_factory=Counter)
     """States that were loaded, by reason."""
 

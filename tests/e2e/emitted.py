@@ -11,7 +11,6 @@ from tests.unit.promql import Matcher, named
 ADDED_BY_PROMETHEUS = {"instance", "job"}
 ONLY_IN_TROUBLE = {
     # These have no samples in a cluster in which nothing goes wrong; their names are told all the same.
-    "tandem_redis_bad_entries_total",
     "tandem_worker_breaker",
     "tandem_worker_inherited_blocks_total",
 }
