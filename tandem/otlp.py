@@ -110,7 +110,7 @@ class OtlpSink:
         request, spans = new_request(self._resource)
         for first in range(0, len(batch), _SLICE):
             add_spans(spans, batch[first : first + _SLICE], _epoch_ns())
-            time.sleep(0)  # lets the event loop have the interpreter
+            time.sleep(0)  # waits for nothing: it gives the interpreter's lock away, so that the event loop may go on
         timeout_s = _TIMEOUT_S if self._end_s is None else min(_TIMEOUT_S, self._end_s - time.monotonic())
         if timeout_s <= 0.0:
             return False

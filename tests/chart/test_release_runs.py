@@ -88,7 +88,7 @@ class Release:
         while not self.passes(component, kind):
             assert self._running[component].poll() is None, f"{component} ended"
             assert time.monotonic() < ends_s, f"{component} has not passed its {kind}"
-            time.sleep(0.1)
+            time.sleep(0.1)  # as the kubelet between two goes; a probe has nothing else to wait for
 
     def _environment(self, container: Any, address: str) -> dict[str, str]:
         made: dict[str, str] = {}

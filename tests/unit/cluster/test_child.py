@@ -97,7 +97,12 @@ async def test_beats_after_the_ready_line_are_heard():
 
 async def test_news_between_beats_are_heard_and_what_is_none_is_not():
     told = '{"a": 1}\\n...\\n{"reaches": ["b:1"]}\\n..\\nnonsense\\n[1]\\n.\\n{"reaches":'
-    heard = await run(f"os.write(fd, b'{told}')\ntime.sleep(0.05)\nos.write(fd, b' []}}\\n.')")
+    first = f"signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])\nos.write(fd, b'{told}')\n"
+    heard = Heard()
+    child = spawn(first + "signal.sigwait([signal.SIGHUP])\nos.write(fd, b' []}\\n.')", heard)
+    await heard.beats.wait()  # what stands in the middle of a line has been read
+    child.send(signal.SIGHUP)
+    await heard.ended.wait()
     assert heard.ready == [{"a": 1}]
     assert heard.news == [{"reaches": ["b:1"]}, {"reaches": []}]
 
@@ -107,7 +112,7 @@ async def test_a_sighup_ends_a_child_whose_parent_ignores_it():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         heard = Heard()
-        child = spawn("os.write(fd, b'{}\\n')\ntime.sleep(60)", heard)
+        child = spawn("os.write(fd, b'{}\\n')\nsignal.pause()", heard)
         await heard.serves.wait()
         child.send(signal.SIGHUP)
         await heard.ended.wait()
