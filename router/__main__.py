@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from random import SystemRandom
 
 import grpc.aio
@@ -68,7 +69,8 @@ from tandem.model_path import model_directory
 from tandem.process import Lifetime, OneAtATime, RouterPlace, router_main
 from tandem.registry import ChangingDirectory, WorkerAddress
 from tandem.rpc import ClusterAuth, open_channel
-from tandem.telemetry import open_tracer
+from tandem.telemetry import open_tracer, read_sampling_again
+from tandem.tracing import Tracer
 from tandem.worker_config import cluster_secret
 from tandem.worker_identity import draw_incarnation
 
@@ -85,9 +87,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         predecessor = await _look_at_ports(stack, config, place)
         tokenizer = await asyncio.to_thread(Tokenizer.load, model_directory(config.model.path))
         heart = stack.enter_context(Heartbeat(place.ready_fd, beats=place.siblings is not None))
-        tracer = open_tracer(
-            stack, config.telemetry, service="tandem-router", instance=f"router.{socket.gethostname()}"
-        )
+        tracer = _open_tracer(stack, config, place, lifetime)
         incarnation, limits = draw_incarnation(), make_limits(config.router, secret, time.monotonic)
         keeper = await stack.enter_async_context(Doorkeeper(config.router, limits))
         lifetime.on_reread(keeper.look_now)
@@ -128,6 +128,12 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         await canary.stop()
         leaves_to = await _heirs(config, siblings, handing)
         await drain(gate, http, rpc, drain_s=config.decode.drain_s, leaves_to=leaves_to)
+
+
+def _open_tracer(stack: AsyncExitStack, config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -> Tracer:
+    tracer = open_tracer(stack, config.telemetry, service="tandem-router", instance=f"router.{socket.gethostname()}")
+    lifetime.on_reread(OneAtATime(partial(read_sampling_again, place.config_path, tracer)))
+    return tracer
 
 
 async def _begin_quality_probe(

@@ -212,7 +212,7 @@ def _reread_log_level(path: Path, name: str) -> None:
         _log.error("%s; what was read before stays in force", error)
         return
     configure(config.log_level, name, config.log_format)
-    _log.info("read again: log_level; all but keys, certificates and this waits for a restart")
+    _log.info("read again: how to log, and of a router its workers' addresses and telemetry.sample_ratio")
 
 
 def _blamed(caught: Exception) -> Exception:

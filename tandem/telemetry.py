@@ -1,7 +1,9 @@
 """Chooses a process's tracer: none, or one whose spans leave over OTLP."""
 
 import asyncio
+import logging
 from contextlib import AsyncExitStack
+from pathlib import Path
 from random import SystemRandom
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,8 @@ from tandem.tracing import NoTracer, RecordingTracer, Tracer
 if TYPE_CHECKING:
     # GPU machines need not have pydantic.
     from tandem.config import TelemetryConfig
+
+_log = logging.getLogger(__name__)
 
 
 def open_tracer(stack: AsyncExitStack, config: "TelemetryConfig", *, service: str, instance: str) -> Tracer:
@@ -31,3 +35,20 @@ def open_tracer(stack: AsyncExitStack, config: "TelemetryConfig", *, service: st
     sink = OtlpSink(config.otlp_endpoint, resource, headers)
     stack.push_async_callback(asyncio.to_thread, sink.close)
     return RecordingTracer(sink, rng=SystemRandom(), sample_ratio=config.sample_ratio)
+
+
+def read_sampling_again(path: Path | None, tracer: Tracer) -> None:
+    """Trace that share of the requests from now on that the YAML names. In a thread: it reads a file.
+
+    Without a path nothing is read, and what makes no sense changes nothing.
+    """
+    from tandem.config import load
+
+    if path is None:
+        return
+    try:
+        ratio = load(path).telemetry.sample_ratio
+    except (ConfigError, OSError) as error:
+        _log.error("%s; what is traced stays as it was", error)
+        return
+    tracer.sample(ratio)

@@ -195,6 +195,10 @@ class Tracer(Protocol):
         """A child of a span that may be another process's, from now when no time is given; None without a parent."""
         ...
 
+    def sample(self, ratio: float) -> None:
+        """Trace such a share of the requests that begin from now on; those under way stay as they are."""
+        ...
+
 
 class NoTracer:
     """Nothing is traced."""
@@ -204,6 +208,9 @@ class NoTracer:
 
     def span(self, name: str, parent: TraceContext | None, start_s: float | None = None) -> Span | None:
         """None."""
+
+    def sample(self, ratio: float) -> None:
+        """Still nothing: there is nowhere to send it."""
 
 
 class RecordingTracer:
@@ -220,7 +227,11 @@ class RecordingTracer:
         self.sink = sink
         self.clock = clock
         self._rng = rng
-        self._sample_below = sample_ratio * 2.0**64
+        self.sample(sample_ratio)
+
+    def sample(self, ratio: float) -> None:
+        """See Tracer. From any thread."""
+        self._sample_below = ratio * 2.0**64
 
     def request(self, name: str, client: TraceContext | None, start_s: float) -> Span | None:
         """See Tracer."""

@@ -33,6 +33,7 @@ ANSWER_TOKENS = 16
 STREAM_TOKENS = 256
 NUM_STREAMS = 64
 NUM_CLIENTS = 32
+_LAST_WORDS = 500
 _START_S = 60.0
 _WORDS = "Once upon a time there was a little girl who had a red ball and a big dog. "
 
@@ -118,7 +119,7 @@ def run_client(
     command += ["--salt", salt] if salt is not None else []
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
-        raise CannotMeasure(f"the client failed: {done.stderr[-500:]}")
+        raise CannotMeasure(f"the client failed: {done.stderr[-_LAST_WORDS:]}")
     tally: dict[str, Any] = json.loads(done.stdout)
     return tally
 
@@ -171,12 +172,14 @@ def _start_router(stack: ExitStack, file: Path) -> "subprocess.Popen[bytes]":
     ready, told = os.pipe()
     stack.callback(os.close, ready)
     command = [sys.executable, "-m", "router", "--config", str(file), "--ready-fd", str(told)]
-    router = start(stack, command, pass_fds=(told,))
+    log = stack.enter_context(file.with_name("router.log").open("w+", encoding="utf-8"))
+    router = start(stack, command, pass_fds=(told,), stderr=log)
     os.close(told)  # the router's end is the pipe's end, so a router that ends is noticed
     if not select.select([ready], [], [], _START_S)[0]:
         raise CannotMeasure(f"the router was not ready in {_START_S:g} s")
     if not os.read(ready, 1):
-        raise CannotMeasure(f"the router ended with {router.wait()}")
+        log.seek(0)
+        raise CannotMeasure(f"the router ended with {router.wait()}: {log.read()[-_LAST_WORDS:]}")
     return router
 
 

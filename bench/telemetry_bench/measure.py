@@ -1,17 +1,19 @@
-"""The whole of `python -m bench telemetry`: the same cluster with and without telemetry, in alternating turns.
+"""The whole of `python -m bench telemetry`: one cluster, watched and not watched in alternating turns.
 
-Clusters of all kinds run side by side and take turns under load, in an order that moves on by one each round. A round
-compares each with the one that has no telemetry, so what slows the machine for longer than a round cancels; a second
-cluster without telemetry shows what is left. Metrics are counted in all of them: that cannot be switched off.
+What telemetry costs is less than the luck of a process (where its memory lies, how its sets are ordered): two clusters
+of one kind may differ by 16 %. So it is one cluster all the time, and SIGHUP switches it over between turns, in an
+order that moves on by one each round. A round compares each kind with the turn without telemetry, so what slows the
+machine for longer than a round cancels; a second turn without shows what is left. What cannot be switched off is in
+all turns: metrics are counted, and there is somewhere to send spans to.
 """
 
 import argparse
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
-from statistics import median
+from math import sqrt
+from statistics import median, stdev
 from typing import Any
 
 import psutil
@@ -22,6 +24,7 @@ from bench.errors import CannotMeasure
 from bench.report import Row, figure, show
 from bench.router_bench import doors
 from bench.telemetry_bench.receiver import span_counter
+from bench.telemetry_bench.switch import OFF, Kind, switch
 from bench.telemetry_bench.turns import LOADS, Load, Subject, Turn, processes_of, take_turn
 
 MAX_COST_PERCENT = 3.0
@@ -29,21 +32,8 @@ PRODUCTION_RATIO = 0.01
 _SPANS_AT_LEAST = 3
 """Of a request that is traced, in the router alone."""
 _FIRST_TURN = 24
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """One way of watching a cluster."""
-
-    name: str
-    sample_ratio: float | None
-    """None: no telemetry at all."""
-    goal: float | None = None
-
-
-OFF = Kind(name="off", sample_ratio=None)
 KINDS = (
-    Kind(name="off again", sample_ratio=None),
+    Kind(name="off again", is_watched=False),
     Kind(name="production", sample_ratio=PRODUCTION_RATIO, goal=MAX_COST_PERCENT),
     Kind(name="every trace", sample_ratio=1.0),
 )
@@ -66,27 +56,25 @@ async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console, e
 
 
 async def _sit(part: Part, turns: Rounds, rounds_s: float, turn_s: float) -> None:
-    """Clusters of their own, and rounds for so long."""
+    """A cluster, and rounds for so long."""
     async with AsyncExitStack() as stack:
-        subjects = {kind: await _start(part, stack, kind) for kind in (OFF, *KINDS)}
-        counts = {load: await _turn_size(subjects, load, turn_s) for load in LOADS}
-        kinds, end_s = list(subjects), time.monotonic() + rounds_s
+        subject = await _start(part, stack)
+        counts = {load: await _turn_size(subject, load, turn_s) for load in LOADS}
+        kinds, end_s = [OFF, *KINDS], time.monotonic() + rounds_s
         while time.monotonic() < end_s:
             kinds = [*kinds[1:], kinds[0]]
             for kind in kinds:
+                await switch(subject.processes, kind)
                 for load, num_requests in counts.items():
-                    turns[load, kind].append(await take_turn(subjects[kind], load, num_requests))
+                    turn = await take_turn(subject, load, num_requests, is_scraped=kind.is_watched)
+                    turns[load, kind].append(turn)
 
 
-async def _start(part: Part, stack: AsyncExitStack, kind: Kind) -> Subject:
-    counter = None
-    more: dict[str, Any] = {"log_level": "warning"}
-    if kind.sample_ratio is not None:
-        counter = await stack.enter_async_context(span_counter())
-        traces = {"otlp_endpoint": counter.url, "sample_ratio": kind.sample_ratio}
-        more = {"telemetry": traces, "log_level": "info", "log_format": "json"}
+async def _start(part: Part, stack: AsyncExitStack) -> Subject:
+    counter = await stack.enter_async_context(span_counter())
+    more = {"telemetry": {"otlp_endpoint": counter.url, "sample_ratio": 0.0}, "log_level": "warning"}
     url, processes = await part(stack, more)
-    return Subject(name=kind.name, url=url, processes=processes, spans=counter, is_scraped=counter is not None)
+    return Subject(url=url, processes=processes, spans=counter)
 
 
 async def _whole_cluster(stack: AsyncExitStack, more: dict[str, Any]) -> Started:
@@ -105,9 +93,9 @@ async def _router_alone(stack: AsyncExitStack, more: dict[str, Any]) -> Started:
 PARTS: Mapping[str, Part] = {"router": _router_alone, "cluster": _whole_cluster}
 
 
-async def _turn_size(subjects: dict[Kind, Subject], load: Load, turn_s: float) -> int:
-    """Requests that take about so long; every cluster is warm afterwards."""
-    rates = [(await take_turn(subject, load, _FIRST_TURN)).requests_per_s for subject in subjects.values()]
+async def _turn_size(subject: Subject, load: Load, turn_s: float) -> int:
+    """Requests that take about so long; the cluster is warm afterwards."""
+    rates = [(await take_turn(subject, load, _FIRST_TURN, is_scraped=True)).requests_per_s for _ in range(3)]
     return max(_FIRST_TURN, int(median(rates) * turn_s))
 
 
@@ -123,6 +111,7 @@ def _rows(turns: Rounds, load: Load, part: str) -> list[Row]:
         found, name = turns[load, kind], f"{title}: {kind.name}"
         _check_spans(kind, load, found)
         rows.append(figure(f"{name}, throughput lost", _cost(off, found, _pace), "%", at_most=kind.goal))
+        rows.append(figure(f"{name}, throughput lost, standard error", _error(off, found, _pace), "%"))
         rows.append(figure(f"{name}, more CPU", _cost(off, found, lambda t: t.whole_cpu_ms), "%", at_most=kind.goal))
         rows += [
             figure(f"{name}, more CPU of {role}", _cost(off, found, partial(_cpu_ms, role)), "%") for role in roles
@@ -131,13 +120,12 @@ def _rows(turns: Rounds, load: Load, part: str) -> list[Row]:
 
 
 def _check_spans(kind: Kind, load: Load, turns: Sequence[Turn]) -> None:
-    """Raises CannotMeasure when what was to be paid for was not there."""
-    if kind.sample_ratio is None:
-        return
-    num_spans = sum(turn.num_spans for turn in turns)
-    expected = sum(turn.num_requests for turn in turns) * kind.sample_ratio * _SPANS_AT_LEAST
-    # By chance there are fewer, and those of a turn's last half second come in the next one.
-    if num_spans < 0.5 * expected - 10 * _SPANS_AT_LEAST:
+    """Raises CannotMeasure when what was to be paid for was not there, or was there where it should not be."""
+    num_spans, num_requests = sum(turn.num_spans for turn in turns), sum(turn.num_requests for turn in turns)
+    expected = num_requests * kind.sample_ratio * _SPANS_AT_LEAST
+    # By chance there are fewer, and a turn's last ones may come in the next one.
+    too_few = num_spans < 0.5 * expected - 10 * _SPANS_AT_LEAST
+    if too_few or (not expected and num_spans > 0.1 * num_requests):
         raise CannotMeasure(f"{kind.name}, {load.name}: {num_spans} spans came, not {expected:.0f}")
 
 
@@ -151,4 +139,14 @@ def _pace(turn: Turn) -> float:
 
 def _cost(off: Sequence[Turn], found: Sequence[Turn], of: Callable[[Turn], float]) -> float:
     """Per cent more than without, the median over rounds."""
-    return 100.0 * (median(of(b) / of(a) for a, b in zip(off, found, strict=True)) - 1.0)
+    return 100.0 * (median(_ratios(off, found, of)) - 1.0)
+
+
+def _error(off: Sequence[Turn], found: Sequence[Turn], of: Callable[[Turn], float]) -> float:
+    """Per cent, of that median: as of a normal distribution's, sqrt(pi / 2) times that of the mean."""
+    ratios = _ratios(off, found, of)
+    return 125.3 * stdev(ratios) / sqrt(len(ratios)) if len(ratios) > 1 else 0.0
+
+
+def _ratios(off: Sequence[Turn], found: Sequence[Turn], of: Callable[[Turn], float]) -> list[float]:
+    return [of(b) / of(a) for a, b in zip(off, found, strict=True)]

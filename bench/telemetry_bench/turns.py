@@ -46,14 +46,12 @@ LOADS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A cluster, and how it is watched."""
+    """A cluster whose spans go to a counter."""
 
-    name: str
     url: str
     processes: Mapping[str, psutil.Process]
     """By role."""
-    spans: SpanCounter | None
-    is_scraped: bool
+    spans: SpanCounter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,11 +89,11 @@ def processes_of(pids: tuple[int, ...]) -> dict[str, psutil.Process]:
     return found
 
 
-async def take_turn(subject: Subject, load: Load, num_requests: int) -> Turn:
-    """So many requests, scraped meanwhile if that is what is measured. Raises CannotMeasure."""
+async def take_turn(subject: Subject, load: Load, num_requests: int, *, is_scraped: bool) -> Turn:
+    """So many requests, with a scrape each second meanwhile or without. Raises CannotMeasure."""
     before = {role: cpu_s(process) for role, process in subject.processes.items()}
-    spans = subject.spans.num_spans if subject.spans is not None else 0
-    async with _scraped(subject):
+    spans = subject.spans.num_spans
+    async with _scraped(subject.url, is_scraped=is_scraped):
         tally = await asyncio.to_thread(
             run_client,
             subject.url,
@@ -105,23 +103,23 @@ async def take_turn(subject: Subject, load: Load, num_requests: int) -> Turn:
             salt=f"turn-{next(_serial)}",
         )
     if tally["bad"]:
-        raise CannotMeasure(f"{subject.name}: {tally['bad']} of {tally['requests']} requests were refused")
+        raise CannotMeasure(f"{load.name}: {tally['bad']} of {tally['requests']} requests were refused")
     spent = {role: cpu_s(process) - before[role] for role, process in subject.processes.items()}
     return Turn(
         requests_per_s=tally["requests"] / tally["seconds"],
         tokens_per_s=tally["requests"] * load.max_tokens / tally["seconds"],
         cpu_ms={role: 1e3 * seconds / tally["requests"] for role, seconds in spent.items()},
         num_requests=tally["requests"],
-        num_spans=(subject.spans.num_spans if subject.spans is not None else 0) - spans,
+        num_spans=subject.spans.num_spans - spans,
     )
 
 
 @asynccontextmanager
-async def _scraped(subject: Subject) -> AsyncIterator[None]:
-    if not subject.is_scraped:
+async def _scraped(url: str, *, is_scraped: bool) -> AsyncIterator[None]:
+    if not is_scraped:
         yield
         return
-    async with httpx.AsyncClient(base_url=subject.url, trust_env=False) as http, asyncio.TaskGroup() as tasks:
+    async with httpx.AsyncClient(base_url=url, trust_env=False) as http, asyncio.TaskGroup() as tasks:
         scraping = tasks.create_task(_scrape(http))
         yield
         scraping.cancel()

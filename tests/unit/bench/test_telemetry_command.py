@@ -2,13 +2,17 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
+from statistics import stdev
 
 import pytest
+import yaml
 
 from bench.errors import CannotMeasure
 from bench.telemetry_bench import options
-from bench.telemetry_bench.measure import KINDS, OFF, PARTS, _rows
+from bench.telemetry_bench.measure import KINDS, PARTS, _rows
 from bench.telemetry_bench.receiver import span_counter
+from bench.telemetry_bench.switch import OFF, Kind
 from bench.telemetry_bench.turns import LOADS, ROLES, Turn
 from tandem.otlp import OtlpSink
 from tests.unit.test_otlp import span
@@ -20,16 +24,26 @@ TURN = Turn(
     num_requests=300,
     num_spans=3000,
 )
+
+
+def spans_of(turn: Turn, kind: Kind) -> Turn:
+    """As if each trace had ten."""
+    return replace(turn, num_spans=int(turn.num_requests * kind.sample_ratio * 10))
+
+
 SLOWER = replace(TURN, requests_per_s=80.0, cpu_ms={**TURN.cpu_ms, "router": 1.5})
 
 
 def test_costs_are_against_the_same_rounds_without() -> None:
     load = LOADS[0]
-    turns = {(load, kind): [TURN, TURN, TURN] for kind in (OFF, *KINDS)}
-    turns[load, KINDS[1]] = [SLOWER, TURN, SLOWER]
+    turns = {(load, kind): [spans_of(TURN, kind)] * 3 for kind in (OFF, *KINDS)}
+    slower = spans_of(SLOWER, KINDS[1])
+    turns[load, KINDS[1]] = [slower, spans_of(TURN, KINDS[1]), slower]
     rows = {row.name: row for row in _rows(turns, load, "cluster")}
     lost = rows[f"cluster, {load.name}: production, throughput lost"]
     assert (lost.value, lost.met) == (pytest.approx(25.0), False)
+    error = rows[f"cluster, {load.name}: production, throughput lost, standard error"]
+    assert error.value == pytest.approx(125.3 * stdev([1.25, 1.0, 1.25]) / 3**0.5)
     assert rows[f"cluster, {load.name}: production, more CPU"].value == pytest.approx(100 * 0.5 / 8)
     assert rows[f"cluster, {load.name}: production, more CPU of router"].value == pytest.approx(50.0)
     assert all(
@@ -42,11 +56,26 @@ def test_parts_are_those_that_the_command_names() -> None:
     assert tuple(PARTS) == options.PARTS
 
 
-def test_what_was_not_traced_has_no_cost() -> None:
+@pytest.mark.parametrize(("num_spans", "named"), [(0, "every trace"), (TURN.num_spans, "off again")])
+def test_what_was_not_switched_over_has_no_cost(num_spans: int, named: str) -> None:
     load = LOADS[0]
-    turns = {(load, kind): [replace(TURN, num_spans=0)] for kind in (OFF, *KINDS)}
-    with pytest.raises(CannotMeasure, match="every trace"):
+    turns = {(load, kind): [replace(TURN, num_spans=num_spans)] for kind in (OFF, *KINDS)}
+    with pytest.raises(CannotMeasure, match=named):
         _rows(turns, load, "cluster")
+
+
+def test_a_switch_leaves_the_rest_of_the_file_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("{secret: s, telemetry: {otlp_endpoint: 'http://a:1', sample_ratio: 0.0}, log_level: warning}")
+    KINDS[1].rewrite(path)
+    content = yaml.safe_load(path.read_text())
+    assert content == {
+        "secret": "s",
+        "telemetry": {"otlp_endpoint": "http://a:1", "sample_ratio": KINDS[1].sample_ratio},
+        "log_level": "info",
+        "log_format": "json",
+    }
+    assert path.stat().st_mode & 0o077 == 0
 
 
 async def test_spans_are_counted() -> None:
