@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 BOARDS = Path(__file__).parents[1] / "helm/tandem/dashboards"
 _STEPS = 120
+_ALL = ".*"
 _CELL = (0.62, 0.34)
 """Inches of a grid cell."""
 _LEGEND_ROOM = 0.3
@@ -36,9 +37,9 @@ class Series(NamedTuple):
 class Prometheus:
     """Asks one server."""
 
-    def __init__(self, url: str, *, start_s: float, end_s: float) -> None:
-        """`start_s` to `end_s`: what is shown, in seconds since 1970."""
-        self._url = url
+    def __init__(self, url: str, *, start_s: float, end_s: float, namespace: str = _ALL, release: str = _ALL) -> None:
+        """`start_s` to `end_s`: what is shown, in seconds since 1970; the rest as chosen on a board."""
+        self._url, self._namespace, self._release = url, namespace, release
         self.start_s, self.end_s = start_s, end_s
         self._interval = f"{max(10, int((end_s - start_s) / 10))}s"
 
@@ -46,6 +47,7 @@ class Prometheus:
         """What one target of a panel shows."""
         expr = target["expr"].replace("$__rate_interval", self._interval)
         expr = expr.replace("$__range", f"{int(self.end_s - self.start_s)}s")
+        expr = expr.replace("$namespace", self._namespace).replace("$release", self._release)
         asked = {
             "query": expr,
             "start": self.start_s,
@@ -60,7 +62,7 @@ class Prometheus:
 
 def _series(legend: str, result: dict[str, Any]) -> Series:
     labels = result["metric"]
-    name = re.sub(r"{{\s*(\w+)\s*}}", lambda match: labels.get(match.group(1), ""), legend)
+    name = re.sub(r"{{\s*(\w+)\s*}}", lambda match: labels.get(match.group(1), ""), legend).strip()
     points = [(at, float(value)) for at, value in result["values"] if value != "NaN"]
     return Series(name, [at for at, _ in points], [value for _, value in points])
 
@@ -114,14 +116,19 @@ def draw_beside(panels: Sequence[dict[str, Any]], columns: Mapping[str, Promethe
 
 def _stat(axes: Any, panel: dict[str, Any], lines: list[Series], _: Prometheus) -> None:
     axes.axis("off")
-    value = lines[0].values[-1] if lines else None
-    colour = "black"
-    for step in panel["fieldConfig"]["defaults"].get("thresholds", {}).get("steps", ()):
-        if value is not None and (step["value"] is None or value >= step["value"]):
-            colour = step["color"]
-    unit = panel["fieldConfig"]["defaults"]["unit"]
-    text = "no data" if value is None else f"{100 * value:.2f} %" if unit == "percentunit" else f"{value:g}"
-    axes.text(0.5, 0.4, text, ha="center", va="center", fontsize=17, color=colour)
+    if not lines:
+        axes.text(0.5, 0.4, "no data", ha="center", va="center", fontsize=17)
+    for number, line in enumerate(lines):
+        value, colour = line.values[-1], "black"
+        for step in panel["fieldConfig"]["defaults"].get("thresholds", {}).get("steps", ()):
+            if step["value"] is None or value >= step["value"]:
+                colour = step["color"]
+        unit = panel["fieldConfig"]["defaults"]["unit"]
+        text = f"{100 * value:.2f} %" if unit == "percentunit" else f"{value:g}"
+        at = (number + 0.5) / len(lines)
+        axes.text(at, 0.4, text, ha="center", va="center", fontsize=17 / len(lines) ** 0.5, color=colour)
+        # As in Grafana: one value says for itself whose it is.
+        axes.text(at, 0.05, line.name if len(lines) > 1 else "", ha="center", fontsize=6)
 
 
 def _graph(axes: Any, panel: dict[str, Any], lines: list[Series], prometheus: Prometheus) -> None:
@@ -164,10 +171,13 @@ def main() -> None:
     parser.add_argument("--prometheus", default="http://127.0.0.1:9090", help="where it answers")
     parser.add_argument("--out", type=Path, default=Path("panels"), help="folder of the pictures")
     parser.add_argument("--minutes", type=float, default=15.0, help="how far back")
+    parser.add_argument("--namespace", default=_ALL, help="of the releases that are shown, as a regular expression")
+    parser.add_argument("--release", default=_ALL, help="their names, likewise")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     end_s = time.time()
-    prometheus = Prometheus(given.prometheus, start_s=end_s - 60 * given.minutes, end_s=end_s)
+    shown = {"namespace": given.namespace, "release": given.release}
+    prometheus = Prometheus(given.prometheus, start_s=end_s - 60 * given.minutes, end_s=end_s, **shown)
     for path in sorted(BOARDS.glob("*.json")):
         picture = given.out / f"{path.stem}.png"
         empty = draw(json.loads(path.read_text()), prometheus, picture)

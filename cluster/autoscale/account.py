@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from cluster.autoscale.controller import Outcome, Turn
-from cluster.planner.values import Sizes
+from cluster.planner.values import ActionKind, Sizes
 from cluster.sanitize import without_controls
 from tandem.roles import WorkerRole
 
@@ -113,7 +113,7 @@ def _now() -> str:
 class PlannerMetrics:
     """In a registry of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, period_s: float) -> None:
         self.registry = CollectorRegistry()
         self._wanted = self._gauge("tandem_planner_wanted_workers", "Workers that the forecast asks for", "pool")
         self._fleet = self._gauge("tandem_planner_fleet_workers", "Workers that there are meant to be", "pool")
@@ -122,8 +122,13 @@ class PlannerMetrics:
         self.orders = self._counter("tandem_planner_orders", "Orders that have ended: done or failed", "outcome")
         self._rate = Gauge("tandem_planner_requests_per_second", "Of the last period seen", registry=self.registry)
         self._seen = Gauge("tandem_planner_last_seen_timestamp_seconds", "When that was", registry=self.registry)
+        # How old the last look may be is a matter of the period: alarms ask for it.
+        Gauge("tandem_planner_period_seconds", "Between two looks", registry=self.registry).set(period_s)
         for outcome in Outcome:
             self._turns.labels(outcome.value)
+        for kind in ActionKind:
+            for role in WorkerRole:
+                self._actions.labels(kind.value, role.value)
         for outcome_of_order in ("done", "failed"):
             self.orders.labels(outcome_of_order)
 

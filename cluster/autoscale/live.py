@@ -59,7 +59,7 @@ class LivePlanner:
         self._options = options
         self._scaler = scaler
         self._routers = Routers(options.urls, api_key_file=options.api_key_file, tls=options.tls)
-        self.metrics = PlannerMetrics()
+        self.metrics = PlannerMetrics(period_s=options.period_s)
         self._account = Account(say, self.metrics, as_json=options.as_json)
         self._speed = SpeedWatch(options.worker)
         self._watch = LoadWatch(self._speed, ttft_s=options.promise.ttft_s, forget_s=_FORGET_PERIODS * options.period_s)

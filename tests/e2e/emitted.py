@@ -7,8 +7,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from kv_transfer.stats import Outcome
 from tests.unit.observing import Said, rules
 from tests.unit.promql import Matcher, named
+from tests.unit.two_releases import GROUPING
 
-ADDED_BY_PROMETHEUS = {"instance", "job"}
+ADDED_BY_PROMETHEUS = {"instance", "job", *GROUPING}
 ONLY_IN_TROUBLE = {
     # These have no samples in a cluster in which nothing goes wrong; their names are told all the same.
     "tandem_worker_breaker",
@@ -30,6 +31,11 @@ def told(exposition: str) -> dict[str, list[Mapping[str, str]]]:
     return found
 
 
+def is_of_planner(said: Said) -> bool:
+    """Whether it names what a planner tells, which is another process than a router."""
+    return any(selector.name.startswith("tandem_planner_") for selector in named(said.expr).selectors)
+
+
 def unknown(said: Iterable[Said], exposition: str) -> list[str]:
     """What expressions name and the cluster does not tell: metrics, labels, and values of labels."""
     metrics = told(exposition)
@@ -48,7 +54,7 @@ def unknown(said: Iterable[Said], exposition: str) -> list[str]:
                 faults += [
                     f"{one.where}: {selector.name} has no {matcher}"
                     for matcher in selector.matchers
-                    if not _fits(matcher, samples)
+                    if matcher.label not in ADDED_BY_PROMETHEUS and not _fits(matcher, samples)
                 ]
             elif selector.name in ONLY_IN_TROUBLE:
                 labels |= names.grouped_by

@@ -6,13 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import generate_latest
+
 from cluster.autoscale.control import ControlScaler
 from cluster.autoscale.live import LiveOptions, LivePlanner
 from cluster.control import ControlSocket
 from cluster.planner.staffing import Promise, WorkerModel
 from cluster.planner.values import PlannerPolicy, Sizes
 from cluster.simulator.latency_files import load_latency
+from tests.e2e.emitted import is_of_planner, unknown
+from tests.e2e.emitted import told as metric_samples
 from tests.e2e.running_cluster import WAIT_S, RunningCluster, running
+from tests.unit.observing import Said, expressions
+from tests.unit.promql import named
 
 PROMPT_TOKENS, CLIENTS = 600, 3
 AS_IT_WAS, AS_IT_SHOULD_BE = Sizes(prefill=1, decode=2), Sizes(prefill=2, decode=1)
@@ -80,9 +86,8 @@ async def test_a_worker_changes_pools_because_the_load_asks_for_it_and_no_reques
             assert (await live.fleet()).sizes == AS_IT_WAS
             assert told[-1]["actions"] == ["flip decode -> prefill"], told
             told.clear()
-            planning = group.create_task(
-                LivePlanner(options, live, lambda line: told.append(json.loads(line))).run(stop)
-            )
+            planner = LivePlanner(options, live, lambda line: told.append(json.loads(line)))
+            planning = group.create_task(planner.run(stop))
             await cluster.until(lambda: _has(told, "done"))
             assert (await live.fleet()).sizes == AS_IT_SHOULD_BE
             after = clients.num_answers
@@ -95,6 +100,20 @@ async def test_a_worker_changes_pools_because_the_load_asks_for_it_and_no_reques
         assert [line["outcome"] for line in told].count("ordered") == 1
         assert not [line for line in told if line["outcome"] in ("failed", "others")]
         assert await cluster.figure("tandem_request_failures_total") == 0
+        assert_boards_and_alarms_name_what_is_told(planner)
+
+
+def assert_boards_and_alarms_name_what_is_told(planner: LivePlanner) -> None:
+    """And all that a planner tells is on a board."""
+    exposition = generate_latest(planner.metrics.registry).decode()
+    said = [one for one in expressions() if is_of_planner(one)]
+    assert unknown(said, exposition) == []
+    named_on_boards = {
+        selector.name for one in said if one.where.startswith("planner: ") for selector in named(one.expr).selectors
+    }
+    made = {name for name in metric_samples(exposition) if not name.endswith("_created")}
+    assert named_on_boards == made
+    assert len(unknown([Said("x", 'tandem_planner_orders_total{outcome="late"}')], exposition)) == 1
 
 
 async def _has(told: list[dict[str, Any]], outcome: str) -> bool:

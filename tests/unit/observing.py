@@ -14,6 +14,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 RULES = sorted((ROOT / "helm/tandem/rules").glob("*.yaml"))
 DASHBOARDS = sorted((ROOT / "helm/tandem/dashboards").glob("*.json"))
+_VARIABLES = {"__rate_interval": "1m", "__range": "1h", "namespace": ".*", "release": ".*"}
 RULE_TESTS = sorted((ROOT / "tests/rules").glob("*.yaml"))
 
 
@@ -60,5 +61,11 @@ def expressions() -> Iterator[Said]:
         yield Said(rule.get("alert") or rule["record"], rule["expr"])
     for path, panel in panels():
         for target in panel["targets"]:
-            expr = target["expr"].replace("$__rate_interval", "1m").replace("$__range", "1h")
-            yield Said(f"{path.stem}: {panel['title']}", expr)
+            yield Said(f"{path.stem}: {panel['title']}", without_variables(target["expr"]))
+
+
+def without_variables(expr: str) -> str:
+    """As Grafana sends it where all releases are chosen."""
+    for name, value in _VARIABLES.items():
+        expr = expr.replace(f"${name}", value)
+    return expr

@@ -8,6 +8,7 @@ import yaml
 
 from tests.unit.observing import DASHBOARDS, expressions, panels, promtool
 from tests.unit.promql import Matcher, Selector, named
+from tests.unit.two_releases import GROUPING, mixing
 
 
 def test_every_expression_parses(tmp_path: Path) -> None:
@@ -20,7 +21,7 @@ def test_every_expression_parses(tmp_path: Path) -> None:
 
 
 def test_panels_have_names_of_their_own_and_places_of_their_own() -> None:
-    assert len({json.loads(path.read_text())["uid"] for path in DASHBOARDS}) == len(DASHBOARDS) == 5
+    assert len({json.loads(path.read_text())["uid"] for path in DASHBOARDS}) == len(DASHBOARDS) == 6
     for path in DASHBOARDS:
         board = json.loads(path.read_text())
         cells = Counter(
@@ -35,6 +36,28 @@ def test_panels_have_names_of_their_own_and_places_of_their_own() -> None:
         titles = Counter((panel["type"], panel["title"]) for panel in board["panels"])
         assert max(titles.values()) == 1, path.name
     assert all(panel["datasource"]["uid"] == "${datasource}" for _, panel in panels())
+
+
+def test_boards_show_each_release_by_itself_and_only_those_that_are_chosen() -> None:
+    chosen = {Matcher(label, "=~", f"${name}") for label, name in zip(GROUPING, ("namespace", "release"), strict=True)}
+    for path in DASHBOARDS:
+        board = json.loads(path.read_text())
+        variables = {one["name"]: one for one in board["templating"]["list"]}
+        assert list(variables) == ["datasource", "namespace", "release"]
+        for label, name in zip(GROUPING, ("namespace", "release"), strict=True):
+            assert variables[name]["query"]["query"].endswith(f", {label})")
+            # Where nobody sets the labels there is nothing to choose from, and all is what has none.
+            assert variables[name]["includeAll"] is True
+            assert variables[name]["allValue"] == ".*"
+        [alarms] = board["annotations"]["list"]
+        assert chosen <= set(named(alarms["expr"]).selectors[0].matchers)
+    for path, panel in panels():
+        for target in panel["targets"]:
+            where = f"{path.stem}: {panel['title']}"
+            assert mixing(target["expr"]) == [], where
+            assert all(chosen <= set(selector.matchers) for selector in named(target["expr"]).selectors), where
+            # Lines of two releases have different names.
+            assert target["legendFormat"].endswith(" ".join(f"{{{{{label}}}}}" for label in GROUPING)), where
 
 
 def test_what_an_expression_names_is_read() -> None:

@@ -27,6 +27,7 @@ BOARDS = {
     "KV cache": "kv-cache",
     "Router": "router",
     "Tenants": "tenants",
+    "Planner": "planner",
 }
 MOST_PICTURES, MOST_BYTES = 8, 60_000
 

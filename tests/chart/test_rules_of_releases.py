@@ -1,0 +1,64 @@
+"""A release's rules are about that release: of another one under the same Prometheus they say and record nothing."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.chart.rendering import NAMESPACE, RELEASE, Rendered, render
+from tests.chart.value_sets import GOOD
+from tests.unit.observing import RULE_TESTS, RULES, promtool
+from tests.unit.promql import Matcher, named
+from tests.unit.two_releases import GROUPING, two_releases
+
+OURS, ANOTHER = (NAMESPACE, RELEASE), ("staging", RELEASE)
+WATCHED = "planned, everything else on"
+_NARROWED = f'namespace="{NAMESPACE}",app_kubernetes_io_instance="{RELEASE}"'
+
+
+def rule_objects(release: Rendered) -> dict[str, Any]:
+    """By the name of the file that each is made of."""
+    made = {
+        one["metadata"]["name"].removeprefix(f"{RELEASE}-tandem-"): one["spec"] for one in release.of("PrometheusRule")
+    }
+    del made["scaling"]
+    return made
+
+
+def rules_of(file: Any) -> list[Any]:
+    return [rule for group in file["groups"] for rule in group["rules"]]
+
+
+def test_every_series_of_a_rule_is_of_its_release_and_else_as_it_stands() -> None:
+    made = rule_objects(render(GOOD[WATCHED]))
+    assert made.keys() == {path.stem for path in RULES}
+    ours = {Matcher(label, "=", value) for label, value in zip(GROUPING, OURS, strict=True)}
+    for path in RULES:
+        for rule, plain in zip(rules_of(made[path.stem]), rules_of(yaml.safe_load(path.read_text())), strict=True):
+            selectors = named(rule["expr"]).selectors
+            assert selectors
+            assert all(ours <= set(selector.matchers) for selector in selectors), rule
+            widened = re.sub(re.escape(_NARROWED) + ",?", "", rule["expr"]).replace("{}", "")
+            assert {**rule, "expr": widened} == plain
+
+
+def test_a_release_without_a_planner_has_no_alarm_for_one() -> None:
+    made = rule_objects(render(GOOD["service monitor"]))
+    assert made.keys() == {path.stem for path in RULES} - {"planner"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_ours", [True, False])
+@pytest.mark.parametrize("path", RULE_TESTS, ids=[path.stem for path in RULE_TESTS])
+def test_alarms_are_told_of_our_release_alone(path: Path, tmp_path: Path, *, is_ours: bool) -> None:
+    made = rule_objects(render(GOOD[WATCHED]))
+    files = []
+    for one in yaml.safe_load(path.read_text())["rule_files"]:
+        files.append(tmp_path / Path(one).name)
+        files[-1].write_text(yaml.safe_dump(made[Path(one).stem]))
+    sick, well = (OURS, ANOTHER) if is_ours else (ANOTHER, OURS)
+    case = tmp_path / "tests.yaml"
+    case.write_text(yaml.safe_dump(two_releases(path, files, sick=sick, well=well, is_heard=is_ours)))
+    promtool("test", "rules", case)
