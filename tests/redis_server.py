@@ -34,7 +34,7 @@ class RedisServer:
         self._password = password
         self._folder = tempfile.TemporaryDirectory(prefix="tandem-redis-")
         self._process: subprocess.Popen[bytes] | None = None
-        self.port = _free_port()
+        self.port = free_port()
 
     def __enter__(self) -> Self:
         self.start()
@@ -94,7 +94,8 @@ class RedisServer:
             return client.execute_command(*command)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Of loopback, free a moment ago."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         return int(held.getsockname()[1])

@@ -54,11 +54,11 @@ def chart(path: Path = CHART) -> helm.Chart:
     return helm.Chart.load(path)
 
 
-def render(values: Mapping[str, Any], path: Path = CHART) -> Rendered:
+def render(values: Mapping[str, Any], path: Path = CHART, *, namespace: str = NAMESPACE) -> Rendered:
     """Raises HelmError with the engine's own words."""
     loaded = chart(path)
     loaded.validate_schema(dict(values))
-    sources = loaded.render(dict(values), name=RELEASE, namespace=NAMESPACE)
+    sources = loaded.render(dict(values), name=RELEASE, namespace=namespace)
     objects = [
         one
         for name, text in sorted(sources.items())

@@ -21,6 +21,7 @@ _SIZES = checks.test_memory_gpus_and_shared_memory_fit_the_ranks
 _PROMETHEUS = checks.test_what_is_asked_of_prometheus_is_emitted
 _RIGHTS = checks.test_the_planner_alone_has_rights_and_only_over_two_sizes
 _ASKED = checks.test_the_planner_is_asked_for_what_its_command_takes
+_SECRETS = checks.test_no_secret_is_on_a_command_line
 SPOILT = [
     ("networkpolicy.yaml", "policyTypes: [Ingress, Egress]", "policyTypes: [Ingress]", "defaults", _EDGES),
     ("networkpolicy.yaml", 'range concat (list "router") $roles', 'range list "router"', "defaults", _EDGES),
@@ -30,6 +31,7 @@ SPOILT = [
     ("_pod.tpl", "enableServiceLinks: false", "enableServiceLinks: true", "defaults", _PODS),
     ("_pod.tpl", "- {name: tmp, mountPath: /tmp}", "- {name: temp, mountPath: /tmp}", "laptop", _PODS),
     ("redis.yaml", "emptyDir: {sizeLimit: 64Mi}", "emptyDir: {}", "defaults", _PODS),
+    ("redis.yaml", 's "$REDIS_PASSWORD"', "s $(REDIS_PASSWORD)", "defaults", _SECRETS),
     ("router.yaml", "preStop:", "prestop:", "defaults", _OBJECTS),
     ("routes.yaml", "type: PathPrefix", "type: Prefix", "gateway", _OBJECTS),
     ("monitoring.yaml", "podTargetLabels:", "targetLabels:", "pod monitor with open metrics", _OBJECTS),

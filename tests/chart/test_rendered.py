@@ -139,6 +139,37 @@ def test_secrets_are_there_or_named_by_the_user(release: Rendered) -> None:
     assert first <= {"test", "planner"}
 
 
+def test_no_secret_is_on_a_command_line(release: Rendered) -> None:
+    for component, pod in release.pods():
+        for container in containers(pod):
+            secret = {one["name"] for one in container.get("env", ()) if "secretKeyRef" in one.get("valueFrom", {})}
+            for word in (*container.get("command", ()), *container.get("args", ())):
+                assert not {name for name in secret if f"$({name})" in word}, component
+
+
+def test_two_releases_of_one_name_share_nothing_of_the_whole_cluster() -> None:
+    here, there = (
+        {
+            (one["kind"], one["metadata"]["name"])
+            for one in render(GOOD[_RANKED], namespace=namespace).of("PriorityClass")
+        }
+        for namespace in ("llm", "llm-2")
+    )
+    assert len(here) == len(there) == len(list(release_of(_RANKED).pods())) - 1, "all but the test's"
+    assert not here & there
+
+
+def test_pods_have_classes_that_are_made_or_named(release: Rendered) -> None:
+    made = {one["metadata"]["name"] for one in release.of("PriorityClass")}
+    for component, pod in release.pods():
+        if "priorityClassName" in pod["spec"]:
+            named = release.values[component]["priorityClassName"]
+            assert pod["spec"]["priorityClassName"] in ({named} if named else made), component
+
+
+_RANKED = "planned, everything else on"
+
+
 def test_services_and_selectors_find_their_pods(release: Rendered) -> None:
     pods = dict(release.pods())
     for service in release.of("Service"):

@@ -62,3 +62,23 @@ def test_alarms_are_told_of_our_release_alone(path: Path, tmp_path: Path, *, is_
     case = tmp_path / "tests.yaml"
     case.write_text(yaml.safe_dump(two_releases(path, files, sick=sick, well=well, is_heard=is_ours)))
     promtool("test", "rules", case)
+
+
+@pytest.mark.parametrize("name", ["service monitor", "pod monitor with open metrics", WATCHED])
+def test_what_is_scraped_is_labelled_with_its_release(name: str) -> None:
+    release = render(GOOD[name])
+    monitors = [*release.of("ServiceMonitor"), *release.of("PodMonitor")]
+    assert monitors
+    for monitor in monitors:
+        spec = monitor["spec"]
+        by_service = monitor["kind"] == "ServiceMonitor"
+        # Prometheus' operator copies these of the Service or pod, and adds the namespace by itself.
+        assert "app.kubernetes.io/instance" in spec["targetLabels" if by_service else "podTargetLabels"]
+        scraped = release.of("Service") if by_service else [pod for _, pod in release.pods()]
+        wanted = spec["selector"]["matchLabels"].items()
+        found = [one["metadata"]["labels"] for one in scraped if wanted <= one["metadata"]["labels"].items()]
+        assert {labels["app.kubernetes.io/instance"] for labels in found} == {RELEASE}
+        assert spec["namespaceSelector"] == {"matchNames": [NAMESPACE]}
+        assert not any(
+            endpoint.get("honorLabels") for endpoint in spec.get("endpoints", spec.get("podMetricsEndpoints"))
+        )

@@ -27,6 +27,12 @@ capabilities: {drop: [ALL]}
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 
+{{/* A dict of `root`, `component`: a name that no other release in the cluster makes, in whatever namespace it is. A linter
+     has none. */}}
+{{- define "tandem.priorityClass" -}}
+{{ include "tandem.fullname" .root }}.{{ .root.Release.Namespace | default "default" }}.{{ .component }}
+{{- end -}}
+
 {{/* A dict of `root`, `pool`, `component`: where the pods go. */}}
 {{- define "tandem.scheduling" -}}
 {{- with .pool.nodeSelector }}
@@ -41,7 +47,7 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- if .pool.priorityClassName }}
 priorityClassName: {{ .pool.priorityClassName }}
 {{- else if .root.Values.priorityClasses.create }}
-priorityClassName: {{ include "tandem.fullname" .root }}-{{ .component }}
+priorityClassName: {{ include "tandem.priorityClass" . }}
 {{- end }}
 {{- if or (ne .pool.spread.nodes "none") (ne .pool.spread.zones "none") }}
 topologySpreadConstraints:
