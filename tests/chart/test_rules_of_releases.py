@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.chart.rendering import NAMESPACE, RELEASE, Rendered, render
-from tests.chart.value_sets import GOOD
+from tests.chart.rendering import NAMESPACE, RELEASE, Rendered
+from tests.chart.test_rendered import release_of
 from tests.unit.observing import RULE_TESTS, RULES, promtool
 from tests.unit.promql import Matcher, named
 from tests.unit.two_releases import GROUPING, two_releases
@@ -32,7 +32,7 @@ def rules_of(file: Any) -> list[Any]:
 
 
 def test_every_series_of_a_rule_is_of_its_release_and_else_as_it_stands() -> None:
-    made = rule_objects(render(GOOD[WATCHED]))
+    made = rule_objects(release_of(WATCHED))
     assert made.keys() == {path.stem for path in RULES}
     ours = {Matcher(label, "=", value) for label, value in zip(GROUPING, OURS, strict=True)}
     for path in RULES:
@@ -45,7 +45,7 @@ def test_every_series_of_a_rule_is_of_its_release_and_else_as_it_stands() -> Non
 
 
 def test_a_release_without_a_planner_has_no_alarm_for_one() -> None:
-    made = rule_objects(render(GOOD["service monitor"]))
+    made = rule_objects(release_of("service monitor"))
     assert made.keys() == {path.stem for path in RULES} - {"planner"}
 
 
@@ -53,7 +53,7 @@ def test_a_release_without_a_planner_has_no_alarm_for_one() -> None:
 @pytest.mark.parametrize("is_ours", [True, False])
 @pytest.mark.parametrize("path", RULE_TESTS, ids=[path.stem for path in RULE_TESTS])
 def test_alarms_are_told_of_our_release_alone(path: Path, tmp_path: Path, *, is_ours: bool) -> None:
-    made = rule_objects(render(GOOD[WATCHED]))
+    made = rule_objects(release_of(WATCHED))
     files = []
     for one in yaml.safe_load(path.read_text())["rule_files"]:
         files.append(tmp_path / Path(one).name)
@@ -66,7 +66,7 @@ def test_alarms_are_told_of_our_release_alone(path: Path, tmp_path: Path, *, is_
 
 @pytest.mark.parametrize("name", ["service monitor", "pod monitor with open metrics", WATCHED])
 def test_what_is_scraped_is_labelled_with_its_release(name: str) -> None:
-    release = render(GOOD[name])
+    release = release_of(name)
     monitors = [*release.of("ServiceMonitor"), *release.of("PodMonitor")]
     assert monitors
     for monitor in monitors:
