@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from router.request_slices import FirstTokens, RequestTraits, SliceMetrics, length_bucket
 from router.requests import ChoiceFinish
 from router.tenant_labels import TenantLabels
 from tandem.outputs import CachedTokens, FinishReason, PhaseTimes
+from tandem.roles import WorkerRole
 
 INSTANTS = FirstTokens(arrived_s=10.0, prepared_s=10.25, first_s=12.0, second_s=12.5, shown_s=12.125, last_s=14.0)
 TIMES = PhaseTimes(
@@ -25,10 +27,11 @@ def shown(
     traits: RequestTraits | None = None,
     tenants: TenantLabels | None = None,
     reason: FinishReason = FinishReason.STOP,
+    read_by: WorkerRole | None = WorkerRole.PREFILL,
 ) -> Any:
     registry = CollectorRegistry()
     metrics = SliceMetrics(registry, tenants or TenantLabels())
-    finish = ChoiceFinish(reason=reason, cached_tokens=100, times=TIMES)
+    finish = ChoiceFinish(reason=reason, cached_tokens=100, times=TIMES, read_by=read_by)
     metrics.ended(
         traits or RequestTraits(prompt_tokens=600, guided=True, tenant="a"), INSTANTS, [finish] if finishes else [], 5
     )
@@ -55,6 +58,20 @@ def test_a_request_is_counted_under_its_kind() -> None:
         name: value("tandem_prompt_tokens_by_source_total", {"source": name}) for name in ("computed", "fetched")
     }
     assert sources == {"computed": 500, "fetched": 36}
+
+
+@pytest.mark.parametrize(
+    ("read_by", "pool"), [(WorkerRole.PREFILL, "prefill"), (WorkerRole.DECODE, "decode"), (None, "unknown")]
+)
+def test_the_pool_is_the_one_that_read_the_prompt_whatever_was_fetched(read_by: WorkerRole | None, pool: str) -> None:
+    value = shown(read_by=read_by)  # a prefix was fetched first, which is told as transfer
+    kind = {"prompt": "2k", "guided": "yes"}
+    found = {
+        name: value("tandem_slice_ttft_seconds_count", kind | {"pool": name, "cached": "some"})
+        for name in ("prefill", "decode", "unknown")
+    }
+    assert {name: count for name, count in found.items() if count} == {pool: 1}
+    assert value("tandem_slice_time_per_output_token_seconds_count", kind | {"pool": pool, "output": "128"}) == 1
 
 
 def test_a_request_that_was_given_up_counts_for_its_tenant_alone() -> None:
