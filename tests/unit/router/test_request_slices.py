@@ -5,9 +5,12 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from router.auth import ApiKeys
 from router.request_slices import FirstTokens, RequestTraits, SliceMetrics, length_bucket
 from router.requests import ChoiceFinish
 from router.tenant_labels import TenantLabels
+from router.tenant_usage import OTHERS
+from tandem.admission_config import ApiKey
 from tandem.outputs import CachedTokens, FinishReason, PhaseTimes
 from tandem.roles import WorkerRole
 
@@ -95,6 +98,23 @@ def test_structures_that_were_cut_are_counted_apart() -> None:
 def test_tenants_beyond_the_bound_are_one() -> None:
     labels = TenantLabels(most=2)
     assert [labels.of(tenant) for tenant in ("a", "b", "c", "a", "d")] == ["a", "b", "other", "a", "other"]
+
+
+def test_no_two_tenants_have_one_label() -> None:
+    labels, digest = TenantLabels(), "0123456789abcdef0123456789abcdef"
+    keys = ApiKeys([ApiKey(key="nobodys-own"), ApiKey(key="another", tenant=digest)])
+    labels.is_nameless = keys.is_nameless
+    (nameless,) = keys.tenants - {digest}
+    names = ["customer-north-europe-production", "customer-south-europe-production", digest, "acme"]
+    assert [len(name) for name in names[:3]] == [32, 32, 32]
+    assert [labels.of(name) for name in names] == names
+    ours = ["", nameless, OTHERS]
+    assert [labels.of(tenant) for tenant in ours] == ["default", f"key-{nameless[:8]}", "other"]
+    # Names that could be taken for these.
+    theirs = ["default", f"key-{nameless[:8]}", "other"]
+    assert [labels.of(tenant) for tenant in theirs] == [f"tenant:{name}" for name in theirs]
+    keys.replace([ApiKey(key="another", tenant=digest)])
+    assert keys.is_nameless(nameless)  # its last requests end after it is taken away
 
 
 def test_buckets_end_where_they_say() -> None:
