@@ -50,6 +50,7 @@ def load_to_pb(
     return pb.LoadSnapshot(
         num_running=load.num_running,
         num_waiting=load.num_waiting + load.num_reservations,
+        num_reserved=load.num_reservations,
         backlog_tokens=load.num_backlog_tokens,
         num_free_blocks=max(0, load.num_blocks - load.num_used_blocks - load.num_promised_blocks),
         num_total_blocks=load.num_blocks,

@@ -99,6 +99,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         tokenizer.check_fits(model.vocab_size)
         metrics = RouterMetrics(model.name, TenantUsage(PriceTable(config.prices), since_s=time.time()))
         keeper.show(metrics.registry)
+        metrics.tenants.is_nameless = keeper.keys.is_nameless
         if board is not None:
             metrics.registry.register(BoardMetrics(board))
         siblings = await _join_siblings(stack, place, metrics, None if board is not None else (incarnation, limits))

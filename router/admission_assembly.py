@@ -63,13 +63,10 @@ def make_gate(
     What it and `dispatcher` know is shown in `metrics` from now on.
     """
 
-    def places(priority: int) -> int:
-        # Whom every worker was too full for goes first.
-        return 0 if dispatcher.num_waiting_for_room else admission.num_free(priority)
-
     fair = FairAdmission(
         view=registry.view,
-        places=places,
+        places=admission.num_free,
+        num_refused=lambda: dispatcher.num_waiting_for_room,
         limiter=limiter,
         policy=admission_policy(config.router, max_running=config.engine.max_running_requests),
         clock=clock,

@@ -21,8 +21,7 @@ class AdmissionMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """The figures of now."""
         admission, counts = self._admission, self._admission.counts
-        yield _gauge("tandem_queue_requests", "Requests that wait in the router", admission.num_waiting)
-        yield _gauge("tandem_queue_tokens", "Prompt tokens of these", admission.num_waiting_tokens)
+        yield from self._line()
         yield _gauge("tandem_queue_oldest_seconds", "How long the first of them has waited", admission.oldest_s())
         waited = CounterMetricFamily("tandem_queue_wait_seconds", "Waited by all requests that had their turn")
         waited.add_metric((), counts.waited_s)
@@ -35,6 +34,17 @@ class AdmissionMetrics(Collector):
             rejected.add_metric((reason.value,), counts.rejections[reason])
         yield rejected
         yield from self._tenants(self._shown(counts.tenants))
+
+    def _line(self) -> Iterable[Metric]:
+        text = "Requests that wait in the router for a turn, by the pool that has too little for them"
+        requests = GaugeMetricFamily("tandem_queue_requests", text, labels=("lacks",))
+        tokens = GaugeMetricFamily("tandem_queue_tokens", "Prompt tokens of these", labels=("lacks",))
+        for lack, held in self._admission.held().items():
+            requests.add_metric((lack.value,), held.num_requests)
+            tokens.add_metric((lack.value,), held.num_tokens)
+        yield from (requests, tokens)
+        text = "Choices that had their turn and that every decode worker was too full for"
+        yield _gauge("tandem_refused_choices", text, self._admission.num_refused)
 
     def _tenants(self, tenants: Mapping[str, TenantCounts]) -> Iterable[Metric]:
         requests = CounterMetricFamily("tandem_tenant_requests", "Requests that ran", labels=("tenant",))

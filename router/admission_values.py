@@ -48,6 +48,14 @@ class Wanted:
     """Requests of its tenant that end when it begins."""
 
 
+@dataclass(slots=True)
+class Held:
+    """Some of those in line, summed."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Entry:
     """One accepted request."""

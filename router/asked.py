@@ -54,6 +54,8 @@ class ClientFields:
     tenant: str = ""
     trace: TraceContext | None = None
     """The client's own, from its headers."""
+    by_operator: bool = False
+    """The client may do what operators may."""
     time_left_s: float | None = None
     """The client's own deadline; the router's applies as well."""
     last_seen: StreamPosition | None = None

@@ -26,6 +26,7 @@ from tandem.errors import (
     Unavailable,
 )
 from tandem.outputs import FinishReason, SampledToken
+from tandem.roles import WorkerRole
 
 MAX_REROUTES = 2
 """Prefill workers tried after the first one, before the decode worker computes the prompt itself."""
@@ -104,6 +105,8 @@ class ChoiceProgress:
     clock: Callable[[], float] = lambda: 0.0
     """For what attempts took; without one nobody asks."""
     arrived_s: float | None = None
+    read_by: WorkerRole | None = None
+    """The pool whose worker computed the prompt for the first attempt that began."""
     ledger: AttemptLedger = field(init=False)
     _num_taken: int = 0
     _num_failures: int = 0
@@ -123,6 +126,10 @@ class ChoiceProgress:
     def was_taken(self) -> bool:
         """Whether a worker took an attempt, or may have; who refused one has computed nothing for it."""
         return self._num_taken > 0
+
+    def was_read(self, by: WorkerRole | None) -> None:
+        """An attempt has begun; `by`: see `ChoiceFinish.read_by`."""
+        self.read_by = self.read_by or by
 
     def was_refused(self) -> None:
         """The attempt was not taken."""
@@ -218,6 +225,7 @@ class ChoiceProgress:
             times=ledger.total(),
             computed_tokens=ledger.computed_tokens,
             needed_tokens=self.prompt_length - cached + len(self.token_ids),
+            read_by=self.read_by,
         )
 
 

@@ -38,12 +38,15 @@ class ApiKeys:
 
     def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
         self._known: dict[bytes, tuple[bytes, Caller]] = {}
+        self._nameless: frozenset[str] = frozenset()
         self.replace(keys)
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
         """These and no others from now on."""
         # Of entries of the same key the first counts.
-        self._known = {one.kept: (one.kept, _caller(one)) for one in reversed(list(keys))}
+        known = {one.kept: one for one in reversed(list(keys))}
+        self._known = {kept: (kept, _caller(one)) for kept, one in known.items()}
+        self._nameless |= {_caller(one).tenant for one in known.values() if one.tenant is None}
 
     @property
     def are_asked_for(self) -> bool:
@@ -54,6 +57,10 @@ class ApiKeys:
     def tenants(self) -> frozenset[str]:
         """All that there are."""
         return frozenset(caller.tenant for _, caller in self._known.values()) or frozenset({""})
+
+    def is_nameless(self, tenant: str) -> bool:
+        """Whether it is called by a key's digest, for want of a name; also of a key that is not good any more."""
+        return tenant in self._nameless
 
     def tenant(self, authorization: str | None) -> str:
         """The tenant that an Authorization value proves, "" when no key is asked for. Raises Unauthenticated."""

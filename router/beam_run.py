@@ -52,6 +52,7 @@ class BeamRun:
             ),
             computed_tokens=num_computed,
             needed_tokens=num_computed,
+            read_by=self._reads.pool_of(first),
         )
         for index, ended in enumerate(search.ended[: self._request.num_choices]):
             reader.take(ChoiceDelta(index, tokens=ended.beam.tokens, finish=replace(finish, reason=ended.reason)))

@@ -230,7 +230,7 @@ class ChoiceRun:
         """The first word of an attempt that runs."""
         self._standing.was_adopted |= self._adopting
         self._awaited, self._adopting = None, False
-        self._placer.prompt_computed(assignment)
+        self._progress.was_read(self._placer.prompt_computed(assignment))
         if arrived.started is not None:
             self._placer.found_cached(assignment, arrived.started.cached_tokens)
         self._worker = assignment.decode.incarnation

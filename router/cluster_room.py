@@ -6,6 +6,7 @@ little work ahead, so that none is idle, and no more, because in their own queue
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 
@@ -20,6 +21,23 @@ _REMEMBERED_S = 5.0
 """Over which the rate at which a queue drains is measured."""
 _BELIEVED_S = 0.5
 """Of busy time, that a rate known beforehand counts for beside what was measured."""
+
+
+class Lack(Enum):
+    """What there is too little of for whoever waits."""
+
+    PREFILL = "prefill"
+    """Whoever reads prompts has enough ahead."""
+    DECODE = "decode"
+    """Places, memory or short steps of decode workers."""
+    BOTH = "both"
+    """Either pool alone would not do."""
+    ROUTER = "router"
+    """The router's own bound of requests under way."""
+
+    def and_decode(self) -> "Lack":
+        """This, and the decode pool besides."""
+        return Lack.BOTH if self in (Lack.PREFILL, Lack.BOTH) else Lack.DECODE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +64,8 @@ class ClusterRoom:
 
     usable: bool
     """A decode worker takes requests; without one dispatch says what is wrong."""
+    decode_reads: bool
+    """There is no prefill worker to read prompts."""
     slots: int
     """Requests that decode workers may have besides."""
     slack_tokens: float
@@ -67,20 +87,31 @@ class ClusterRoom:
 
     def takes(self, num_tokens: int) -> bool:
         """Whether a request with such a prompt would be run now."""
-        return not self.usable or (self.slots > 0 and self.slack_tokens > 0.0 and num_tokens < self.free_tokens)
+        return self.lack(num_tokens) is None
+
+    def lack(self, num_tokens: int) -> Lack | None:
+        """What a request with such a prompt would wait for; None: it would be run now."""
+        if not self.usable:
+            return None
+        reading = None if self.slack_tokens > 0.0 else Lack.DECODE if self.decode_reads else Lack.PREFILL
+        if self.slots > 0 and num_tokens < self.free_tokens:
+            return reading
+        return Lack.DECODE if reading is None else reading.and_decode()
 
 
 def look(view: ClusterView, policy: RoomPolicy, transit: InTransit, now_s: float) -> ClusterRoom:
     """What there is room for beside `transit`. A few operations on each pool, however many workers it has."""
     decode, prefill = view.decode, view.prefill
     willing = _willing(decode, now_s)
-    computing, rows = (prefill, _lending(prefill)) if _any(prefill, _lending(prefill)) else (decode, willing)
+    decode_reads = not _any(prefill, _lending(prefill))
+    computing, rows = (decode, willing) if decode_reads else (prefill, _lending(prefill))
     measured = computing.tokens_per_s[rows]
     rates = _rates(measured, computing, policy.prior_prefill_tokens_per_s)
     backlogs, active = computing.backlog_now[rows], decode.active_now[willing]
     slack = _sum(np.maximum(policy.worker_backlog_s * rates - backlogs, 0.0))
     return ClusterRoom(
         usable=_any(decode, _open(decode)),
+        decode_reads=decode_reads,
         slots=int(_sum(_slots(active, decode.step_ms[willing], policy))) - transit.num_requests,
         slack_tokens=float(slack) - transit.work_tokens,
         free_tokens=_free_tokens(active, decode.free_tokens[willing]),

@@ -12,8 +12,8 @@ Nobody waits while the cluster has room.
 from collections.abc import Callable, Sequence
 
 from router.admission_counts import AdmissionCounts, Rejection
-from router.admission_values import AdmissionPolicy, Entered, Entry, Wanted
-from router.cluster_room import ClusterRoom, DrainMeter, InTransit, look
+from router.admission_values import AdmissionPolicy, Entered, Entry, Held, Wanted
+from router.cluster_room import ClusterRoom, DrainMeter, InTransit, Lack, look
 from router.fair_queue import FairQueue, Ticket
 from router.fair_share import VirtualCounters
 from router.habits import Habits
@@ -36,10 +36,14 @@ class FairAdmission:
         limiter: Limiter,
         policy: AdmissionPolicy,
         clock: Callable[[], float],
+        num_refused: Callable[[], int] = int,
     ) -> None:
-        """`places`: how many requests of a priority may run besides, whatever the workers say."""
+        """`places`: how many requests of a priority may run besides, whatever the workers say. `num_refused`: those
+        that had their turn and that every decode worker was too full for; they go first.
+        """
         self._view = view
         self._places = places
+        self._num_refused = num_refused
         self._limiter = limiter
         self._policy = policy
         self._clock = clock
@@ -50,6 +54,8 @@ class FairAdmission:
         self._entries: dict[Ticket, Entry] = {}
         self._habits = Habits()
         self._meter = DrainMeter(now_s=clock())
+        self._lacked = Lack.ROUTER
+        """By whoever had to wait last."""
         self._num_tickets = 0
         self._transit: set[Entry] = set()
         # What was turned away and told to come back, and has not had the time to.
@@ -70,6 +76,23 @@ class FairAdmission:
     def num_waiting_tokens(self) -> int:
         """Of their prompts."""
         return self._queue.num_tokens
+
+    @property
+    def num_refused(self) -> int:
+        """Choices that had their turn and that every decode worker was too full for."""
+        return self._num_refused()
+
+    def held(self) -> dict[Lack, Held]:
+        """All in line by what they wait for: what they lack themselves, or else what who goes before them lacks."""
+        held = {lack: Held() for lack in Lack}
+        if (first := self._queue.first()) is not None:
+            room = self._room()
+            ahead = self._lack(room, first) or self._lacked
+            for ticket in self._queue:
+                sums = held[self._lack(room, ticket) or ahead]
+                sums.num_requests += 1
+                sums.num_tokens += ticket.num_tokens
+        return held
 
     def has_idle_room(self) -> bool:
         """Whether nobody waits, and the cluster would take another request at once."""
@@ -115,7 +138,10 @@ class FairAdmission:
         if not len(self._queue):
             return turns
         self._pass_time()
-        while (ticket := self._queue.first()) is not None and self._has_room(self._room(), ticket):
+        while (ticket := self._queue.first()) is not None:
+            if (lack := self._lack(self._room(), ticket)) is not None:
+                self._lacked = lack
+                break
             self._queue.remove(ticket)
             self._meter.served(ticket.cost)
             entry = self._entries.pop(ticket)
@@ -339,9 +365,18 @@ class FairAdmission:
         return look(self._view(), self._policy.room, transit, self._clock())
 
     def _has_room(self, room: ClusterRoom, ticket: Ticket) -> bool:
+        return self._lack(room, ticket) is None
+
+    def _lack(self, room: ClusterRoom, ticket: Ticket) -> Lack | None:
+        """Why it cannot run now; None: it can, or never will."""
         if not room.ever_holds(ticket.num_tokens):
-            return True
-        return room.takes(ticket.num_tokens) and self._places(ticket.priority) > len(self._transit)
+            return None
+        lack = room.lack(ticket.num_tokens)
+        if self._num_refused():
+            return Lack.DECODE if lack is None else lack.and_decode()
+        if lack is None and self._places(ticket.priority) <= len(self._transit):
+            return Lack.ROUTER
+        return lack
 
     def _pass_time(self) -> None:
         self._meter.passed(self._clock(), busy=len(self._queue) > 0)

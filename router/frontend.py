@@ -273,7 +273,8 @@ class Frontend:
     def _traced(self, operation: str, one: Prepared, fields: ClientFields, started_s: float) -> Prepared:
         """With its arrival, and its span begun if it is sampled; names after OpenTelemetry's GenAI conventions."""
         one = replace(one, request=replace(one.request, arrived_s=started_s, operation=operation))
-        span = self._tracer.request(f"{operation} {self.model.name}", fields.trace, started_s)
+        name = f"{operation} {self.model.name}"
+        span = self._tracer.request(name, fields.trace, started_s, by_operator=fields.by_operator)
         if span is None:
             return one
         request = one.request

@@ -16,7 +16,13 @@ from router.exposition import exposition
 
 _OF_WORKERS = ("tandem_worker", "vllm:num_preemptions", "vllm:iteration_tokens_total")
 _ADDED_GAUGES = frozenset(
-    {"vllm:num_requests_waiting", "vllm:num_requests_running", "tandem_queue_requests", "tandem_queue_tokens"}
+    {
+        "vllm:num_requests_waiting",
+        "vllm:num_requests_running",
+        "tandem_queue_requests",
+        "tandem_queue_tokens",
+        "tandem_refused_choices",
+    }
 )
 _CREATED = "_created"
 

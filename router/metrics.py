@@ -238,7 +238,8 @@ class RouterMetrics:
             self._versions.labels(*worker).set(info.protocol_version)
             self._backlog.labels(*worker).set(load.backlog_tokens)
             self._requests.labels(*worker, "running").set(load.num_running)
-            self._requests.labels(*worker, "waiting").set(load.num_waiting)
+            self._requests.labels(*worker, "waiting").set(load.num_waiting - load.num_reserved)
+            self._requests.labels(*worker, "reserved").set(load.num_reserved)
             self._kv_usage.labels(self._model[0], info.key.worker_id).set(used / info.num_blocks)
 
     def _of_worker(self, name: str, text: str, *more: str) -> Gauge:

@@ -20,6 +20,7 @@ from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.errors import InvariantError
 from tandem.ids import BlockHash, Incarnation, RequestId, WorkerId
 from tandem.prefix_holder import PrefixHolder
+from tandem.roles import WorkerRole
 
 
 @dataclass(slots=True, kw_only=True)
@@ -190,12 +191,16 @@ class Placer:
         self._stop_computing(assignment)
         self._compute_on(assignment, assignment.decode, assignment.num_tokens)
 
-    def prompt_computed(self, assignment: Assignment) -> None:
-        """The first token came: the prompt's blocks are where it was computed."""
+    def prompt_computed(self, assignment: Assignment) -> WorkerRole | None:
+        """The first token came: the prompt's blocks are where it was computed. In which pool; None: not known."""
         pins, assignment.pins = assignment.pins, ()
         if pins:
             self.registry.pins.used(assignment.tenant, pins, assignment.computing, assignment.names)
+        here = assignment.computing == assignment.decode
         self._prompt_is_over(assignment)
+        if assignment.placement.reason is PlacementReason.ADOPTED:
+            return None
+        return WorkerRole.DECODE if here else WorkerRole.PREFILL
 
     def _prompt_is_over(self, assignment: Assignment) -> None:
         if assignment.prompt.tokens:

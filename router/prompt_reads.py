@@ -18,6 +18,7 @@ from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.errors import DeadlineExceeded, InternalError, RequestTooLarge, ServingError, Unavailable
 from tandem.ids import RequestId
 from tandem.outputs import FinishReason, PhaseTimes
+from tandem.roles import WorkerRole
 
 _MOST_LOST = 2
 """Workers that may die under one prompt: it may be what ends them."""
@@ -47,6 +48,11 @@ class PromptReads:
                 return await self._until_read(request, ask, on_sent, prefer)
         except TimeoutError:
             raise DeadlineExceeded("the request's time ran out") from None
+
+    def pool_of(self, reading: PromptReading) -> WorkerRole | None:
+        """Whose worker read it; None: that one has left."""
+        found = None if reading.worker is None else self._around.placer.registry.of_process(reading.worker.incarnation)
+        return None if found is None else found.info.role
 
     async def _until_read(
         self, request: RoutedRequest, ask: ReadAsk, on_sent: Callable[[], None], prefer: WorkerKey | None

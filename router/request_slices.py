@@ -22,6 +22,7 @@ _PER_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0)
 _TENANT = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _PHASE = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _COMPUTED = "computed"
+_UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +113,8 @@ class SliceMetrics:
         self._split(times, finishes)
         if not finishes:
             return
-        pool = "prefill" if finishes[0].times.transfer_s > 0.0 else "decode"
+        reader = finishes[0].read_by
+        pool = _UNKNOWN if reader is None else reader.value
         prompt, guided = length_bucket(traits.prompt_tokens), "yes" if traits.guided else "no"
         cached = min(finish.cached_tokens for finish in finishes)
         self._ttft.observe(ttft_s, pool, prompt, _cached(cached, traits.prompt_tokens), guided)

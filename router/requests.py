@@ -16,6 +16,7 @@ from router.reading import PromptReading, ReadAsk
 from router.worker_view import WorkerKey
 from tandem.ids import BlockHash, Incarnation, RequestId
 from tandem.outputs import FinishReason, PhaseTimes, SampledToken
+from tandem.roles import WorkerRole
 from tandem.sampling import SamplingParams
 from tandem.tracing import Span
 
@@ -82,6 +83,8 @@ class ChoiceFinish:
     """By all its attempts, as far as their workers told."""
     needed_tokens: int = 0
     """What one attempt that nobody disturbs computes: the prompt without what was cached, and the answer."""
+    read_by: WorkerRole | None = None
+    """The pool whose worker computed the prompt, before the first token; None: not known."""
 
 
 class ChoiceDelta(NamedTuple):

@@ -242,6 +242,7 @@ def load_from_pb(load: pb.LoadSnapshot) -> WorkerLoad:
     return WorkerLoad(
         num_running=load.num_running,
         num_waiting=load.num_waiting,
+        num_reserved=min(load.num_reserved, load.num_waiting),
         backlog_tokens=load.backlog_tokens,
         num_free_blocks=load.num_free_blocks,
         prefill_tokens_per_s=load.prefill_tokens_per_s,

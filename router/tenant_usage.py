@@ -10,7 +10,8 @@ from router.spending import PriceTable, Spent
 
 MOST_TENANTS = 1000
 """Beyond it new ones are counted together, under OTHERS."""
-OTHERS = "other"
+OTHERS = "(others)"
+"""No tenant's name has a bracket, so that no tenant is taken for all these."""
 
 
 class TenantUsage:

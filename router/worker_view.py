@@ -187,6 +187,8 @@ class WorkerLoad:
 
     num_running: int = 0
     num_waiting: int = 0
+    num_reserved: int = 0
+    """Of these: they have their room, and a prefill worker is to read their prompt or reads it."""
     backlog_tokens: int = 0
     """Uncomputed tokens of everything accepted."""
     num_free_blocks: int = 0

@@ -252,7 +252,9 @@ class TelemetryConfig(Section):
     otlp_headers: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")], _HeaderValue] = Field(default={})
     """Sent with every batch, such as a key that the collector asks for."""
     sample_ratio: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Share of requests that are traced; a client that brings a `traceparent` decides for itself."""
+    """Share of requests that are traced."""
+    trust_clients: Literal["all", "operators", "none"] = "operators"
+    """Whose `traceparent` decides in place of it: everybody's, of operators' keys (without keys all are), nobody's."""
 
 
 class RedisConfig(Section):

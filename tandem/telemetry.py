@@ -34,7 +34,7 @@ def open_tracer(stack: AsyncExitStack, config: "TelemetryConfig", *, service: st
     headers = {name: value.get_secret_value() for name, value in config.otlp_headers.items()}
     sink = OtlpSink(config.otlp_endpoint, resource, headers)
     stack.push_async_callback(asyncio.to_thread, sink.close)
-    return RecordingTracer(sink, rng=SystemRandom(), sample_ratio=config.sample_ratio)
+    return RecordingTracer(sink, rng=SystemRandom(), sample_ratio=config.sample_ratio, trusted=config.trust_clients)
 
 
 def read_sampling_again(path: Path | None, tracer: Tracer) -> None:

@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Protocol
+from typing import Literal, Protocol
 
 Attribute = str | bool | int | float | tuple[str, ...]
+Trusted = Literal["all", "operators", "none"]
+"""Whose word counts on whether they are traced, and under which name."""
 
 MAX_STATE_CHARS = 512
 MAX_TEXT_CHARS = 56 + MAX_STATE_CHARS
@@ -187,8 +189,13 @@ class Span:
 class Tracer(Protocol):
     """Begins what comes from outside the process: requests at a door, orders at a worker."""
 
-    def request(self, name: str, client: TraceContext | None, start_s: float) -> Span | None:
-        """A request of a client, which may be in a trace already; None when it is not to be traced."""
+    def request(
+        self, name: str, client: TraceContext | None, start_s: float, *, by_operator: bool = False
+    ) -> Span | None:
+        """A request of a client, which may be in a trace already; None when it is not to be traced.
+
+        `by_operator`: whoever asks may do what operators may.
+        """
         ...
 
     def span(self, name: str, parent: TraceContext | None, start_s: float | None = None) -> Span | None:
@@ -203,7 +210,9 @@ class Tracer(Protocol):
 class NoTracer:
     """Nothing is traced."""
 
-    def request(self, name: str, client: TraceContext | None, start_s: float) -> Span | None:
+    def request(
+        self, name: str, client: TraceContext | None, start_s: float, *, by_operator: bool = False
+    ) -> Span | None:
         """None."""
 
     def span(self, name: str, parent: TraceContext | None, start_s: float | None = None) -> Span | None:
@@ -214,7 +223,11 @@ class NoTracer:
 
 
 class RecordingTracer:
-    """Traces what is sampled: a client's own word decides, else `sample_ratio` of all traces, chosen by their ids."""
+    """Traces what is sampled: a trusted client's own word decides, else `sample_ratio` of all traces, by lot.
+
+    Whoever is not trusted can neither have its requests traced nor keep them from it, nor choose their traces' names:
+    who could would fill the queue of spans, or somebody else's trace. The name that it gave becomes an attribute.
+    """
 
     def __init__(
         self,
@@ -222,29 +235,42 @@ class RecordingTracer:
         *,
         rng: Random,
         sample_ratio: float = 1.0,
+        trusted: Trusted = "all",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.sink = sink
         self.clock = clock
         self._rng = rng
+        self._trusted = trusted
         self.sample(sample_ratio)
 
     def sample(self, ratio: float) -> None:
         """See Tracer. From any thread."""
         self._sample_below = ratio * 2.0**64
 
-    def request(self, name: str, client: TraceContext | None, start_s: float) -> Span | None:
+    def request(
+        self, name: str, client: TraceContext | None, start_s: float, *, by_operator: bool = False
+    ) -> Span | None:
         """See Tracer."""
-        if client is not None:
+        if client is not None and self._trusts(by_operator):
             span = self.span(name, client, start_s)
         else:
-            trace_id = self._rng.getrandbits(128) or 1
-            if trace_id % 2**64 >= self._sample_below:
-                return None
-            span = Span(self, name, TraceContext(trace_id=trace_id, span_id=self._new_id()), None, start_s)
+            span = self._begin(name, start_s)
+            if span is not None and client is not None:
+                span.attributes["tandem.client_trace_id"] = f"{client.trace_id:032x}"
         if span is not None:
             span.is_request = True
         return span
+
+    def _trusts(self, by_operator: bool) -> bool:
+        return self._trusted == "all" or (self._trusted == "operators" and by_operator)
+
+    def _begin(self, name: str, start_s: float) -> Span | None:
+        """A new trace, if the lot falls on it."""
+        trace_id = self._rng.getrandbits(128) or 1
+        if trace_id % 2**64 >= self._sample_below:
+            return None
+        return Span(self, name, TraceContext(trace_id=trace_id, span_id=self._new_id()), None, start_s)
 
     def span(self, name: str, parent: TraceContext | None, start_s: float | None = None) -> Span | None:
         """See Tracer."""

@@ -1,6 +1,7 @@
 """A tracer whose spans a test can look at."""
 
 from random import Random
+from typing import Any
 
 from tandem.tracing import EndedSpan, RecordingTracer, TraceContext
 
@@ -30,7 +31,7 @@ class Kept:
         return parent.name
 
 
-def keeping(seed: int = 1, **settings: float) -> tuple[RecordingTracer, Kept]:
+def keeping(seed: int = 1, **settings: Any) -> tuple[RecordingTracer, Kept]:
     """Tracers of several processes must have different seeds, or their spans have the same ids."""
     kept = Kept()
     return RecordingTracer(kept, rng=Random(seed), **settings), kept

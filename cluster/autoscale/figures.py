@@ -35,6 +35,8 @@ _OURS = {Code.INTERNAL.value, Code.UNAVAILABLE.value, Code.DEADLINE_EXCEEDED.val
 """Failures that more workers might have spared: the others are the client's."""
 _OF_LIMITS = {"concurrent_requests", "requests_per_minute", "tokens_per_minute", "draining"}
 """Turned away whatever workers there are."""
+_FOR_READERS = {"prefill", "both"}
+"""What those in the routers' queues lack where more prefill workers would read them sooner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,7 @@ class RouterFigures:
     num_lost: float = 0.0
     """Requests that got no answer and are no client's fault."""
     queued_tokens: float = 0.0
+    """Of prompts that wait at the door for somebody to read them, not for a place to decode."""
     backlog_tokens: Mapping[str, float] = field(default_factory=dict)
     """By worker."""
     live: Sizes = field(default_factory=lambda: Sizes(prefill=0, decode=0))
@@ -137,6 +140,8 @@ def _key(name: str, labels: Mapping[str, str]) -> str | None:
     if name == _FAILURES and labels["code"] not in _OURS:
         return None
     if name == _REJECTIONS and labels["reason"] not in _OF_LIMITS:
+        return None
+    if name == _QUEUE and labels.get("lacks", "prefill") not in _FOR_READERS:
         return None
     return name
 

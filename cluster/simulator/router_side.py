@@ -77,7 +77,8 @@ class SimRouter:
         self._send = submit
         fair = FairAdmission(
             view=placer.registry.view,
-            places=self._places,
+            places=admission.num_free,
+            num_refused=lambda: len(self.room),
             limiter=Limiter(LimitsConfig(), clock=events.clock),
             policy=policy,
             clock=events.clock,
@@ -91,15 +92,11 @@ class SimRouter:
         self.gate.enter(SimRequest(number, wanted, self._events.now))
 
     def _run(self, request: SimRequest) -> None:
-        """It is its turn. Its place is sure: `_places` bounds the turns."""
+        """It is its turn. Its place is sure: the gate bounds the turns."""
         request.admitted = self._admission.admit(0)
         request.admitted.__enter__()
         self._budget.earn()
         self.submit(request)
-
-    def _places(self, priority: int) -> int:
-        # Whom every worker was too full for goes first.
-        return 0 if len(self.room) else self._admission.num_free(priority)
 
     def _refused(self, _request: SimRequest) -> None:
         self.outcomes.num_rejected += 1

@@ -231,6 +231,7 @@ class SimWorkers:
         report = WorkerLoad(
             num_running=load.num_running,
             num_waiting=load.num_waiting + load.num_reservations,
+            num_reserved=load.num_reservations,
             backlog_tokens=load.num_backlog_tokens,
             num_free_blocks=max(0, load.num_blocks - load.num_used_blocks - load.num_promised_blocks),
             prefill_tokens_per_s=worker.rates.prefill_tokens_per_s,

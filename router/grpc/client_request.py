@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 from router.asked import ClientFields
+from router.auth import Caller
 from router.beam_search import BeamAsk
 from router.beams_asked import beam_ask
 from router.grpc.conversation_asked import check_belongings, template_options, tool_use
@@ -32,7 +33,7 @@ def client_fields(
     request: pb.GenerateRequest,
     context: Any,
     *,
-    tenant: str,
+    caller: Caller,
     seen: StreamPosition | None,
     selection: SelectionAsk | None = None,
 ) -> ClientFields:
@@ -59,8 +60,9 @@ def client_fields(
         tools=tool_use(request),
         priority=request.priority,
         cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
-        tenant=tenant,
+        tenant=caller.tenant,
         trace=trace_of(context),
+        by_operator=caller.operator,
         time_left_s=context.time_remaining(),
         last_seen=seen,
         structure=_structure(request),

@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 
 from router.asked import ClientFields, Prepared
-from router.auth import ApiKeys
+from router.auth import ApiKeys, Caller
 from router.embedding import MAX_INPUTS, Embedder
 from router.frontend import Frontend
 from router.grpc.answer_messages import AnswerMessages, AnswerStream, WholeAnswer
@@ -70,9 +70,9 @@ class InferenceService(InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         """Stream an answer; a client that cancels, or does not read, ends the request."""
-        tenant = self._admit(request, context)
+        caller = self._caller(request, context)
         seen, ask = self._seen(request), selection_of(request)
-        fields = client_fields(request, context, tenant=tenant, seen=seen, selection=ask)
+        fields = client_fields(request, context, caller=caller, seen=seen, selection=ask)
         prepared = await self._prepare(request, fields)
         await check_selection(ask, [prepared], self._patterns)
         ids = self._frontend.stream_ids if request.stream_ids or seen is not None else None
@@ -98,12 +98,14 @@ class InferenceService(InferenceServicer):
 
     async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
         """One vector for each input."""
+        caller = self._caller(request, context)
         fields = ClientFields(
             model=model_of(request),
             priority=request.priority,
             cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
-            tenant=self._admit(request, context),
+            tenant=caller.tenant,
             trace=trace_of(context),
+            by_operator=caller.operator,
             time_left_s=context.time_remaining(),
         )
         prepared = await self._embedder.prepare(self._inputs(request.inputs), fields)
@@ -182,10 +184,14 @@ class InferenceService(InferenceServicer):
         return await self._cached.delete(self._admit(request, context), request)
 
     def _admit(self, request: Any, context: Any) -> str:
-        """The tenant whose request it is. Raises InvalidRequest for what it asks in fields that are not known here."""
-        tenant = caller_of(context, self._keys).tenant
+        """The tenant whose request it is. Raises as `_caller`."""
+        return self._caller(request, context).tenant
+
+    def _caller(self, request: Any, context: Any) -> Caller:
+        """Whose request it is. Raises InvalidRequest for what it asks in fields that are not known here."""
+        caller = caller_of(context, self._keys)
         check_known(request)
-        return tenant
+        return caller
 
     def _seen(self, request: pb.GenerateRequest) -> StreamPosition | None:
         """Where a stream that this call continues broke."""

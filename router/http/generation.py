@@ -224,7 +224,9 @@ def _with_headers(fields: ClientFields, request: Request, seen: StreamPosition |
 def trace_and_time(fields: ClientFields, request: Request) -> ClientFields:
     """With what the headers say of both."""
     trace, time_left_s = _trace(request), _time_left_s(request)
-    return fields if trace is None and time_left_s is None else replace(fields, trace=trace, time_left_s=time_left_s)
+    if trace is None and time_left_s is None:
+        return fields
+    return replace(fields, trace=trace, by_operator=request.state.sees_all, time_left_s=time_left_s)
 
 
 def _time_left_s(request: Request) -> float | None:

@@ -3,52 +3,78 @@
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
+from router.cluster_room import Lack
 from tests.chart.rendering import NAMESPACE, RELEASE, render
 from tests.chart.value_sets import GOOD
+from tests.unit.cluster.simulator.bound import QUEUE, Bottleneck, at_the_queue, exposition
 
 pytestmark = pytest.mark.slow
 _OURS = f'namespace="{NAMESPACE}",app_kubernetes_io_instance="{RELEASE}"'
 _ROUTERS = 2  # each shows every worker
+_SIGNALS = ("tandem_queue_", "tandem_refused_", "tandem_worker_requests", "tandem_worker_backlog_")
 
 
 class Line(NamedTuple):
-    prefill: float
-    """Waits at prefill workers."""
-    decode: float
-    queue: float
-    """Waits in all routers' queues."""
+    """What waits, in requests and in tokens of a hundred each."""
+
+    prefill: float = 0
+    """At prefill workers."""
+    decode: float = 0
+    reserved: float = 0
+    """At decode workers, for the prefill pool."""
+    lacks: Mapping[str, float] = {}
+    """In all routers' queues, by what they lack."""
+    refused: float = 0
+    """By all decode workers."""
 
 
 CASES = [
-    # waiting requests, waiting tokens: what is seen, and what each pool is told
-    (Line(8, 0, 10), Line(4000, 0, 20000), (18, 0), (24000, 0)),
-    (Line(0, 0, 10), Line(0, 0, 20000), (0, 10), (0, 20000)),  # a full decode pool refuses
-    (Line(6, 2, 8), Line(3000, 1000, 4000), (12, 4), (6000, 2000)),
-    (Line(0, 3, 0), Line(0, 700, 0), (0, 3), (0, 700)),
-    (Line(0, 0, 0), Line(0, 0, 0), (0, 0), (0, 0)),
+    # what is seen, and the requests and tokens that each pool is told
+    (Line(prefill=1, reserved=1, lacks={"prefill": 40}), (41, 0), (4100, 0)),
+    (Line(prefill=8, lacks={"prefill": 10}), (18, 0), (1800, 0)),
+    (Line(lacks={"decode": 40}), (0, 40), (0, 4000)),
+    (Line(lacks={"decode": 4}, refused=2), (0, 6), (0, 400)),
+    (Line(prefill=6, decode=2, reserved=7, lacks={"prefill": 6, "decode": 4, "both": 2}), (14, 8), (1400, 800)),
+    (Line(lacks={"router": 40}), (0, 0), (0, 0)),
+    (Line(), (0, 0), (0, 0)),
 ]
 
 
-def _series(requests: Line, tokens: Line) -> dict[str, float]:
-    seen: dict[str, float] = {
-        f'tandem_queue_requests{{namespace="{NAMESPACE}",app_kubernetes_io_instance="another"}}': 1000
-    }
+def _series(line: Line) -> dict[str, float]:
+    theirs = f'namespace="{NAMESPACE}",app_kubernetes_io_instance="another"'
+    seen: dict[str, float] = {f'tandem_queue_requests{{{theirs},lacks="prefill"}}': 1000}
     for router in range(_ROUTERS):
         at = f'{_OURS},pod="router-{router}"'
         for role in ("prefill", "decode"):
             worker = f'{at},worker="{role}-0",role="{role}"'
-            seen[f'tandem_worker_requests{{{worker},state="waiting"}}'] = getattr(requests, role)
+            seen[f'tandem_worker_requests{{{worker},state="waiting"}}'] = getattr(line, role)
             seen[f'tandem_worker_requests{{{worker},state="running"}}'] = 99
-            seen[f"tandem_worker_backlog_tokens{{{worker}}}"] = getattr(tokens, role)
-        seen[f"tandem_queue_requests{{{at}}}"] = requests.queue / _ROUTERS
-        seen[f"tandem_queue_tokens{{{at}}}"] = tokens.queue / _ROUTERS
+            seen[f"tandem_worker_backlog_tokens{{{worker}}}"] = 100 * getattr(line, role)
+        seen[f'tandem_worker_requests{{{at},worker="decode-0",role="decode",state="reserved"}}'] = line.reserved
+        for lack in Lack:
+            count = line.lacks.get(lack.value, 0) / _ROUTERS
+            seen[f'tandem_queue_requests{{{at},lacks="{lack.value}"}}'] = count
+            seen[f'tandem_queue_tokens{{{at},lacks="{lack.value}"}}'] = 100 * count
+        seen[f"tandem_refused_choices{{{at}}}"] = line.refused / _ROUTERS
     return seen
+
+
+def _told(text: str) -> dict[str, float]:
+    """A router's own words, as Prometheus keeps them."""
+    seen: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = ",".join(f'{name}="{value}"' for name, value in sample.labels.items())
+            seen[f"{sample.name}{{{_OURS}{labels and ','}{labels}}}"] = sample.value
+    return {name: value for name, value in seen.items() if name.startswith(_SIGNALS)}
 
 
 def _expected(name: str, told: tuple[float, float]) -> dict[str, Any]:
@@ -67,20 +93,49 @@ def _promtool(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_each_pool_is_told_of_its_own_line(tmp_path: Path) -> None:
+def _case(seen: Mapping[str, float], requests: tuple[float, float], tokens: tuple[float, float]) -> dict[str, Any]:
+    return {
+        "interval": "15s",
+        "input_series": [{"series": name, "values": f"{value}x4"} for name, value in seen.items()],
+        "promql_expr_test": [
+            _expected("tandem_pool_waiting_requests", requests),
+            _expected("tandem_pool_waiting_tokens", tokens),
+        ],
+    }
+
+
+def _check(tmp_path: Path, cases: Sequence[dict[str, Any]]) -> None:
     rules, tests = tmp_path / "rules.yaml", tmp_path / "tests.yaml"
     rules.write_text(yaml.safe_dump(render(GOOD["hpa"]).named("PrometheusRule", "-scaling")["spec"]))
-    cases = [
-        {
-            "interval": "15s",
-            "input_series": [{"series": name, "values": f"{value}x4"} for name, value in _series(seen, held).items()],
-            "promql_expr_test": [
-                _expected("tandem_pool_waiting_requests", requests),
-                _expected("tandem_pool_waiting_tokens", tokens),
-            ],
-        }
-        for seen, held, requests, tokens in CASES
-    ]
-    tests.write_text(yaml.safe_dump({"rule_files": [str(rules)], "evaluation_interval": "15s", "tests": cases}))
+    tests.write_text(yaml.safe_dump({"rule_files": [str(rules)], "evaluation_interval": "15s", "tests": list(cases)}))
     _promtool("check", "rules", str(rules))
     _promtool("test", "rules", str(tests))
+
+
+def test_each_pool_is_told_of_its_own_line(tmp_path: Path) -> None:
+    _check(tmp_path, [_case(_series(line), requests, tokens) for line, requests, tokens in CASES])
+
+
+@pytest.mark.parametrize("bottleneck", ["prefill", "decode"])
+def test_a_cluster_that_is_short_of_one_pool_asks_for_that_pool_alone(bottleneck: Bottleneck, tmp_path: Path) -> None:
+    """Production's admission and schedulers on a virtual clock; the rules read what its router shows."""
+    shown: list[str] = []
+    at_the_queue(bottleneck, lambda simulation: shown.append(exposition(simulation)))
+    seen = _told(shown[0])
+
+    def asked(metric: str, **labels: str) -> float:
+        """A sum over what was shown, without the rules."""
+        parts = [f'{name}="{value}"' for name, value in labels.items()]
+        return sum(value for name, value in seen.items() if name.startswith(metric) and all(p in name for p in parts))
+
+    requests = asked("tandem_queue_requests") + asked("tandem_worker_requests", role=bottleneck, state="waiting")
+    tokens = asked("tandem_queue_tokens") + asked("tandem_worker_backlog_tokens", role=bottleneck)
+    other = "decode" if bottleneck == "prefill" else "prefill"
+    begun = asked("tandem_worker_backlog_tokens", role=other)
+    assert requests >= QUEUE
+    assert begun < tokens / 20  # what the other pool is about to do
+    first = bottleneck == "prefill"
+    _check(
+        tmp_path,
+        [_case(seen, (requests, 0) if first else (0, requests), (tokens, begun) if first else (begun, tokens))],
+    )

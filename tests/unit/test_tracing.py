@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from tandem.tracing import (
     MAX_TEXT_CHARS,
     NoTracer,
     TraceContext,
+    Trusted,
     context_from_headers,
     context_from_text,
 )
@@ -160,3 +162,32 @@ def test_a_missing_library_is_named() -> None:
 def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
     with pytest.raises(ValueError, match="otlp_endpoint"):
         TelemetryConfig(otlp_endpoint=endpoint)
+
+
+@pytest.mark.parametrize(
+    ("trusted", "by_operator", "follows"),
+    [
+        ("all", False, True),
+        ("operators", False, False),
+        ("operators", True, True),
+        ("none", True, False),
+    ],
+)
+def test_who_is_not_trusted_decides_nothing(trusted: Trusted, by_operator: bool, follows: bool) -> None:
+    wanting, unwilling = CLIENT, replace(CLIENT, sampled=False)
+    never, kept = keeping(sample_ratio=0.0, trusted=trusted)
+    assert (never.request("r", wanting, 0.0, by_operator=by_operator) is not None) == follows
+    always, kept = keeping(sample_ratio=1.0, trusted=trusted)
+    span = always.request("r", wanting, 0.0, by_operator=by_operator)
+    assert span is not None
+    assert (span.context.trace_id == CLIENT.trace_id) == follows
+    span.end(1.0)
+    ended = kept.one("r")
+    assert ended.is_request
+    # Whoever gave it a name finds it by that all the same.
+    named = None if follows else f"{CLIENT.trace_id:032x}"
+    assert (ended.parent_id, ended.attributes.get("tandem.client_trace_id")) == (
+        CLIENT.span_id if follows else None,
+        named,
+    )
+    assert (always.request("r", unwilling, 0.0, by_operator=by_operator) is None) == follows

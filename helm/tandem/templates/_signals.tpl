@@ -8,37 +8,25 @@ namespace="{{ .Release.Namespace }}",app_kubernetes_io_instance="{{ .Release.Nam
 sum(max by (worker) ({{ .metric }}{role="{{ .role }}"{{ .more }},{{ include "tandem.series" .root }}}))
 {{- end -}}
 
-{{/* A dict of `root`, `role`: requests that wait for a pool, as PromQL. Those in the routers' queues wait for the pool
-     that has a line of its own: for the prefill pool in proportion to its line, else for the decode pool, which refuses
-     when it is full and so has none. */}}
-{{- define "tandem.waitingRequests" -}}
-{{- $waiting := `,state="waiting"` -}}
-{{- $metric := "tandem_worker_requests" -}}
-{{- $prefill := include "tandem.poolSum" (dict "root" .root "role" "prefill" "metric" $metric "more" $waiting) -}}
-{{- $decode := include "tandem.poolSum" (dict "root" .root "role" "decode" "metric" $metric "more" $waiting) -}}
-{{- $queue := printf "sum(tandem_queue_requests{%s})" (include "tandem.series" .root) -}}
-{{- $p := printf "(%s or vector(0))" $prefill -}}
-{{- $d := printf "(%s or vector(0))" $decode -}}
-{{- $share := printf "%s / clamp_min(%s + %s, 1)" $p $p $d -}}
-{{- if eq .role "prefill" -}}
-{{ $p }} + {{ $queue }} * ({{ $share }})
-{{- else -}}
-{{ $d }} + {{ $queue }} * (1 - {{ $share }})
-{{- end -}}
+{{/* A dict of `root`, `role`, `metric`: of the routers' queues, what waits because this pool has too little for it. What
+     waits for both pools counts for both: either alone would not help. */}}
+{{- define "tandem.queueSum" -}}
+sum({{ .metric }}{lacks=~"{{ .role }}|both",{{ include "tandem.series" .root }}})
 {{- end -}}
 
-{{/* The same in tokens: what a pool has accepted and not computed, and its part of what waits before it. */}}
-{{- define "tandem.waitingTokens" -}}
-{{- $metric := "tandem_worker_backlog_tokens" -}}
-{{- $prefill := include "tandem.poolSum" (dict "root" .root "role" "prefill" "metric" $metric "more" "") -}}
-{{- $decode := include "tandem.poolSum" (dict "root" .root "role" "decode" "metric" $metric "more" "") -}}
-{{- $queue := printf "sum(tandem_queue_tokens{%s})" (include "tandem.series" .root) -}}
-{{- $p := printf "(%s or vector(0))" $prefill -}}
-{{- $d := printf "(%s or vector(0))" $decode -}}
-{{- $share := printf "%s / clamp_min(%s + %s, 1)" $p $p $d -}}
-{{- if eq .role "prefill" -}}
-{{ $p }} + {{ $queue }} * ({{ $share }})
-{{- else -}}
-{{ $d }} + {{ $queue }} * (1 - {{ $share }})
+{{/* A dict of `root`, `role`: requests that wait for a pool, as PromQL: at its workers, in the routers' queues for want
+     of it, and, of the decode pool, those that all its workers were too full for. Reservations of decode workers
+     (`state="reserved"`) wait for the prefill pool, whose workers have them in their own lines. */}}
+{{- define "tandem.waitingRequests" -}}
+{{- $workers := dict "root" .root "role" .role "metric" "tandem_worker_requests" "more" `,state="waiting"` -}}
+{{- $queue := dict "root" .root "role" .role "metric" "tandem_queue_requests" -}}
+({{ include "tandem.poolSum" $workers }} or vector(0)) + ({{ include "tandem.queueSum" $queue }} or vector(0))
+{{- if eq .role "decode" }} + (sum(tandem_refused_choices{ {{- include "tandem.series" .root -}} }) or vector(0)){{ end }}
 {{- end -}}
+
+{{/* The same in tokens: what a pool has accepted and not computed, and what of the queues waits for it. */}}
+{{- define "tandem.waitingTokens" -}}
+{{- $workers := dict "root" .root "role" .role "metric" "tandem_worker_backlog_tokens" "more" "" -}}
+{{- $queue := dict "root" .root "role" .role "metric" "tandem_queue_tokens" -}}
+({{ include "tandem.poolSum" $workers }} or vector(0)) + ({{ include "tandem.queueSum" $queue }} or vector(0))
 {{- end -}}

@@ -2,10 +2,12 @@
 
 import pytest
 
-from engine.step import StepOutput, StepTimings
+from engine.step import Load, StepOutput, StepTimings
+from engine.wire import load_to_pb
 from engine.work_meter import WorkMeter
 from router.metrics import RouterMetrics
 from router.session_wire import load_from_pb
+from tandem.prefix_pin import PinTotals
 from tandem.step_sizes import STEP_SIZES
 from tandem.v1 import session_pb2 as pb
 from tests.unit.router.test_placement import worker
@@ -56,3 +58,18 @@ def test_what_a_worker_reports_is_shown_under_its_name() -> None:
     assert value("vllm:iteration_tokens_total_count", {"model_name": "m", "engine": "w"}) is None
     metrics.worker_loads([worker("old", load=load_from_pb(pb.LoadSnapshot()))])
     assert value("tandem_worker_flops_per_token", labels) is None
+
+
+def test_what_is_reserved_is_told_apart_from_what_waits_for_the_worker() -> None:
+    fields = dict.fromkeys(Load._fields, 0) | {"num_running": 1, "num_waiting": 2, "num_reservations": 3}
+    load = Load(**fields | {"tiers": (), "pins": PinTotals()})
+    told = load_to_pb(load, prefill_tokens_per_s=0.0, decode_step_s=0.0, kv_bytes_per_s=0.0)
+    assert told.num_waiting == 5  # whoever knows nothing of reservations counts them as ever
+    metrics = RouterMetrics("m")
+    metrics.worker_loads([worker("d", load=load_from_pb(told))])
+    states = {"running": 1, "waiting": 2, "reserved": 3}
+    for state, count in states.items():
+        labels = {"worker": "d", "role": "decode", "state": state}
+        assert metrics.registry.get_sample_value("tandem_worker_requests", labels) == count
+    # No worker has more reserved than it has.
+    assert load_from_pb(pb.LoadSnapshot(num_waiting=1, num_reserved=9)).num_reserved == 1

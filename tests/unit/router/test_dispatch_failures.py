@@ -254,9 +254,13 @@ async def test_failed_transfer_is_rerouted_then_computed_locally() -> None:
     prefillers = [FakeWorker(f"p{i}", role=WorkerRole.PREFILL) for i in range(2)]
     decode = FakeWorker("d0", script=transfers_fail)
     async with cluster(decode, *prefillers) as router:
-        tokens = await collect(router.generate(routed(LONG_PROMPT)))
-        assert tokens[0] == expected_tokens(LONG_PROMPT, count=8, seed=3)
+        deltas = [delta async for delta in router.generate(routed(LONG_PROMPT))]
+        tokens = [token.token_id for delta in deltas for token in delta.tokens]
+        assert tokens == expected_tokens(LONG_PROMPT, count=8, seed=3)
         assert router.observed.retries == ["transfer_failed"] * 2
+        # Who read it in the end, not who was to.
+        assert (finish := deltas[-1].finish) is not None
+        assert finish.read_by is WorkerRole.DECODE
         assert decode.submissions.qsize() == 1
         router.assert_idle()
 

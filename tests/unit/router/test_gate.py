@@ -156,7 +156,8 @@ async def test_metrics_show_the_queue_and_cap_the_tenants() -> None:
             for family in text_string_to_metric_families(generate_latest(registry).decode())
             for sample in family.samples
         }
-        assert shown["tandem_queue_requests",] == 0.0
+        assert shown["tandem_queue_requests", "prefill"] == shown["tandem_queue_tokens", "both"] == 0.0
+        assert shown["tandem_refused_choices",] == 0.0
         assert shown["tandem_queue_oldest_seconds",] == 0.0
         assert shown["tandem_rejections_total", "deadline"] == 1.0
         assert shown["tandem_tenant_rejections_total", "named"] == 1.0

@@ -2,12 +2,17 @@
 
 from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry
 
+from router.auth import ApiKeys
 from router.request_slices import FirstTokens, RequestTraits, SliceMetrics, length_bucket
 from router.requests import ChoiceFinish
 from router.tenant_labels import TenantLabels
+from router.tenant_usage import OTHERS
+from tandem.admission_config import ApiKey
 from tandem.outputs import CachedTokens, FinishReason, PhaseTimes
+from tandem.roles import WorkerRole
 
 INSTANTS = FirstTokens(arrived_s=10.0, prepared_s=10.25, first_s=12.0, second_s=12.5, shown_s=12.125, last_s=14.0)
 TIMES = PhaseTimes(
@@ -25,10 +30,11 @@ def shown(
     traits: RequestTraits | None = None,
     tenants: TenantLabels | None = None,
     reason: FinishReason = FinishReason.STOP,
+    read_by: WorkerRole | None = WorkerRole.PREFILL,
 ) -> Any:
     registry = CollectorRegistry()
     metrics = SliceMetrics(registry, tenants or TenantLabels())
-    finish = ChoiceFinish(reason=reason, cached_tokens=100, times=TIMES)
+    finish = ChoiceFinish(reason=reason, cached_tokens=100, times=TIMES, read_by=read_by)
     metrics.ended(
         traits or RequestTraits(prompt_tokens=600, guided=True, tenant="a"), INSTANTS, [finish] if finishes else [], 5
     )
@@ -57,6 +63,20 @@ def test_a_request_is_counted_under_its_kind() -> None:
     assert sources == {"computed": 500, "fetched": 36}
 
 
+@pytest.mark.parametrize(
+    ("read_by", "pool"), [(WorkerRole.PREFILL, "prefill"), (WorkerRole.DECODE, "decode"), (None, "unknown")]
+)
+def test_the_pool_is_the_one_that_read_the_prompt_whatever_was_fetched(read_by: WorkerRole | None, pool: str) -> None:
+    value = shown(read_by=read_by)  # a prefix was fetched first, which is told as transfer
+    kind = {"prompt": "2k", "guided": "yes"}
+    found = {
+        name: value("tandem_slice_ttft_seconds_count", kind | {"pool": name, "cached": "some"})
+        for name in ("prefill", "decode", "unknown")
+    }
+    assert {name: count for name, count in found.items() if count} == {pool: 1}
+    assert value("tandem_slice_time_per_output_token_seconds_count", kind | {"pool": pool, "output": "128"}) == 1
+
+
 def test_a_request_that_was_given_up_counts_for_its_tenant_alone() -> None:
     value = shown(finishes=False)
     assert value("tandem_tenant_ttft_seconds_count", {"tenant": "a"}) == 1
@@ -78,6 +98,23 @@ def test_structures_that_were_cut_are_counted_apart() -> None:
 def test_tenants_beyond_the_bound_are_one() -> None:
     labels = TenantLabels(most=2)
     assert [labels.of(tenant) for tenant in ("a", "b", "c", "a", "d")] == ["a", "b", "other", "a", "other"]
+
+
+def test_no_two_tenants_have_one_label() -> None:
+    labels, digest = TenantLabels(), "0123456789abcdef0123456789abcdef"
+    keys = ApiKeys([ApiKey(key="nobodys-own"), ApiKey(key="another", tenant=digest)])
+    labels.is_nameless = keys.is_nameless
+    (nameless,) = keys.tenants - {digest}
+    names = ["customer-north-europe-production", "customer-south-europe-production", digest, "acme"]
+    assert [len(name) for name in names[:3]] == [32, 32, 32]
+    assert [labels.of(name) for name in names] == names
+    ours = ["", nameless, OTHERS]
+    assert [labels.of(tenant) for tenant in ours] == ["default", f"key-{nameless[:8]}", "other"]
+    # Names that could be taken for these.
+    theirs = ["default", f"key-{nameless[:8]}", "other"]
+    assert [labels.of(tenant) for tenant in theirs] == [f"tenant:{name}" for name in theirs]
+    keys.replace([ApiKey(key="another", tenant=digest)])
+    assert keys.is_nameless(nameless)  # its last requests end after it is taken away
 
 
 def test_buckets_end_where_they_say() -> None:

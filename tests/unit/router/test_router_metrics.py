@@ -80,7 +80,8 @@ def test_cache_tiers_are_shown_as_workers_count_them() -> None:
 def test_figures_to_scale_by_tell_the_pools_apart(bottleneck: str) -> None:
     """Whichever pool is short of something shows it, and the other shows that it is not."""
     full = WorkerLoad(num_running=8, num_waiting=9, num_free_blocks=0, backlog_tokens=4000)
-    idle = WorkerLoad(num_running=1, num_free_blocks=990)
+    # What it has reserved waits for the other pool.
+    idle = WorkerLoad(num_running=1, num_waiting=5, num_reserved=5, num_free_blocks=990)
     loads = {role: full if role == bottleneck else idle for role in ("prefill", "decode")}
     metrics = RouterMetrics("m")
     pools = {role: [f"{role[0]}{i}" for i in range(2)] for role in loads}

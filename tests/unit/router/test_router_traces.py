@@ -11,6 +11,7 @@ from router.grpc.server import GrpcDoor, build_server
 from router.metrics import RouterMetrics
 from router.request_meter import RequestMeter
 from router.tokenizer import Tokenizer
+from tandem.config import RouterConfig
 from tandem.errors import Unavailable
 from tandem.roles import WorkerRole
 from tandem.tracing import context_from_text
@@ -93,6 +94,38 @@ async def test_a_grpc_request_is_a_span_of_its_clients_trace(traced: Any) -> Non
         assert [response async for response in call]
     span = kept.one(f"text_completion {doors.MODEL}")
     assert (span.parent_id, span.context.trace_id, span.context.state) == (CLIENT.span_id, CLIENT.trace_id, "a=1")
+
+
+KEYS = [{"key": "tenants", "tenant": "a"}, {"key": "operators", "tenant": "b", "operator": True}]
+
+
+@pytest.mark.parametrize("over_grpc", [False, True], ids=["http", "grpc"])
+async def test_an_operators_key_decides_what_is_traced_and_a_tenants_does_not(
+    over_grpc: bool, tokenizer: Tokenizer
+) -> None:
+    tracer, kept = keeping(sample_ratio=0.0, trusted="operators")
+    parts = doors.make_doors(tokenizer, RouterConfig(api_keys=KEYS), tracer=tracer)
+    parts.say("hello")
+
+    async def over_http(key: str) -> None:
+        headers = {"traceparent": CLIENT.to_text(), "Authorization": f"Bearer {key}"}
+        async with client_of(parts) as client:
+            assert (await client.post(CHAT, json=HELLO, headers=headers)).status_code == 200
+
+    async def called(key: str) -> None:
+        server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
+        async with (
+            GrpcDoor(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
+            grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+        ):
+            metadata = (("traceparent", CLIENT.to_text()), ("authorization", f"Bearer {key}"))
+            call = InferenceStub(channel).Generate(pb.GenerateRequest(prompt="hello"), metadata=metadata)
+            assert [response async for response in call]
+
+    for key in ("tenants", "operators"):
+        await (called if over_grpc else over_http)(key)
+        parts.say("hello")
+    assert [span.context.trace_id for span in kept.spans if span.is_request] == [CLIENT.trace_id]
 
 
 async def test_workers_are_told_whose_children_their_spans_are() -> None:

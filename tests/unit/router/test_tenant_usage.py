@@ -61,6 +61,8 @@ def test_tenants_beyond_the_bound_are_counted_together() -> None:
         book.add(tenant, SPENT)
     shown = {one["tenant"]: one["requests"] for one in book.object(book.render(), only=None)["data"]}
     assert shown == {"a": 2, "b": 1, OTHERS: 2}
+    # A tenant of that name sees no others'.
+    assert [one["requests"] for one in book.object(book.render(), only="other")["data"]] == [0]
 
 
 def test_several_processes_books_are_one() -> None:

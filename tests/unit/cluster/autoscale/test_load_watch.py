@@ -9,9 +9,11 @@ from cluster.autoscale.histogram import Histogram
 from cluster.autoscale.load_watch import LoadWatch, Unseen, live_workers
 from cluster.autoscale.speed import SpeedWatch
 from cluster.planner.values import Observation, Sizes
+from cluster.simulator.simulation import Simulation
 from tandem.errors import Code
 from tandem.roles import WorkerRole
 from tests.unit.cluster.autoscale.told import PERIOD_S, PROMISE, WORKER, ToldRouter, backlog, steps
+from tests.unit.cluster.simulator.bound import Bottleneck, at_the_queue, exposition
 
 FORGET_S = 60.0
 
@@ -140,6 +142,20 @@ def test_every_router_tells_of_the_same_workers() -> None:
     told = seen(looks.look(15.0, figures))
     assert told.waiting_prompt_seconds == pytest.approx(170 * WORKER.prompt_token_s)
     assert live_workers(list(figures.values())) == Sizes(prefill=2, decode=3)
+
+
+@pytest.mark.parametrize("bottleneck", ["prefill", "decode"])
+def test_prompts_that_wait_for_a_place_to_decode_are_no_work_for_more_readers(bottleneck: Bottleneck) -> None:
+    told: list[tuple[float, int]] = []
+
+    def look(simulation: Simulation) -> None:
+        waiting = simulation.router.gate.admission.num_waiting_tokens
+        told.append((read_figures(exposition(simulation)).queued_tokens, waiting))
+
+    at_the_queue(bottleneck, look)
+    ((queued_tokens, num_tokens),) = told
+    assert num_tokens > 0
+    assert queued_tokens == (num_tokens if bottleneck == "prefill" else 0)
 
 
 def test_workers_have_their_own_speed_and_the_profiles_shape() -> None:

@@ -11,7 +11,8 @@ from cluster.simulator.settings import open_door
 from cluster.simulator.simulation import Choosing, Simulation
 from router.admission_counts import Rejection
 from router.admission_values import AdmissionPolicy
-from router.cluster_room import RoomPolicy
+from router.cluster_room import Lack, RoomPolicy
+from tests.unit.cluster.simulator.bound import QUEUE, Bottleneck, at_the_queue, held
 from tests.unit.cluster.simulator.small import cluster, load
 from tests.unit.cluster.simulator.test_simulation import audit
 
@@ -73,3 +74,11 @@ def test_those_that_wait_outlive_the_worker() -> None:
     assert simulation.num_faults
     assert len(simulation.router.outcomes.finished) == 60
     audit(simulation)
+
+
+@pytest.mark.parametrize("bottleneck", ["prefill", "decode"])
+def test_who_waits_is_known_to_wait_for_the_pool_that_is_full(bottleneck: Bottleneck) -> None:
+    seen: dict[Lack, int] = {}
+    at_the_queue(bottleneck, lambda simulation: seen.update(held(simulation)))
+    assert seen.keys() == {Lack(bottleneck)}
+    assert seen[Lack(bottleneck)] >= QUEUE
