@@ -28,6 +28,29 @@ def running():
     return supervisor
 
 
+def test_a_change_does_not_wait_for_room_without_end():
+    """Whoever asked for it is told, and may ask for something else."""
+    supervisor = running()
+    supervisor.add(plan("decode-1"), 10)
+    supervisor.on_room("decode-1", False, 11)
+    assert supervisor.next_wake() == 10 + POLICY.start_timeout_s
+    supervisor.on_room("decode-1", True, 50)
+    assert supervisor.next_wake() == 50 + POLICY.start_timeout_s
+    (kill,) = [one for one in supervisor.tick(50 + POLICY.start_timeout_s) if isinstance(one, Send)]
+    assert kill == Send(name="decode-1", signum=signal.SIGKILL)
+
+
+def test_a_member_that_died_waits_for_room_as_long_as_it_takes():
+    supervisor = running()
+    supervisor.on_exited("decode-0", 1, 10)
+    assert supervisor.tick(11) == [Launch(name="decode-0")]
+    supervisor.on_room("decode-0", False, 11)
+    assert supervisor.next_wake() is None
+    supervisor.on_room("decode-0", True, 5000)
+    supervisor.on_ready("decode-0", 5010)
+    assert supervisor.state("decode-0") is ProcessState.READY
+
+
 class World:
     """Processes that follow a supervisor; it complains of whatever makes no sense to them."""
 
