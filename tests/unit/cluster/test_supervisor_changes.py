@@ -1,5 +1,6 @@
 """The set of processes changes while the supervisor keeps it alive."""
 
+import copy
 import signal
 
 import pytest
@@ -11,6 +12,7 @@ from tandem.errors import InvariantError
 
 POLICY = Policy(start_timeout_s=60, stop_early_s=5, stable_s=30, backoff_s=1, max_backoff_s=5, max_rapid_deaths=2)
 FIRST = ("prefill-0", "decode-0", "router-0")
+KINDS = ("add", "add", "retire", "ready", "exit", "no room", "room", "tick", "tick")
 NAMES = (*FIRST, "prefill-1", "decode-1", "router-1")
 
 
@@ -97,6 +99,11 @@ class World:
         elif kind == "exit" and name in self.alive:
             self.alive.discard(name)
             self.carry_out(supervisor.on_exited(name, 1, now))
+        elif kind in ("room", "no room") and name in self.alive:
+            waited = supervisor.state(name) is ProcessState.STARTING and is_running and supervisor.is_member(name)
+            supervisor.on_room(name, kind == "room", now)
+            if waited and kind == "no room":
+                assert Send(name=name, signum=signal.SIGKILL) not in copy.deepcopy(supervisor).tick(now + 1e6)
         elif kind == "stop":
             self.carry_out(supervisor.stop(now))
         elif kind == "tick":
@@ -105,7 +112,7 @@ class World:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(("add", "add", "retire", "ready", "exit", "tick", "tick")), st.sampled_from(NAMES)),
+        st.tuples(st.sampled_from(KINDS), st.sampled_from(NAMES)),
         max_size=60,
     ),
     st.booleans(),
