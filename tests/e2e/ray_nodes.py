@@ -58,6 +58,10 @@ class RayNodes:
         """Stop every process of that node: nobody hears anything of it, as of a machine that is cut off."""
         return await self._ask("still")
 
+    async def still_the_head(self) -> None:
+        """Stop what every node and driver asks where things are; nodes and what runs on them go on."""
+        await self._ask("still the head")
+
     async def go_on(self) -> None:
         """Those that were stopped run again."""
         await self._ask("go on")
@@ -130,6 +134,9 @@ def main() -> None:
                 case "still":
                     had = workers_of(busiest)
                     stopped = processes_of(busiest)
+                    signal_all(stopped, signal.SIGSTOP)
+                case "still the head":
+                    stopped = [psutil.Process(one.process.pid) for one in cluster.head_node.all_processes["gcs_server"]]
                     signal_all(stopped, signal.SIGSTOP)
                 case "go on":
                     signal_all(stopped, signal.SIGCONT)

@@ -104,6 +104,22 @@ async def test_the_planner_grows_the_pool_whose_requests_are_late(upped, cluster
     await says_the_same(cluster, answers, "planned")
 
 
+async def test_a_head_that_does_not_answer_holds_up_nothing_that_does_not_need_it(nodes, upped, cluster, answers):
+    since = len(upped.logs.lines)
+    await nodes.still_the_head()
+    pid, name = max((await nodes.workers()).items(), key=lambda one: one[1].startswith("decode"))
+    psutil.Process(pid).kill()
+    await upped.says(name, "was ended by SIGKILL", since=since)
+    (router,) = [child for child in psutil.Process(upped.process.pid).children() if "router" in child.cmdline()]
+    router.kill()
+    await upped.says("router", "is back", since=since)
+    assert not any(name in line and "is back" in line for line in upped.logs.lines[since:]), "it needs the head"
+    await nodes.go_on()
+    await upped.says(name, "is back", since=since)
+    await cluster.until_workers(3)
+    await says_the_same(cluster, answers, "the head is back")
+
+
 async def test_workers_do_not_outlive_the_command(nodes, tmp_path):
     before = await nodes.workers()
     environment = nodes.environment | {"XDG_RUNTIME_DIR": str(tmp_path), "TANDEM_ENGINE__NUM_THREADS": "1"}
