@@ -50,6 +50,8 @@ class Callbacks:
     on_log: Callable[[str], None]
     on_exit: Callable[[int], None]
     """Last of all, after every log line that was written before the end."""
+    on_room: Callable[[bool], None] = lambda _: None
+    """Whether there is room for it, of one that may have to wait for that; a child has it at once and says nothing."""
 
 
 class Child:

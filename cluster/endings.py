@@ -1,4 +1,6 @@
-"""How a cluster, or a change of one, may end otherwise than was hoped."""
+"""How a process, a cluster or a change of one may end otherwise than was hoped."""
+
+import signal
 
 
 class ClusterFailed(Exception):
@@ -11,3 +13,13 @@ class ChangeFailed(Exception):
 
 class StoppedEarly(Exception):
     """A stop was asked for before the cluster was ready."""
+
+
+def describe_exit(status: int) -> str:
+    """`exited with code 2`, or `was ended by SIGKILL`."""
+    if status >= 0:
+        return f"exited with code {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"

@@ -20,18 +20,7 @@ from cluster.endings import ChangeFailed, ClusterFailed, StoppedEarly
 from cluster.launcher import Command, Launched, Launcher, LocalLauncher, plan_one_more
 from cluster.process_view import ProcessView, SilentWatcher, Watcher
 from cluster.rollout import Add, Member, Progress, Retire, Rollout, RolloutState
-from cluster.supervisor import (
-    Action,
-    Gone,
-    Launch,
-    Note,
-    Phase,
-    Policy,
-    ProcessState,
-    Role,
-    Send,
-    Supervisor,
-)
+from cluster.supervisor import Action, Gone, Launch, Note, Phase, Policy, ProcessState, Role, Send, Supervisor
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.hosts import join
@@ -333,6 +322,7 @@ class LocalCluster:
             on_news=lambda news: self._on_news(name, news),
             on_log=lambda line: self._on_log(name, line),
             on_exit=lambda status: self._on_exit(name, status),
+            on_room=lambda has_room: self._on_room(name, has_room),
         )
         self._tails[name].clear()
         self._reaches.pop(name, None)
@@ -343,6 +333,10 @@ class LocalCluster:
             self._on_log(name, f"cannot start: {error}")
             asyncio.get_running_loop().call_soon(self._on_exit, name, EXIT_NOT_STARTED)
         self._watcher.on_state(self._view(name))
+
+    def _on_room(self, name: str, has_room: bool) -> None:
+        self._supervisor.on_room(name, has_room, self._now())
+        self._apply([])
 
     def _on_ready(self, name: str, info: Mapping[str, Any]) -> None:
         self._ready[name] = info

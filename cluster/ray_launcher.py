@@ -21,6 +21,7 @@ from cluster.launcher import Launched, LocalLauncher
 from cluster.ray_placement import GPU, Node, Placement, bundle_of, told, worker_config
 from cluster.ray_session import HostHandle, NodeLost, RaySession
 from cluster.supervisor import ProcessPlan, Role
+from router.silence import SilenceWatch
 from tandem.config import ClusterConfig, dump
 from tandem.errors import ConfigError
 from tandem.hosts import join
@@ -30,7 +31,11 @@ EXIT_NOT_STARTED = 127
 LEASE_S = 60.0
 """An actor of which `tandem up` has asked nothing for so long ends, and its worker with it."""
 _ROOM_S = 5.0
-"""Between two words on a worker that finds no room."""
+"""A worker that finds no room for so long says so, then after twice as long, and so on."""
+_MAX_ROOM_S = 600.0
+"""Most time between two such words."""
+_LOOKS = 8
+"""So often within `ray.silence_s` it is looked whether an actor is silent."""
 
 
 class RayLauncher:
@@ -101,6 +106,8 @@ class RayProcess:
         self.pid: int | None = None
         """On its node."""
         self._life = asyncio.get_running_loop().create_task(self._live())
+        # Not the end of `_live`: a task that is cancelled in the turn that made it never begins.
+        self._life.add_done_callback(self._ended)
 
     def send(self, signum: signal.Signals) -> None:
         """A worker without a process has nothing to drain: whatever is to end it does so at once."""
@@ -124,24 +131,26 @@ class RayProcess:
         if signum is signal.SIGKILL:
             self._life.cancel()
 
-    async def _live(self) -> None:
-        """Until its end, which is told last."""
-        placement, name = self._launcher.placement, self._plan.name
-        status = EXIT_NOT_STARTED
+    async def _live(self) -> int:
+        """Until its end; the exit status."""
         try:
-            status = await self._run()
+            return await self._run()
         except NodeLost as error:
             self._callbacks.on_log(f"lost with its node: {error}")
-            placement.lost(name, asyncio.get_running_loop().time())
-            status = -signal.SIGKILL if self._is_started else EXIT_NOT_STARTED
+            self._launcher.placement.lost(self._plan.name, asyncio.get_running_loop().time())
+            return -signal.SIGKILL if self._is_started else EXIT_NOT_STARTED
         except (ConfigError, OSError) as error:
             self._callbacks.on_log(f"cannot start: {error}")
-        except asyncio.CancelledError:
-            status = -signal.SIGKILL
-        finally:
-            placement.leave(name)
-            self._has_ended = True
-            self._callbacks.on_exit(status)
+            return EXIT_NOT_STARTED
+
+    def _ended(self, life: asyncio.Task[int]) -> None:
+        """Tell of its end, whatever it was."""
+        self._has_ended = True
+        self._launcher.placement.leave(self._plan.name)
+        if not life.cancelled() and (error := life.exception()) is not None:
+            self._callbacks.on_log(f"is lost to trouble with Ray: {type(error).__name__}: {error}")
+        is_told = not life.cancelled() and life.exception() is None
+        self._callbacks.on_exit(life.result() if is_told else -signal.SIGKILL)
 
     async def _run(self) -> int:
         role, launcher = self._plan.role, self._launcher
@@ -149,10 +158,12 @@ class RayProcess:
         bundle = bundle_of(launcher.config, role, has_gpus=any(GPU in node.total for node in nodes))
         now = asyncio.get_running_loop().time()
         near = launcher.placement.choose(self._plan.name, role, bundle, nodes, now)
-        patience = asyncio.get_running_loop().call_later(_ROOM_S, self._tell_want, bundle, nodes)
+        self._callbacks.on_room(False)
+        telling = asyncio.get_running_loop().create_task(self._tell_want(bundle))
         try:
             async with self._session.host(self._plan.name, bundle, near, LEASE_S) as host:
-                patience.cancel()
+                telling.cancel()
+                self._callbacks.on_room(True)
                 node_id, address = await host.where()
                 self._host, self._node = host, await self._node_of(node_id)
                 launcher.placement.settle(self._plan.name, role, bundle, node_id)
@@ -161,7 +172,7 @@ class RayProcess:
                 self._is_started = True
                 return await self._listen(host)
         finally:
-            patience.cancel()
+            telling.cancel()
 
     async def _node_of(self, node_id: str) -> Node:
         found = [node for node in await self._session.nodes() if node.node_id == node_id]
@@ -171,15 +182,25 @@ class RayProcess:
 
     async def _listen(self, host: HostHandle) -> int:
         """Pass on what the actor tells; the exit status."""
-        while True:
-            try:
-                words = await asyncio.wait_for(host.listen(), self._silence_s)
-            except TimeoutError:
-                raise NodeLost(f"nothing is heard of it for {self._silence_s:g} s") from None
-            for kind, value in words:
-                if kind == "exit":
-                    return int(value)
-                self._pass_on(kind, value)
+        loop, look_s = asyncio.get_running_loop(), self._silence_s / _LOOKS
+        watch = SilenceWatch(silence_s=self._silence_s, period_s=look_s, now_s=loop.time())
+        listening = loop.create_task(host.listen())
+        try:
+            while True:
+                await asyncio.wait({listening}, timeout=look_s)
+                is_silent = watch.is_silent(loop.time())
+                if not listening.done():
+                    if is_silent:
+                        raise NodeLost(f"nothing is heard of it for {self._silence_s:g} s")
+                    continue
+                watch.heard(loop.time())
+                for kind, value in listening.result():
+                    if kind == "exit":
+                        return int(value)
+                    self._pass_on(kind, value)
+                listening = loop.create_task(host.listen())
+        finally:
+            listening.cancel()
 
     def _pass_on(self, kind: str, value: Any) -> None:
         match kind:
@@ -194,14 +215,24 @@ class RayProcess:
             case "news":
                 self._callbacks.on_news(value)
 
-    def _tell_want(self, bundle: Mapping[str, float], nodes: list[Node]) -> None:
-        room = "; ".join(f"{node.host} has {told(_shown(node.free, bundle)) or 'none of that'}" for node in nodes)
-        hopeless = "" if any(node.could_hold(bundle) for node in nodes) else ", and no node is that large"
-        self._callbacks.on_log(f" WARNING waits for a Ray node with {told(bundle)} free ({room}){hopeless}")
+    async def _tell_want(self, bundle: Mapping[str, float]) -> None:
+        """While it waits for room: what it waits for and what there is, less and less often."""
+        wait_s = _ROOM_S
+        while True:
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _MAX_ROOM_S)
+            with suppress(NodeLost):
+                self._callbacks.on_log(_want(bundle, await self._session.nodes()))
 
     @property
     def _silence_s(self) -> float:
         return self._launcher.config.ray.silence_s
+
+
+def _want(bundle: Mapping[str, float], nodes: list[Node]) -> str:
+    room = "; ".join(f"{node.host} has {told(_shown(node.free, bundle)) or 'none of that'}" for node in nodes)
+    hopeless = "" if any(node.could_hold(bundle) for node in nodes) else ", and no node is that large"
+    return f" WARNING waits for a Ray node with {told(bundle)} free ({room}){hopeless}"
 
 
 def _shown(free: Mapping[str, float], bundle: Mapping[str, float]) -> dict[str, float]:

@@ -8,11 +8,11 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping, MutableMapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, Self
 
+from cluster.held import held
 from cluster.ray_host import WorkerHost
-from cluster.ray_placement import CPU, STRATEGY, Node
+from cluster.ray_placement import CPU, GPU, MEMORY, STRATEGY, Node
 from tandem.errors import ConfigError
 
 LOCAL, AUTO = "local", "auto"
@@ -20,6 +20,8 @@ _CLIENT_SCHEME = "ray://"
 _MIN_VERSION = (2, 52)
 _ASK_S = 5.0
 """For the head's answer."""
+_END_S = 5.0
+"""For the head to end an actor, and to take a placement group back, before whoever wants that goes on without it."""
 _AUTH_MODE = "RAY_AUTH_MODE"
 _CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 _TOKEN_HINT = "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"  # noqa: S105  # names of places
@@ -27,14 +29,6 @@ _TOKEN_HINT = "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"  # noqa
 
 class NodeLost(Exception):
     """An actor's node, or the actor itself, is gone or answers no more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    """A worker's process, as its actor tells of it."""
-
-    pid: int
-    node: Node
 
 
 class HostHandle:
@@ -97,8 +91,13 @@ class RaySession:
         ray.shutdown()
 
     async def nodes(self) -> list[Node]:
-        """Those that are alive."""
-        return await asyncio.to_thread(_nodes)
+        """Those that are alive. Raises NodeLost where the head does not say."""
+        from ray.exceptions import RayError
+
+        try:
+            return await asyncio.to_thread(_nodes)
+        except RayError as error:
+            raise NodeLost(_last_line(error)) from None
 
     @asynccontextmanager
     async def host(
@@ -108,45 +107,55 @@ class RaySession:
 
         `near`: where it should be; Ray takes another node if that one is gone or full by then.
         """
-        import ray
-        from ray.util.placement_group import placement_group, remove_placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+        from ray.exceptions import RayError
 
         self._num_placed += 1
-        group = await asyncio.to_thread(
-            placement_group,
-            [dict(bundle)],
-            strategy=STRATEGY,
-            name=f"tandem {what} #{self._num_placed}",
-            _soft_target_node_id=None if near is None else near.node_id,
-        )
-        actor = None
+        name = f"tandem {what} #{self._num_placed}"
         try:
-            await group.ready()
-            others = {name: amount for name, amount in bundle.items() if name not in (CPU, "GPU", "memory")}
-            actor = (
-                ray.remote(WorkerHost)
-                .options(
-                    num_cpus=bundle[CPU],
-                    num_gpus=bundle.get("GPU", 0),
-                    memory=bundle.get("memory"),
-                    resources=others,
-                    max_restarts=0,  # the supervisor decides that
-                    max_concurrency=8,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(
-                        placement_group=group, placement_group_bundle_index=0
-                    ),
-                )
-                .remote(lease_s)
-            )
-            yield HostHandle(actor)
-        finally:
-            gone = (ray.exceptions.RayError, RuntimeError, ValueError)  # what is to be ended has ended, or Ray has
-            if actor is not None:
-                with suppress(*gone):
-                    ray.kill(actor)
-            with suppress(*gone):
-                remove_placement_group(group)
+            async with held(lambda: _reserved(name, bundle, near), _give_back, end_s=_END_S) as group:
+                await (await asyncio.to_thread(group.ready))
+                async with held(lambda: _actor(group, bundle, lease_s), _dismiss, end_s=_END_S) as actor:
+                    yield HostHandle(actor)
+        except RayError as error:
+            raise NodeLost(_last_line(error)) from None
+
+
+def _reserved(name: str, bundle: Mapping[str, float], near: Node | None) -> Any:
+    from ray.util.placement_group import placement_group
+
+    near_id = None if near is None else near.node_id
+    return placement_group([dict(bundle)], strategy=STRATEGY, name=name, _soft_target_node_id=near_id)
+
+
+def _actor(group: Any, bundle: Mapping[str, float], lease_s: float) -> Any:
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    host = ray.remote(WorkerHost).options(
+        num_cpus=bundle[CPU],
+        num_gpus=bundle.get(GPU, 0),
+        memory=bundle.get(MEMORY),
+        resources={name: amount for name, amount in bundle.items() if name not in (CPU, GPU, MEMORY)},
+        max_restarts=0,  # the supervisor decides that
+        max_concurrency=8,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0),
+    )
+    return host.remote(lease_s)
+
+
+def _dismiss(actor: Any) -> None:
+    import ray
+
+    with suppress(ray.exceptions.RayError, RuntimeError, ValueError):  # it has ended, or Ray has
+        ray.kill(actor)
+
+
+def _give_back(group: Any) -> None:
+    import ray
+    from ray.util.placement_group import remove_placement_group
+
+    with suppress(ray.exceptions.RayError, RuntimeError, ValueError):  # it is gone, or Ray is
+        remove_placement_group(group)
 
 
 def connect(address: str, environment: MutableMapping[str, str] = os.environ) -> RaySession:

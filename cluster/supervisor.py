@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
+from cluster.endings import describe_exit
 from router.silence import SilenceWatch
 from tandem.errors import InvariantError
 
@@ -237,6 +238,14 @@ class Supervisor:
         if (watch := self._processes[name].watch) is not None:
             watch.heard(now)
 
+    def on_room(self, name: str, has_room: bool, now: float) -> None:
+        """Whether there is room for one that starts: while there is none it is not late, unless nobody counts on it."""
+        process = self._processes[name]
+        if process.state is not ProcessState.STARTING or process.terminated or self.phase is Phase.STOPPING:
+            return
+        if has_room or not process.is_candidate:
+            process.deadline = now + self.policy.start_timeout_s if has_room else None
+
     def on_exited(self, name: str, status: int, now: float) -> list[Action]:
         """A process ended; `status` is negative when a signal ended it, as in `subprocess`."""
         process = self._processes[name]
@@ -388,13 +397,3 @@ class Supervisor:
     def _terminate(process: _Process, wait_s: float, now: float) -> list[Action]:
         process.terminated, process.deadline = True, now + wait_s
         return [Send(name=process.plan.name, signum=signal.SIGTERM)]
-
-
-def describe_exit(status: int) -> str:
-    """`exited with code 2`, or `was ended by SIGKILL`."""
-    if status >= 0:
-        return f"exited with code {status}"
-    try:
-        return f"was ended by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was ended by signal {-status}"

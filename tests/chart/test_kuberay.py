@@ -1,7 +1,12 @@
 """The KubeRay manifest: what Kubernetes takes, pods that may run, and a command and a configuration that are real."""
 
+import contextlib
 import copy
+import http.server
 import shlex
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,14 +14,15 @@ import yaml
 from typer.main import get_command
 
 from cluster.cli import app
-from cluster.effective import STOP_MARGIN_S
+from cluster.effective import STOP_MARGIN_S, PortDrawer
 from cluster.ray_placement import Node, Placement, bundle_of
 from cluster.supervisor import Role
 from tandem.config import load
 from tests.chart.pods import lapses
 from tests.chart.schemas import KUBERNETES, mistakes
 
-MANIFEST = Path(__file__).parents[2] / "deploy" / "kuberay.yaml"
+ROOT = Path(__file__).parents[2]
+MANIFEST = ROOT / "deploy" / "kuberay.yaml"
 OBJECTS = {one["kind"]: one for one in yaml.safe_load_all(MANIFEST.read_text(encoding="utf-8"))}
 JOB = OBJECTS["RayJob"]["spec"]
 RAY = JOB["rayClusterSpec"]
@@ -26,8 +32,11 @@ GROUPS = pytest.mark.parametrize("group", [HEAD, WORKERS], ids=["head", "workers
 
 def options():
     """Of the command that the job runs, as `tandem` itself reads them."""
-    program, name, *arguments = shlex.split(JOB["entrypoint"])
-    assert program == "tandem"
+    shell, option, script = shlex.split(JOB["entrypoint"])
+    assert (shell, option) == ("sh", "-c")
+    *_, command_line = script.split(" && ")
+    executed, program, name, *arguments = shlex.split(command_line)
+    assert (executed, program) == ("exec", "tandem"), "signals are for the command, not for a shell"
     command = get_command(app).commands[name]
     return command.make_context(name, list(arguments)).params
 
@@ -110,6 +119,71 @@ def test_the_service_finds_the_doors(tmp_path):
     router = config.router
     assert served == {"http": (router.port, router.port), "grpc": (router.grpc_port, router.grpc_port)}
     assert router.host == "0.0.0.0"
+
+
+class Pages(http.server.BaseHTTPRequestHandler):
+    """Answers by the server's `well`; asked for anything else than its one page, it knows nothing."""
+
+    def do_GET(self):
+        self.send_response((200 if self.server.well else 503) if self.path == self.server.page else 404)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def serving(page, port=0):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Pages)
+    server.page, server.well = page, True
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_the_head_is_ready_for_the_job_and_then_when_its_doors_are_open(tmp_path):
+    """KubeRay submits the job to ready pods only: with a probe that asks for the doors at once it never would."""
+    probe = HEAD["template"]["spec"]["containers"][0]["readinessProbe"]["exec"]["command"]
+    with PortDrawer() as ports:
+        door = ports.draw("127.0.0.1", "a test")
+    config, began = tmp_path / "cluster.yaml", tmp_path / "began"
+    config.write_text(f"router: {{port: {door}}}\n")
+    with serving("/api/healthz") as ray:
+        script = probe[-1]
+        for theirs, ours in (
+            ("python3", sys.executable),
+            ("127.0.0.1:52365", f"127.0.0.1:{ray.server_port}"),
+            ("/etc/tandem/cluster.yaml", str(config)),
+            ("/tmp/tandem-began", str(began)),
+        ):
+            assert theirs in script
+            script = script.replace(theirs, ours)
+
+        def is_ready():
+            return subprocess.run([*probe[:-1], script], cwd=ROOT, capture_output=True, check=False).returncode == 0
+
+        assert is_ready(), "for the job"
+        entrypoint = shlex.split(JOB["entrypoint"])[-1].replace("/tmp/tandem-began", str(began))
+        subprocess.run(["sh", "-c", entrypoint.split("&&")[0]], check=True)
+        assert not is_ready(), "workers are loading"
+        with serving("/readyz", door) as routers:
+            assert is_ready()
+            routers.well = False
+            assert not is_ready()
+            routers.well, ray.well = True, False
+            assert not is_ready()
+
+
+@GROUPS
+def test_ray_is_asked_how_it_is_without_what_the_image_has_not(group):
+    one = group["template"]["spec"]["containers"][0]
+    assert one["livenessProbe"]["httpGet"] == {"path": "/api/healthz", "port": 52365}
+    assert "wget" not in yaml.safe_dump(one["readinessProbe"])
 
 
 def test_there_is_time_to_drain(tmp_path):

@@ -15,6 +15,7 @@ from cluster.ray_session import NodeLost, connect
 from cluster.supervisor import ProcessPlan, Role
 from tandem.config import load
 from tandem.errors import ConfigError
+from tests.unit.cluster.clock_that_jumps import ClockThatJumps
 
 WAIT_S = 20.0
 ROOM = {"CPU": 8.0}
@@ -54,11 +55,13 @@ class FakeHost:
 
 
 class FakeSession:
-    """Gives an actor on the node that is asked for, or none while there is no room."""
+    """Gives an actor on the node that is asked for, as soon as there is room."""
 
     def __init__(self, *, has_room=True):
         self.hosts = asyncio.Queue()
-        self.has_room = has_room
+        self.room = asyncio.Event()
+        if has_room:
+            self.room.set()
         self.open = 0
 
     async def nodes(self):
@@ -68,8 +71,7 @@ class FakeSession:
     async def host(self, what, bundle, near, lease_s):
         self.open += 1
         try:
-            if not self.has_room:
-                await asyncio.Event().wait()
+            await self.room.wait()
             host = FakeHost(near)
             self.hosts.put_nowait(host)
             yield host
@@ -82,6 +84,7 @@ class Heard:
 
     def __init__(self):
         self.told = []
+        self.room = []
         self.logged, self.ended = asyncio.Event(), asyncio.Event()
 
     def callbacks(self):
@@ -103,6 +106,7 @@ class Heard:
             on_news=put("news"),
             on_log=logged,
             on_exit=ended,
+            on_room=self.room.append,
         )
 
     async def exit(self):
@@ -189,19 +193,81 @@ async def test_signals_go_to_the_process_and_a_new_configuration_goes_before_its
     assert not process._orders
 
 
-async def test_one_that_finds_no_room_says_what_it_waits_for_and_ends_at_once_when_told(monkeypatch):
+async def test_one_that_finds_no_room_says_so_more_than_once_and_ends_at_once_when_told(monkeypatch):
     monkeypatch.setattr(ray_launcher, "_ROOM_S", 0.01)
     session, heard = FakeSession(has_room=False), Heard()
     process = launcher_of(session, ray__decode__cpus=64.0).start(PLAN, heard.callbacks())
-    async with asyncio.timeout(WAIT_S):
-        await heard.logged.wait()
-    assert heard.told[0][1] == (
+    for _ in range(2):
+        async with asyncio.timeout(WAIT_S):
+            await heard.logged.wait()
+        heard.logged.clear()
+    line = (
         " WARNING waits for a Ray node with 64 CPU free (10.0.0.1 has 8 CPU; fd00::2 has 8 CPU),"
         " and no node is that large"
     )
+    assert heard.told[:2] == [("log", line), ("log", line)]
     process.send(signal.SIGTERM)
     assert await heard.exit() == -signal.SIGKILL
+    assert heard.room == [False]
     assert session.open == 0
+
+
+async def test_one_that_has_found_room_says_so_and_complains_no_more(monkeypatch):
+    monkeypatch.setattr(ray_launcher, "_ROOM_S", 0.01)
+    session, heard = FakeSession(has_room=False), Heard()
+    process = launcher_of(session).start(PLAN, heard.callbacks())
+    async with asyncio.timeout(WAIT_S):
+        await heard.logged.wait()
+        session.room.set()
+        host = await session.hosts.get()
+        await host.listens.wait()
+    assert heard.room == [False, True]
+    assert process.pid == 4711
+    host.words.put_nowait([("exit", 0)])
+    assert await heard.exit() == 0
+
+
+async def test_one_that_is_told_to_end_before_it_could_begin_tells_of_its_end():
+    session, heard = FakeSession(), Heard()
+    launcher_of(session).start(PLAN, heard.callbacks()).send(signal.SIGTERM)
+    assert await heard.exit() == -signal.SIGKILL
+    assert heard.told == [("exit", -signal.SIGKILL)]
+    assert session.hosts.empty()
+
+
+async def test_trouble_that_nobody_foresaw_is_an_end_too(monkeypatch):
+    async def refuse(*_):
+        raise LookupError("Ray has a new word")
+
+    monkeypatch.setattr(FakeHost, "where", refuse)
+    session, heard = FakeSession(), Heard()
+    launcher_of(session).start(PLAN, heard.callbacks())
+    assert await heard.exit() == -signal.SIGKILL
+    assert heard.told[0] == ("log", "is lost to trouble with Ray: LookupError: Ray has a new word")
+    assert session.open == 0
+
+
+def test_time_in_which_this_process_stood_still_is_nobodys_silence():
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        process, host, heard = await started(session := FakeSession(), launcher_of(session))
+        for _ in range(3):
+            loop.away_s += 60.0
+            # What waited to be read comes behind the timers, which are all due at once.
+            passed = loop.create_future()
+            loop.call_later(0, loop.call_soon, passed.set_result, None)
+            await passed
+            host.words.put_nowait([("log", "still here")])
+            async with asyncio.timeout(WAIT_S):
+                await heard.logged.wait()
+            heard.logged.clear()
+        assert heard.told == [("log", "still here")] * 3
+        host.words.put_nowait([("exit", 0)])
+        assert await heard.exit() == 0
+        assert process.pid == 4711
+
+    with asyncio.Runner(loop_factory=ClockThatJumps) as runner:
+        runner.run(scenario())
 
 
 async def test_one_that_cannot_start_says_why(monkeypatch):

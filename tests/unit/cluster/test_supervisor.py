@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.endings import describe_exit
 from cluster.supervisor import (
     Launch,
     Note,
@@ -16,7 +17,6 @@ from cluster.supervisor import (
     Role,
     Send,
     Supervisor,
-    describe_exit,
 )
 from tandem.errors import InvariantError
 
@@ -253,6 +253,30 @@ def test_whatever_happens_processes_are_launched_and_signalled_only_when_they_sh
             alive.discard(name)
             carry_out(supervisor.on_exited(name, 0, now))
     assert supervisor.phase is Phase.STOPPED
+
+
+def test_one_that_waits_for_room_is_not_late():
+    supervisor = make()
+    supervisor.start(0)
+    for name in ("prefill-0", "decode-0"):
+        supervisor.on_ready(name, 1)
+    supervisor.on_room("decode-1", False, 1)
+    assert supervisor.next_wake() is None
+    assert supervisor.tick(10 * POLICY.start_timeout_s) == []
+    supervisor.on_room("decode-1", True, 1000)
+    assert supervisor.next_wake() == 1000 + POLICY.start_timeout_s
+    assert sent(supervisor.tick(1000 + POLICY.start_timeout_s)) == [("decode-1", signal.SIGKILL)]
+    supervisor.on_room("decode-0", False, 1001)  # it serves: where it was before is nothing to us
+    assert supervisor.state("decode-0") is ProcessState.READY
+
+
+def test_one_that_waits_for_room_ends_with_the_cluster_in_its_bound():
+    supervisor = make()
+    supervisor.start(0)
+    supervisor.on_room("decode-1", False, 1)
+    supervisor.stop(100)
+    supervisor.on_room("decode-1", True, 101)
+    assert ("decode-1", signal.SIGKILL) in sent(supervisor.tick(100 + POLICY.stop_early_s))
 
 
 def pair(silence_s=4.0):

@@ -1,5 +1,6 @@
 """The set of processes changes while the supervisor keeps it alive."""
 
+import copy
 import signal
 
 import pytest
@@ -11,6 +12,7 @@ from tandem.errors import InvariantError
 
 POLICY = Policy(start_timeout_s=60, stop_early_s=5, stable_s=30, backoff_s=1, max_backoff_s=5, max_rapid_deaths=2)
 FIRST = ("prefill-0", "decode-0", "router-0")
+KINDS = ("add", "add", "retire", "ready", "exit", "no room", "room", "tick", "tick")
 NAMES = (*FIRST, "prefill-1", "decode-1", "router-1")
 
 
@@ -26,6 +28,29 @@ def running():
         supervisor.on_ready(name, 0)
     assert supervisor.phase is Phase.RUNNING
     return supervisor
+
+
+def test_a_change_does_not_wait_for_room_without_end():
+    """Whoever asked for it is told, and may ask for something else."""
+    supervisor = running()
+    supervisor.add(plan("decode-1"), 10)
+    supervisor.on_room("decode-1", False, 11)
+    assert supervisor.next_wake() == 10 + POLICY.start_timeout_s
+    supervisor.on_room("decode-1", True, 50)
+    assert supervisor.next_wake() == 50 + POLICY.start_timeout_s
+    (kill,) = [one for one in supervisor.tick(50 + POLICY.start_timeout_s) if isinstance(one, Send)]
+    assert kill == Send(name="decode-1", signum=signal.SIGKILL)
+
+
+def test_a_member_that_died_waits_for_room_as_long_as_it_takes():
+    supervisor = running()
+    supervisor.on_exited("decode-0", 1, 10)
+    assert supervisor.tick(11) == [Launch(name="decode-0")]
+    supervisor.on_room("decode-0", False, 11)
+    assert supervisor.next_wake() is None
+    supervisor.on_room("decode-0", True, 5000)
+    supervisor.on_ready("decode-0", 5010)
+    assert supervisor.state("decode-0") is ProcessState.READY
 
 
 class World:
@@ -74,6 +99,11 @@ class World:
         elif kind == "exit" and name in self.alive:
             self.alive.discard(name)
             self.carry_out(supervisor.on_exited(name, 1, now))
+        elif kind in ("room", "no room") and name in self.alive:
+            waited = supervisor.state(name) is ProcessState.STARTING and is_running and supervisor.is_member(name)
+            supervisor.on_room(name, kind == "room", now)
+            if waited and kind == "no room":
+                assert Send(name=name, signum=signal.SIGKILL) not in copy.deepcopy(supervisor).tick(now + 1e6)
         elif kind == "stop":
             self.carry_out(supervisor.stop(now))
         elif kind == "tick":
@@ -82,7 +112,7 @@ class World:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(("add", "add", "retire", "ready", "exit", "tick", "tick")), st.sampled_from(NAMES)),
+        st.tuples(st.sampled_from(KINDS), st.sampled_from(NAMES)),
         max_size=60,
     ),
     st.booleans(),
