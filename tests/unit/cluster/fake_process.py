@@ -6,6 +6,7 @@ A router tells that it reaches every worker that the configuration names, also w
 http:ADDRESS (a router that says it serves there).
 """
 
+import contextlib
 import json
 import os
 import re
@@ -30,17 +31,22 @@ def terminate(*_: object) -> None:
         sys.exit(0)
 
 
-def tell_workers() -> None:
+def stated() -> list[str]:
+    """The workers that the configuration names."""
+    return re.findall(r"^ *- (\S+:\d+)$", config.read_text(), re.MULTILINE)
+
+
+def tell(reached: list[str]) -> None:
     """As a real router does."""
-    addresses = re.findall(r"^ *- (\S+:\d+)$", config.read_text(), re.MULTILINE)
-    os.write(ready_fd, b"\n" + json.dumps({"reaches": addresses}).encode() + b"\n")
+    os.write(ready_fd, b"\n" + json.dumps({"reaches": reached}).encode() + b"\n")
 
 
 def read_again(*_: object) -> None:
     """Tell that it was asked to."""
     record("hup")
     if is_router:
-        tell_workers()
+        with contextlib.suppress(OSError):  # a real one keeps the workers that it knows
+            tell(stated())
     os.write(1, f"{name} reads again\n".encode())
 
 
@@ -53,6 +59,7 @@ sys.stdout.flush()
 if mode == "fail" or (mode == "once" and starts):
     sys.stderr.write("error: the model directory is empty\n")
     sys.exit(3)
+reached = stated() if is_router else []  # before it says that it serves: then the file may go
 if mode == "garbage":
     os.write(ready_fd, b"not json\n")
 elif mode != "slow":
@@ -61,7 +68,7 @@ elif mode != "slow":
         ready = {"http": mode} if mode.startswith("http:") else {}
     os.write(ready_fd, json.dumps(ready).encode() + b"\n")
 if is_router and mode not in ("slow", "garbage"):
-    tell_workers()
+    tell(reached)
 else:
     os.close(ready_fd)
 while True:
