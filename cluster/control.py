@@ -11,10 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from cluster.control_wire import NotUnderstood, ProcessTold, StatusAsked, Told, read_asked, written
+from cluster.control_wire import AbortAsked, NotUnderstood, ProcessTold, StatusAsked, Told, read_asked, written
 from cluster.endings import ChangeFailed
 from cluster.local import LocalCluster
-from cluster.operations import carry_out
+from cluster.operations import abort, carry_out
 from cluster.rollout import ChangeRefused
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
@@ -102,6 +102,8 @@ class ControlSocket:
             asked = read_asked(line)
             if isinstance(asked, StatusAsked):
                 lines.put_nowait(self._status())
+            elif isinstance(asked, AbortAsked):
+                await abort(self._cluster)
             else:
                 await carry_out(self._cluster, asked, tell)
         except (NotUnderstood, ChangeRefused, ChangeFailed) as error:
@@ -120,4 +122,4 @@ class ControlSocket:
             )
             for view in self._cluster.processes
         )
-        return Told(processes=processes, changing=self._cluster.is_changing)
+        return Told(processes=processes, changing=self._cluster.under_way is not None)

@@ -28,6 +28,8 @@ class ScaleAsked(ControlMessage):
     op: Literal["scale"] = "scale"
     prefill: int | None = Field(default=None, ge=0, le=MAX_REPLICAS)
     decode: int | None = Field(default=None, ge=1, le=MAX_REPLICAS)
+    yields: bool = False
+    """A planner asks: an operator's change takes its place."""
 
 
 class FlipAsked(ControlMessage):
@@ -35,6 +37,7 @@ class FlipAsked(ControlMessage):
 
     op: Literal["flip"] = "flip"
     to: WorkerRoleName
+    yields: bool = False
 
 
 class RestartAsked(ControlMessage):
@@ -44,7 +47,13 @@ class RestartAsked(ControlMessage):
     roles: tuple[RoleName, ...] = ()
 
 
-Asked = StatusAsked | ScaleAsked | FlipAsked | RestartAsked
+class AbortAsked(ControlMessage):
+    """The change that is under way is taken back; what it has done stays."""
+
+    op: Literal["abort"] = "abort"
+
+
+Asked = StatusAsked | ScaleAsked | FlipAsked | RestartAsked | AbortAsked
 _ASKED: TypeAdapter[Asked] = TypeAdapter(Annotated[Asked, Field(discriminator="op")])
 
 

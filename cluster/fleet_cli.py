@@ -1,4 +1,4 @@
-"""Commands that change a running cluster: `tandem scale`, `tandem flip`, `tandem restart`."""
+"""Commands that change a running cluster: `tandem scale`, `tandem flip`, `tandem restart`, `tandem abort`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +11,7 @@ SocketOption = Annotated[
     Path | None, typer.Option(help="Its control socket, where [b]control_socket[/b] names another.")
 ]
 _EXIT_NOT_DONE = 1
+_EXIT_INTERRUPTED = 130
 
 
 def scale(
@@ -54,6 +55,13 @@ def restart(
     _change(RestartAsked, {"roles": tuple(roles or ())}, port, socket)
 
 
+def abort(port: PortOption = 8000, socket: SocketOption = None) -> None:
+    """Take back the change that is under way, whoever asked for it; what it has done so far stays."""
+    from cluster.control_wire import AbortAsked
+
+    _change(AbortAsked, {}, port, socket)
+
+
 def _change(kind: type, fields: Mapping[str, object], port: int, socket: Path | None) -> None:
     from pydantic import ValidationError
     from rich.console import Console
@@ -76,6 +84,9 @@ def _change(kind: type, fields: Mapping[str, object], port: int, socket: Path | 
         raise typer.BadParameter(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
     except (NoCluster, NotUnderstood) as error:
         reason = str(error)
+    except KeyboardInterrupt:
+        err.print("the change goes on; `tandem abort` takes it back")
+        raise typer.Exit(_EXIT_INTERRUPTED) from None
     if reason is not None:
         err.print(Text(f"not done: {reason}", style="red"), soft_wrap=True)
         raise typer.Exit(_EXIT_NOT_DONE)

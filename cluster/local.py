@@ -15,23 +15,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from cluster.child import Callbacks
-from cluster.effective import module_command, plan_processes, plan_routers, with_addresses, with_sizes
+from cluster.effective import module_command, plan_processes, plan_routers
 from cluster.endings import ChangeFailed, ClusterFailed, StoppedEarly
 from cluster.launcher import Command, Launched, Launcher, LocalLauncher, plan_one_more
 from cluster.process_view import ProcessView, SilentWatcher, Watcher
 from cluster.rollout import Add, Member, Progress, Retire, Rollout, RolloutState
-from cluster.supervisor import (
-    Action,
-    Gone,
-    Launch,
-    Note,
-    Phase,
-    Policy,
-    ProcessState,
-    Role,
-    Send,
-    Supervisor,
-)
+from cluster.shared_config import SharedConfig
+from cluster.supervisor import Action, Gone, Launch, Note, Phase, Policy, ProcessState, Role, Send, Supervisor
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.hosts import join
@@ -58,7 +48,7 @@ class LocalCluster:
         which starts processes by `command`.
         """
         self._launcher = launcher or LocalLauncher(command, routers_only=routers_only)
-        self.config = self._launcher.settle(config)
+        self._shared = SharedConfig(self._launcher, config)
         self.routers_only = routers_only
         self._watcher = watcher or SilentWatcher()
         self._plans = {plan.name: plan for plan in (plan_routers if routers_only else plan_processes)(self.config)}
@@ -94,6 +84,11 @@ class LocalCluster:
         self, kind: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
     ) -> None:
         await self._close(kill=kind is not None)
+
+    @property
+    def config(self) -> ClusterConfig:
+        """What every process reads."""
+        return self._shared.config
 
     @property
     def http_url(self) -> str:
@@ -177,9 +172,9 @@ class LocalCluster:
         self._apply(self._supervisor.kill(self._now()))
 
     @property
-    def is_changing(self) -> bool:
-        """Whether a change is under way."""
-        return self._rollout is not None
+    def under_way(self) -> Rollout | None:
+        """The change that is being carried out."""
+        return self._rollout
 
     async def change(self, rollout: Rollout, tell: Callable[[str], None]) -> None:
         """Carry out a change of the running cluster; `tell` hears how it goes. Raises ChangeFailed.
@@ -199,14 +194,16 @@ class LocalCluster:
         if rollout.failure is not None:
             raise ChangeFailed(rollout.failure)
 
+    async def abort(self, reason: str) -> None:
+        """End the change that is under way; what it has done stays, what it has begun is undone where it can be."""
+        if (rollout := self._rollout) is not None:
+            rollout.abort(reason)
+            self._apply([])
+            await self._until(lambda: self._rollout is not rollout)
+
     def resize(self, sizes: Mapping[Role, int]) -> None:
-        """So many workers each pool is to have: what is started shares the machine by that. Raises ChangeFailed."""
-        resized = with_sizes(self.config, {role.value: size for role, size in sizes.items()})
-        try:
-            self._launcher.configure(resized)
-        except OSError as error:  # a full disk, or somebody tidied the temporary folder
-            raise ChangeFailed(f"the configuration cannot be written: {error.strerror or error}") from None
-        self.config = resized
+        """So many workers each pool is to have. Raises ChangeFailed."""
+        self._shared.resize(sizes)
 
     def members(self) -> dict[str, Member]:
         """Every process as a change sees it."""
@@ -283,7 +280,7 @@ class LocalCluster:
         self._plans[plan.name] = plan
         self._tails[plan.name] = deque(maxlen=LOG_TAIL_LINES)
         rollout.started(plan.name)
-        self._carry_out(self._supervisor.add(plan, self._now()))
+        self._carry_out(self._supervisor.add(plan, self._now(), is_needed=order.is_needed))
 
     def _retire(self, name: str) -> None:
         actions = self._supervisor.retire(name, self._now())
@@ -307,16 +304,13 @@ class LocalCluster:
         """Where the workers are, for routers to read."""
         if self.routers_only:
             return
-        listed = {role: self._addresses(role) for role in (Role.PREFILL, Role.DECODE)}
-        changed = with_addresses(self.config, prefill=listed[Role.PREFILL], decode=listed[Role.DECODE])
-        if changed == self.config:
-            return
+        prefill, decode = self._addresses(Role.PREFILL), self._addresses(Role.DECODE)
         try:
-            self._launcher.configure(changed)
+            if not self._shared.name_workers(prefill=prefill, decode=decode):
+                return
         except OSError as error:  # routers go on with what they know, and hear of it when it can be written again
             self._watcher.on_note(Note(name="configuration", text=f"cannot be written: {error}", is_error=True))
             return
-        self.config = changed
         self._outdated |= {name for name in self._plans if self._supervisor.state(name) is ProcessState.STARTING}
         self._carry_out(self._supervisor.reread(Role.ROUTER))
 

@@ -43,16 +43,30 @@ def planned(asked: Change, members: Members, *, routers_only: bool = False) -> P
 
 
 async def carry_out(cluster: LocalCluster, asked: Change, tell: Callable[[str], None]) -> None:
-    """Do it, to the end. Raises ChangeRefused before anything has changed, and ChangeFailed."""
-    if cluster.is_changing:
-        raise ChangeRefused("another change is under way")
+    """Do it, to the end. Raises ChangeRefused before anything has changed, and ChangeFailed.
+
+    A planner's change that is under way makes room for an operator's.
+    """
+    yields = not isinstance(asked, RestartAsked) and asked.yields
+    if cluster.under_way is not None and cluster.under_way.yields and not yields:
+        tell("a planner's change is under way: it is taken back")
+        await cluster.abort("an operator's change takes its place")
+    if cluster.under_way is not None:
+        raise ChangeRefused("another change is under way: `tandem abort` takes it back")
     plan = planned(asked, cluster.members(), routers_only=cluster.routers_only)
     if not cluster.routers_only:
         cluster.resize(plan.sizes)
     try:
-        await cluster.change(Rollout(plan.steps), tell)
+        await cluster.change(Rollout(plan.steps, yields=yields), tell)
     except ChangeFailed:
-        if not cluster.routers_only:
+        if not cluster.routers_only and cluster.under_way is None:  # another one may have its own sizes by now
             with contextlib.suppress(ChangeFailed):  # the first reason is the one to tell
                 cluster.resize({role: sizes_of(cluster.members())[role] for role in _WORKERS})
         raise
+
+
+async def abort(cluster: LocalCluster) -> None:
+    """Take the change that is under way back, and wait for its end. Raises ChangeRefused when there is none."""
+    if cluster.under_way is None:
+        raise ChangeRefused("no change is under way")
+    await cluster.abort("it was taken back")

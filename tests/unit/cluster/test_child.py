@@ -100,7 +100,7 @@ async def test_news_between_beats_are_heard_and_what_is_none_is_not():
     first = f"signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])\nos.write(fd, b'{told}')\n"
     heard = Heard()
     child = spawn(first + "signal.sigwait([signal.SIGHUP])\nos.write(fd, b' []}\\n.')", heard)
-    await heard.beats.wait()  # what stands in the middle of a line has been read
+    await heard.serves.wait()  # one write, one read: what stands in the middle of a line has come, too
     child.send(signal.SIGHUP)
     await heard.ended.wait()
     assert heard.ready == [{"a": 1}]
