@@ -45,6 +45,8 @@ class RestartAsked(ControlMessage):
 
     op: Literal["restart"] = "restart"
     roles: tuple[RoleName, ...] = ()
+    in_place: bool = False
+    """Each worker leaves before its successor starts, also where there is room for both."""
 
 
 class AbortAsked(ControlMessage):

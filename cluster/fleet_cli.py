@@ -46,13 +46,17 @@ def restart(
     roles: Annotated[
         list[str] | None, typer.Argument(metavar="[prefill|decode|router ...]", help="All, if none.")
     ] = None,
+    in_place: Annotated[
+        bool,
+        typer.Option("--in-place", help="Each worker leaves before its successor starts: for want of room for both."),
+    ] = False,
     port: PortOption = 8000,
     socket: SocketOption = None,
 ) -> None:
     """Replace the processes of a running cluster one after another, without losing a request."""
     from cluster.control_wire import RestartAsked
 
-    _change(RestartAsked, {"roles": tuple(roles or ())}, port, socket)
+    _change(RestartAsked, {"roles": tuple(roles or ()), "in_place": in_place}, port, socket)
 
 
 def abort(port: PortOption = 8000, socket: SocketOption = None) -> None:

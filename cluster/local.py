@@ -48,7 +48,7 @@ class LocalCluster:
         which starts processes by `command`.
         """
         self._launcher = launcher or LocalLauncher(command, routers_only=routers_only)
-        self._shared = SharedConfig(self._launcher, config)
+        self.shared = SharedConfig(self._launcher, config)
         self.routers_only = routers_only
         self._watcher = watcher or SilentWatcher()
         self._plans = {plan.name: plan for plan in (plan_routers if routers_only else plan_processes)(self.config)}
@@ -88,7 +88,7 @@ class LocalCluster:
     @property
     def config(self) -> ClusterConfig:
         """What every process reads."""
-        return self._shared.config
+        return self.shared.config
 
     @property
     def http_url(self) -> str:
@@ -107,6 +107,11 @@ class LocalCluster:
         """Of any router process: they share their doors."""
         routers = (name for name, plan in self._plans.items() if plan.role is Role.ROUTER)
         return next((self._ready[name] for name in routers if name in self._ready), {})
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether the workers are processes of this machine."""
+        return isinstance(self._launcher, LocalLauncher) and not self.routers_only
 
     @property
     def config_path(self) -> Path:
@@ -200,10 +205,6 @@ class LocalCluster:
             rollout.abort(reason)
             self._apply([])
             await self._until(lambda: self._rollout is not rollout)
-
-    def resize(self, sizes: Mapping[Role, int]) -> None:
-        """So many workers each pool is to have. Raises ChangeFailed."""
-        self._shared.resize(sizes)
 
     def members(self) -> dict[str, Member]:
         """Every process as a change sees it."""
@@ -306,7 +307,7 @@ class LocalCluster:
             return
         prefill, decode = self._addresses(Role.PREFILL), self._addresses(Role.DECODE)
         try:
-            if not self._shared.name_workers(prefill=prefill, decode=decode):
+            if not self.shared.name_workers(prefill=prefill, decode=decode):
                 return
         except OSError as error:  # routers go on with what they know, and hear of it when it can be written again
             self._watcher.on_note(Note(name="configuration", text=f"cannot be written: {error}", is_error=True))
