@@ -4,8 +4,10 @@ import asyncio
 import json
 import os
 import stat
+from functools import partial
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster.cli import app
@@ -14,6 +16,7 @@ from cluster.control_client import NoCluster, ask
 from cluster.control_wire import FlipAsked, NotUnderstood, RestartAsked, ScaleAsked, StatusAsked, read_asked, written
 from cluster.local import LocalCluster
 from cluster.supervisor import Policy, ProcessState
+from cluster.up import serve, serve_routers
 from tandem.config import load
 from tandem.errors import ConfigError
 from tandem.runtime_folder import runtime_folder
@@ -187,6 +190,30 @@ async def test_no_socket_where_others_can_enter(folder, monkeypatch):
     (folder / "tandem").mkdir(mode=0o755)
     async with ControlSocket(LocalCluster(fake_config()), tell=told.append):
         assert told[0].startswith("nobody can change this cluster: control_socket: ")
+
+
+async def test_two_clusters_do_not_take_each_others_socket(folder, monkeypatch):
+    """At one port of two addresses the sockets would have one name."""
+    cluster, other = make(folder), make(folder)
+    async with ControlSocket(cluster, tell=[].append) as control:
+        with pytest.raises(ConfigError, match="another cluster answers at"):
+            await ControlSocket(other, tell=[].append).__aenter__()
+        (status, _) = await asyncio.to_thread(lambda: list(ask(control.path, StatusAsked())))
+        assert status.changing is False
+        control.path.unlink()
+        control.path.write_text("somebody else's by now")
+    assert control.path.exists()
+
+
+async def test_a_place_that_cannot_be_is_found_out_before_anything_is_started(folder, monkeypatch):
+    folder.chmod(0o755)
+    never = object()  # a launcher that would be asked for everything
+    for start in (
+        partial(serve, out=Console(), err=Console(), launcher=never),
+        partial(serve_routers, console=Console()),
+    ):
+        with pytest.raises(ConfigError, match=r"control_socket: .* can be entered by others"):
+            await start(fake_config().model_copy(update={"control_socket": str(folder / "c.sock")}))
 
 
 def test_nobody_answers(folder, monkeypatch):
