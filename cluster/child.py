@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,9 +67,9 @@ class Child:
         self._ready = bytearray()
         self._is_announced = False
         self._log = bytearray()
-        self._ready_fd, ready_child = os.pipe()
-        self._log_fd, log_child = os.pipe()
-        try:
+        with ExitStack() as theirs, ExitStack() as ours:
+            self._ready_fd, ready_child = _pipe(ours, theirs)
+            self._log_fd, log_child = _pipe(ours, theirs)
             command = [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), *argv(ready_child)]
             self._process = subprocess.Popen(  # noqa: S603  # our own modules, no shell
                 command,
@@ -79,21 +80,10 @@ class Child:
                 pass_fds=(ready_child,),
                 start_new_session=True,
             )
-        except OSError:
-            os.close(self._ready_fd)
-            os.close(self._log_fd)
-            raise
-        finally:
-            os.close(ready_child)
-            os.close(log_child)
-        try:
+            ours.callback(self._process.wait)
+            ours.callback(self._process.kill)
             self._pid_fd = os.pidfd_open(self._process.pid)
-        except OSError:
-            self._process.kill()
-            self._process.wait()
-            os.close(self._ready_fd)
-            os.close(self._log_fd)
-            raise
+            ours.pop_all()  # nothing has failed: they are kept
         self._open_fds = {self._ready_fd, self._log_fd, self._pid_fd}
         os.set_blocking(self._ready_fd, False)
         os.set_blocking(self._log_fd, False)
@@ -187,6 +177,14 @@ class Child:
         self._loop.remove_reader(fd)
         os.close(fd)
         self._open_fds.discard(fd)
+
+
+def _pipe(ours: ExitStack, theirs: ExitStack) -> tuple[int, int]:
+    """The end that reads and the child's; each is closed with its stack."""
+    read, write = os.pipe()
+    ours.callback(os.close, read)
+    theirs.callback(os.close, write)
+    return read, write
 
 
 def _read(fd: int) -> bytes | None:

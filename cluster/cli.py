@@ -10,7 +10,7 @@ import typer
 
 from cluster.autoscale_cli import autoscale
 from cluster.doctor_cli import doctor
-from cluster.fleet_cli import flip, restart, scale
+from cluster.fleet_cli import abort, flip, restart, scale
 from cluster.profile_cli import profile
 from cluster.simulate_cli import plan, simulate
 from tandem.errors import ConfigError
@@ -32,6 +32,7 @@ app = typer.Typer(
 app.command(rich_help_panel=_CHANGE)(scale)
 app.command(rich_help_panel=_CHANGE)(flip)
 app.command(rich_help_panel=_CHANGE)(restart)
+app.command(rich_help_panel=_CHANGE)(abort)
 app.command(rich_help_panel=_LOOK)(autoscale)
 app.command(rich_help_panel=_LOOK)(simulate)
 app.command(rich_help_panel=_LOOK)(plan)

@@ -11,14 +11,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from cluster.control_wire import NotUnderstood, ProcessTold, StatusAsked, Told, read_asked, written
+from cluster.control_wire import AbortAsked, NotUnderstood, ProcessTold, StatusAsked, Told, read_asked, written
 from cluster.endings import ChangeFailed
 from cluster.local import LocalCluster
-from cluster.operations import carry_out
+from cluster.operations import abort, carry_out
 from cluster.rollout import ChangeRefused
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
-from tandem.runtime_folder import place_for_socket, runtime_folder
+from tandem.runtime_folder import place_for_socket, runtime_folder, somebody_answers
 
 MAX_LINE_BYTES = 1 << 16
 _log = logging.getLogger(__name__)
@@ -28,6 +28,18 @@ _BACKLOG_LINES = 1024
 def control_path(config: ClusterConfig) -> Path:
     """Where a cluster with this configuration is asked."""
     return default_path(config.router.port) if config.control_socket is None else Path(config.control_socket)
+
+
+def check_place(config: ClusterConfig) -> None:
+    """Before minutes are spent on loading: a stated place that cannot be. Raises ConfigError."""
+    if config.control_socket is not None:
+        _look_at(Path(config.control_socket))
+
+
+def _look_at(path: Path) -> None:
+    place_for_socket(path, "control_socket")
+    if somebody_answers(path):
+        raise ConfigError(f"control_socket: another cluster answers at {path}")
 
 
 def default_path(port: int) -> Path:
@@ -44,6 +56,7 @@ class ControlSocket:
         self._cluster = cluster
         self._tell = tell
         self._server: asyncio.Server | None = None
+        self._inode: int | None = None
         self._changes: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -57,11 +70,12 @@ class ControlSocket:
         return self
 
     async def _open(self) -> None:
-        place_for_socket(self.path, "control_socket")
+        _look_at(self.path)
         try:
-            self.path.unlink(missing_ok=True)  # of an earlier life: who listens at the port is known by now
+            self.path.unlink(missing_ok=True)  # of an earlier life
             self._server = await asyncio.start_unix_server(self._answer, self.path, limit=MAX_LINE_BYTES)
             self.path.chmod(0o600)
+            self._inode = self.path.stat().st_ino
         except OSError as error:
             raise ConfigError(f"control_socket: {self.path}: {error.strerror or error}") from None
 
@@ -70,7 +84,9 @@ class ControlSocket:
     ) -> None:
         if self._server is not None:
             self._server.close()
-            self.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                if self.path.stat().st_ino == self._inode:  # what somebody else has put there since stays
+                    self.path.unlink()
         for change in self._changes:
             change.cancel()
         await asyncio.gather(*self._changes, return_exceptions=True)
@@ -102,6 +118,8 @@ class ControlSocket:
             asked = read_asked(line)
             if isinstance(asked, StatusAsked):
                 lines.put_nowait(self._status())
+            elif isinstance(asked, AbortAsked):
+                await abort(self._cluster)
             else:
                 await carry_out(self._cluster, asked, tell)
         except (NotUnderstood, ChangeRefused, ChangeFailed) as error:
@@ -120,4 +138,4 @@ class ControlSocket:
             )
             for view in self._cluster.processes
         )
-        return Told(processes=processes, changing=self._cluster.is_changing)
+        return Told(processes=processes, changing=self._cluster.under_way is not None)

@@ -28,6 +28,8 @@ class ScaleAsked(ControlMessage):
     op: Literal["scale"] = "scale"
     prefill: int | None = Field(default=None, ge=0, le=MAX_REPLICAS)
     decode: int | None = Field(default=None, ge=1, le=MAX_REPLICAS)
+    yields: bool = False
+    """A planner asks: an operator's change takes its place."""
 
 
 class FlipAsked(ControlMessage):
@@ -35,6 +37,7 @@ class FlipAsked(ControlMessage):
 
     op: Literal["flip"] = "flip"
     to: WorkerRoleName
+    yields: bool = False
 
 
 class RestartAsked(ControlMessage):
@@ -42,9 +45,17 @@ class RestartAsked(ControlMessage):
 
     op: Literal["restart"] = "restart"
     roles: tuple[RoleName, ...] = ()
+    in_place: bool = False
+    """Each worker leaves before its successor starts, also where there is room for both."""
 
 
-Asked = StatusAsked | ScaleAsked | FlipAsked | RestartAsked
+class AbortAsked(ControlMessage):
+    """The change that is under way is taken back; what it has done stays."""
+
+    op: Literal["abort"] = "abort"
+
+
+Asked = StatusAsked | ScaleAsked | FlipAsked | RestartAsked | AbortAsked
 _ASKED: TypeAdapter[Asked] = TypeAdapter(Annotated[Asked, Field(discriminator="op")])
 
 

@@ -1,4 +1,4 @@
-"""Commands that change a running cluster: `tandem scale`, `tandem flip`, `tandem restart`."""
+"""Commands that change a running cluster: `tandem scale`, `tandem flip`, `tandem restart`, `tandem abort`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +11,7 @@ SocketOption = Annotated[
     Path | None, typer.Option(help="Its control socket, where [b]control_socket[/b] names another.")
 ]
 _EXIT_NOT_DONE = 1
+_EXIT_INTERRUPTED = 130
 
 
 def scale(
@@ -45,13 +46,24 @@ def restart(
     roles: Annotated[
         list[str] | None, typer.Argument(metavar="[prefill|decode|router ...]", help="All, if none.")
     ] = None,
+    in_place: Annotated[
+        bool,
+        typer.Option("--in-place", help="Each worker leaves before its successor starts: for want of room for both."),
+    ] = False,
     port: PortOption = 8000,
     socket: SocketOption = None,
 ) -> None:
     """Replace the processes of a running cluster one after another, without losing a request."""
     from cluster.control_wire import RestartAsked
 
-    _change(RestartAsked, {"roles": tuple(roles or ())}, port, socket)
+    _change(RestartAsked, {"roles": tuple(roles or ()), "in_place": in_place}, port, socket)
+
+
+def abort(port: PortOption = 8000, socket: SocketOption = None) -> None:
+    """Take back the change that is under way, whoever asked for it; what it has done so far stays."""
+    from cluster.control_wire import AbortAsked
+
+    _change(AbortAsked, {}, port, socket)
 
 
 def _change(kind: type, fields: Mapping[str, object], port: int, socket: Path | None) -> None:
@@ -76,6 +88,9 @@ def _change(kind: type, fields: Mapping[str, object], port: int, socket: Path | 
         raise typer.BadParameter(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
     except (NoCluster, NotUnderstood) as error:
         reason = str(error)
+    except KeyboardInterrupt:
+        err.print("the change goes on; `tandem abort` takes it back")
+        raise typer.Exit(_EXIT_INTERRUPTED) from None
     if reason is not None:
         err.print(Text(f"not done: {reason}", style="red"), soft_wrap=True)
         raise typer.Exit(_EXIT_NOT_DONE)

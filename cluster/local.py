@@ -15,11 +15,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from cluster.child import Callbacks
-from cluster.effective import module_command, plan_processes, plan_routers, with_addresses, with_sizes
+from cluster.effective import module_command, plan_processes, plan_routers
 from cluster.endings import ChangeFailed, ClusterFailed, StoppedEarly
 from cluster.launcher import Command, Launched, Launcher, LocalLauncher, plan_one_more
 from cluster.process_view import ProcessView, SilentWatcher, Watcher
 from cluster.rollout import Add, Member, Progress, Retire, Rollout, RolloutState
+from cluster.shared_config import SharedConfig
 from cluster.supervisor import Action, Gone, Launch, Note, Phase, Policy, ProcessState, Role, Send, Supervisor
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
@@ -47,7 +48,7 @@ class LocalCluster:
         which starts processes by `command`.
         """
         self._launcher = launcher or LocalLauncher(command, routers_only=routers_only)
-        self.config = self._launcher.settle(config)
+        self.shared = SharedConfig(self._launcher, config)
         self.routers_only = routers_only
         self._watcher = watcher or SilentWatcher()
         self._plans = {plan.name: plan for plan in (plan_routers if routers_only else plan_processes)(self.config)}
@@ -85,6 +86,11 @@ class LocalCluster:
         await self._close(kill=kind is not None)
 
     @property
+    def config(self) -> ClusterConfig:
+        """What every process reads."""
+        return self.shared.config
+
+    @property
     def http_url(self) -> str:
         """Base URL of the HTTP door."""
         address = join(self.config.router.host, self.config.router.port)
@@ -101,6 +107,11 @@ class LocalCluster:
         """Of any router process: they share their doors."""
         routers = (name for name, plan in self._plans.items() if plan.role is Role.ROUTER)
         return next((self._ready[name] for name in routers if name in self._ready), {})
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether the workers are processes of this machine."""
+        return isinstance(self._launcher, LocalLauncher) and not self.routers_only
 
     @property
     def config_path(self) -> Path:
@@ -166,9 +177,9 @@ class LocalCluster:
         self._apply(self._supervisor.kill(self._now()))
 
     @property
-    def is_changing(self) -> bool:
-        """Whether a change is under way."""
-        return self._rollout is not None
+    def under_way(self) -> Rollout | None:
+        """The change that is being carried out."""
+        return self._rollout
 
     async def change(self, rollout: Rollout, tell: Callable[[str], None]) -> None:
         """Carry out a change of the running cluster; `tell` hears how it goes. Raises ChangeFailed.
@@ -188,14 +199,12 @@ class LocalCluster:
         if rollout.failure is not None:
             raise ChangeFailed(rollout.failure)
 
-    def resize(self, sizes: Mapping[Role, int]) -> None:
-        """So many workers each pool is to have: what is started shares the machine by that. Raises ChangeFailed."""
-        resized = with_sizes(self.config, {role.value: size for role, size in sizes.items()})
-        try:
-            self._launcher.configure(resized)
-        except OSError as error:  # a full disk, or somebody tidied the temporary folder
-            raise ChangeFailed(f"the configuration cannot be written: {error.strerror or error}") from None
-        self.config = resized
+    async def abort(self, reason: str) -> None:
+        """End the change that is under way; what it has done stays, what it has begun is undone where it can be."""
+        if (rollout := self._rollout) is not None:
+            rollout.abort(reason)
+            self._apply([])
+            await self._until(lambda: self._rollout is not rollout)
 
     def members(self) -> dict[str, Member]:
         """Every process as a change sees it."""
@@ -272,7 +281,7 @@ class LocalCluster:
         self._plans[plan.name] = plan
         self._tails[plan.name] = deque(maxlen=LOG_TAIL_LINES)
         rollout.started(plan.name)
-        self._carry_out(self._supervisor.add(plan, self._now()))
+        self._carry_out(self._supervisor.add(plan, self._now(), is_needed=order.is_needed))
 
     def _retire(self, name: str) -> None:
         actions = self._supervisor.retire(name, self._now())
@@ -296,16 +305,13 @@ class LocalCluster:
         """Where the workers are, for routers to read."""
         if self.routers_only:
             return
-        listed = {role: self._addresses(role) for role in (Role.PREFILL, Role.DECODE)}
-        changed = with_addresses(self.config, prefill=listed[Role.PREFILL], decode=listed[Role.DECODE])
-        if changed == self.config:
-            return
+        prefill, decode = self._addresses(Role.PREFILL), self._addresses(Role.DECODE)
         try:
-            self._launcher.configure(changed)
+            if not self.shared.name_workers(prefill=prefill, decode=decode):
+                return
         except OSError as error:  # routers go on with what they know, and hear of it when it can be written again
             self._watcher.on_note(Note(name="configuration", text=f"cannot be written: {error}", is_error=True))
             return
-        self.config = changed
         self._outdated |= {name for name in self._plans if self._supervisor.state(name) is ProcessState.STARTING}
         self._carry_out(self._supervisor.reread(Role.ROUTER))
 

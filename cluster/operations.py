@@ -2,10 +2,11 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.control_wire import FlipAsked, RestartAsked, ScaleAsked
+from cluster.device_room import crowded
 from cluster.endings import ChangeFailed
 from cluster.local import LocalCluster
 from cluster.rollout import ChangeRefused, Members, Rollout, Step, flip_steps, restart_steps, scale_steps, sizes_of
@@ -23,8 +24,8 @@ class Planned:
     sizes: Mapping[Role, int]
 
 
-def planned(asked: Change, members: Members, *, routers_only: bool = False) -> Planned:
-    """What is to be done. Raises ChangeRefused."""
+def planned(asked: Change, members: Members, *, routers_only: bool = False, crowded: Container[str] = ()) -> Planned:
+    """What is to be done. `crowded`: workers beside which no other has room. Raises ChangeRefused."""
     have = {role: sizes_of(members)[role] for role in _WORKERS}
     if routers_only and not isinstance(asked, RestartAsked):
         raise ChangeRefused("the workers are not started from here")
@@ -39,20 +40,68 @@ def planned(asked: Change, members: Members, *, routers_only: bool = False) -> P
     roles = [Role(name) for name in asked.roles] or [*_WORKERS, Role.ROUTER]
     back = Counter(member.role for member in members.values() if member.state is ProcessState.ABANDONED)
     sizes = {role: size + (back[role] if role in roles else 0) for role, size in have.items()}
-    return Planned(steps=restart_steps(members, list(dict.fromkeys(roles))), sizes=sizes)
+    workers = {name for name, member in members.items() if member.role is not Role.ROUTER}
+    first = workers if asked.in_place else {name for name in workers if name in crowded}
+    steps = restart_steps(members, list(dict.fromkeys(roles)), in_place=first)
+    if not asked.in_place and (alone := _answers_alone(steps, members)):
+        raise ChangeRefused(
+            f"its GPU has no room for another worker beside {alone}, and no other one answers: "
+            "`tandem restart --in-place` replaces it with a pause"
+        )
+    return Planned(steps=steps, sizes=sizes)
+
+
+def _answers_alone(steps: Sequence[Step], members: Members) -> str | None:
+    """The decode worker that would leave with none beside it, before its successor starts."""
+    serving = [name for name, member in members.items() if member.role is Role.DECODE and member.serves]
+    return next((step.retire for step in steps if step.in_place and [step.retire] == serving), None)
 
 
 async def carry_out(cluster: LocalCluster, asked: Change, tell: Callable[[str], None]) -> None:
-    """Do it, to the end. Raises ChangeRefused before anything has changed, and ChangeFailed."""
-    if cluster.is_changing:
-        raise ChangeRefused("another change is under way")
-    plan = planned(asked, cluster.members(), routers_only=cluster.routers_only)
+    """Do it, to the end. Raises ChangeRefused before anything has changed, and ChangeFailed.
+
+    A planner's change that is under way makes room for an operator's.
+    """
+    full = await _crowded(cluster, asked)
+    yields = not isinstance(asked, RestartAsked) and asked.yields
+    if cluster.under_way is not None and cluster.under_way.yields and not yields:
+        tell("a planner's change is under way: it is taken back")
+        await cluster.abort("an operator's change takes its place")
+    if cluster.under_way is not None:
+        raise ChangeRefused("another change is under way: `tandem abort` takes it back")
+    members = cluster.members()
+    plan = planned(asked, members, routers_only=cluster.routers_only, crowded=full)
+    _announce(plan, members, tell, is_asked=not full)
     if not cluster.routers_only:
-        cluster.resize(plan.sizes)
+        cluster.shared.resize(plan.sizes)
     try:
-        await cluster.change(Rollout(plan.steps), tell)
+        await cluster.change(Rollout(plan.steps, yields=yields), tell)
     except ChangeFailed:
-        if not cluster.routers_only:
+        if not cluster.routers_only and cluster.under_way is None:  # another one may have its own sizes by now
             with contextlib.suppress(ChangeFailed):  # the first reason is the one to tell
-                cluster.resize({role: sizes_of(cluster.members())[role] for role in _WORKERS})
+                cluster.shared.resize({role: sizes_of(cluster.members())[role] for role in _WORKERS})
         raise
+
+
+async def _crowded(cluster: LocalCluster, asked: Change) -> frozenset[str]:
+    """Workers of this machine whose successors have room only when they have left."""
+    if not isinstance(asked, RestartAsked) or asked.in_place or not cluster.runs_here:
+        return frozenset()
+    return await crowded(cluster.workers, cluster.config)
+
+
+def _announce(plan: Planned, members: Members, tell: Callable[[str], None], *, is_asked: bool) -> None:
+    """Who leaves before its successor starts, and what that means."""
+    first = sorted(step.retire for step in plan.steps if step.in_place and step.retire)
+    if first:
+        why = "as was asked" if is_asked else "since their GPUs have no room for both"
+        tell(f"in place, {why}: {', '.join(first)}; the others do their work meanwhile")
+    if alone := _answers_alone(plan.steps, members):
+        tell(f"{alone} is the only decode worker: until its successor serves streams wait and what is new is refused")
+
+
+async def abort(cluster: LocalCluster) -> None:
+    """Take the change that is under way back, and wait for its end. Raises ChangeRefused when there is none."""
+    if cluster.under_way is None:
+        raise ChangeRefused("no change is under way")
+    await cluster.abort("it was taken back")

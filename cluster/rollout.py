@@ -2,12 +2,13 @@
 
 A change is a row of steps, one after another; each adds a process, retires one, or does both: then the new one is
 started first, waited for until it serves and every router reaches it, and only then the old one is told to leave. What
-goes wrong with a new one ends the change, and the old one stays. Pure: the facts come in, orders go out; the clock is
-an argument.
+goes wrong with a new one ends the change, and the old one stays. Where there is no room for both, a step in place has
+the old one leave first: until its successor serves the others do its work. Pure: the facts come in, orders go out;
+the clock is an argument.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -46,6 +47,8 @@ class Step:
 
     add: Role | None = None
     retire: str | None = None
+    in_place: bool = False
+    """The one leaves before the other starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,8 @@ class Add:
 
     role: Role
     index: int
+    is_needed: bool = False
+    """Whom it replaces has left: if it dies it is started again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +102,8 @@ class Rollout:
 
     steps: Sequence[Step]
     known_s: float = KNOWN_S
+    yields: bool = False
+    """To a change that an operator asks for meanwhile."""
     state: RolloutState = RolloutState.UNDER_WAY
     failure: str | None = None
     _position: int = field(init=False, default=0)
@@ -104,6 +111,8 @@ class Rollout:
     _added: str | None = field(init=False, default=None)
     _deadline: float | None = field(init=False, default=None)
     """For what was added to be known."""
+    _aborted: str | None = field(init=False, default=None)
+    """Why it is to end before its end."""
 
     def started(self, name: str) -> None:
         """What was ordered last has this name."""
@@ -114,9 +123,14 @@ class Rollout:
         if self.state is RolloutState.UNDER_WAY:
             self._fail(reason)
 
+    def abort(self, reason: str) -> None:
+        """Somebody takes it back: what is done stays, what is begun is undone where it can be. `advance` does it."""
+        if self.state is RolloutState.UNDER_WAY and self._aborted is None:
+            self._aborted = reason
+
     def gone(self, name: str, failure: str | None) -> None:
         """A process has left the set; `failure`: it never served."""
-        if name == self._added and self._waiting is _Waiting.ADDED:
+        if self.state is RolloutState.UNDER_WAY and name == self._added and self._waiting is _Waiting.ADDED:
             self._fail(failure or f"{name} has left")
 
     def next_wake(self) -> float | None:
@@ -131,6 +145,8 @@ class Rollout:
                 self.state = RolloutState.DONE
                 break
             step = self.steps[self._position]
+            if self._aborted is not None:
+                return orders + self._take_back(step, members, self._aborted)
             made = self._begin(step, members) if self._waiting is _Waiting.NOTHING else self._go_on(step, members, now)
             orders += made
             if not made or isinstance(made[-1], Add):
@@ -138,22 +154,30 @@ class Rollout:
         return orders
 
     def _begin(self, step: Step, members: Members) -> list[Order]:
-        if step.add is None:
+        if step.add is None or step.in_place:
             return self._retire(step, members)
+        return self._start(step.add, step, members)
+
+    def _start(self, role: Role, step: Step, members: Members) -> list[Order]:
         self._waiting = _Waiting.ADDED
-        index = free_index(members.values(), step.add)
         instead = f" in place of {step.retire}" if step.retire else ""
-        return [Progress(text=f"starting one more {step.add.value}{instead}"), Add(role=step.add, index=index)]
+        text = f"starting one more {role.value}{instead}"
+        index = free_index(members.values(), role)
+        return [Progress(text=text), Add(role=role, index=index, is_needed=step.in_place)]
 
     def _go_on(self, step: Step, members: Members, now: float) -> list[Order]:
         if self._waiting is _Waiting.GONE:
-            return [] if step.retire in members else self._next(f"{step.retire} has left")
+            if step.retire in members:
+                return []
+            if step.in_place and step.add is not None:
+                return self._start(step.add, step, members)
+            return self._next(f"{step.retire} has left")
         name = self._added
         added = None if name is None else members.get(name)
         if name is None or added is None:
             return []  # its end comes as `gone`
         if added.state is ProcessState.ABANDONED:
-            return self._give_up(name, f"{name} keeps dying")
+            return self._give_up(name, step, f"{name} keeps dying")
         if not added.serves:
             self._deadline = None  # it died after it had served: routers get their time anew
             return []
@@ -162,10 +186,11 @@ class Rollout:
                 self._deadline = now + self.known_s
             if now < self._deadline:
                 return []
-            return self._give_up(name, f"{missing} after {self.known_s:g} s")
+            return self._give_up(name, step, f"{missing} after {self.known_s:g} s")
         self._deadline = None
         orders: list[Order] = [Progress(text=f"{name} serves")]
-        return orders + (self._retire(step, members) if step.retire else self._next(None))
+        leaves = step.retire is not None and not step.in_place
+        return orders + (self._retire(step, members) if leaves else self._next(None))
 
     def _retire(self, step: Step, members: Members) -> list[Order]:
         if step.retire is None or step.retire not in members:  # it was given up or forgotten meanwhile
@@ -177,9 +202,22 @@ class Rollout:
         self._position, self._waiting, self._added = self._position + 1, _Waiting.NOTHING, None
         return [Progress(text=told)] if told else [Progress(text=f"{self._position} of {len(self.steps)} done")]
 
-    def _give_up(self, name: str, failure: str) -> list[Order]:
+    def _give_up(self, name: str, step: Step, failure: str) -> list[Order]:
+        """What was added leaves again, unless whom it replaces has left."""
         self._fail(failure)
-        return [Retire(name=name)]
+        return [] if step.in_place else [Retire(name=name)]
+
+    def _take_back(self, step: Step, members: Members, reason: str) -> list[Order]:
+        if self._waiting is _Waiting.GONE and step.in_place:
+            if step.retire in members:
+                return []  # it cannot be called back
+            orders = self._go_on(step, members, now=0.0)  # who takes its place is started, and waited for by nobody
+            self._fail(reason)
+            return orders
+        if self._waiting is _Waiting.ADDED and self._added is not None and self._added in members:
+            return self._give_up(self._added, step, reason)
+        self._fail(reason)
+        return []
 
     def _fail(self, failure: str) -> None:
         self.state, self.failure, self._deadline = RolloutState.FAILED, failure, None
@@ -211,10 +249,15 @@ def who_misses(name: str, replaced: str | None, members: Members) -> str | None:
     return f"{name} does not reach {', '.join(sorted(missed))}" if missed else None
 
 
-def restart_steps(members: Members, roles: Sequence[Role]) -> list[Step]:
-    """Every process of these roles, one after another, each behind its successor."""
+def restart_steps(members: Members, roles: Sequence[Role], *, in_place: Container[str] = ()) -> list[Step]:
+    """Every process of these roles, one after another, each behind its successor but those that leave first."""
     staying = [(name, member.role) for name, member in members.items() if member.state is not ProcessState.RETIRING]
-    return [Step(add=role, retire=name) for wanted in roles for name, role in staying if role is wanted]
+    return [
+        Step(add=role, retire=name, in_place=name in in_place)
+        for wanted in roles
+        for name, role in staying
+        if role is wanted
+    ]
 
 
 def scale_steps(members: Members, sizes: Mapping[Role, int]) -> list[Step]:

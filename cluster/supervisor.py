@@ -193,13 +193,13 @@ class Supervisor:
         """Launch the workers."""
         return self._launch_pending(now)
 
-    def add(self, plan: ProcessPlan, now: float) -> list[Action]:
-        """One more, in a cluster that runs. If it ends before it has served, it is `Gone`."""
+    def add(self, plan: ProcessPlan, now: float, *, is_needed: bool = False) -> list[Action]:
+        """One more. If it ends before it has served it is `Gone`, unless it `is_needed`: whom it replaces has left."""
         if self.phase is not Phase.RUNNING:
             raise InvariantError(f"{plan.name} is added to a cluster that is {self.phase.value}")
         if plan.name in self._processes:
             raise InvariantError(f"there is a {plan.name} already")
-        process = self._processes[plan.name] = _Process(plan, is_candidate=True)
+        process = self._processes[plan.name] = _Process(plan, is_candidate=not is_needed)
         return self._launch(process, now)
 
     def retire(self, name: str, now: float) -> list[Action]:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
 from cluster import banner
-from cluster.control import ControlSocket
+from cluster.control import ControlSocket, check_place
 from cluster.doctor import Status, locks
 from cluster.effective import module_command, resolve_model
 from cluster.endings import ClusterFailed, StoppedEarly
@@ -165,6 +165,7 @@ async def serve(config: ClusterConfig, *, out: Console, err: Console, launcher: 
     for found in await asyncio.to_thread(locks, config):
         if found.status is Status.FAIL:
             raise ConfigError(found.detail)
+    check_place(config)
     resolved = resolve_model(config)
 
     async def body(cluster: LocalCluster) -> int:
@@ -177,6 +178,8 @@ async def serve(config: ClusterConfig, *, out: Console, err: Console, launcher: 
 
 async def serve_routers(config: ClusterConfig, *, console: Console) -> int:
     """Run this host's router processes, and nothing else, until told to end; the exit code. Raises ConfigError."""
+
+    check_place(config)
 
     async def body(cluster: LocalCluster) -> int:
         await cluster.wait_stopped()

@@ -20,7 +20,7 @@ from engine.guidance import LlGuides
 from engine.guide import Guides
 from engine.kernels.cpu.threads import num_processors
 from engine.kv_cache import PagedKVCache
-from engine.memory import MemoryBudget, estimate_workspace_bytes, kv_layout, plan_memory
+from engine.memory import DEFAULT_MEMORY_SHARE, MemoryBudget, estimate_workspace_bytes, kv_layout, plan_memory
 from engine.model_config import ModelConfig, load_model_config
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
@@ -42,7 +42,6 @@ _log = logging.getLogger(__name__)
 _KV_EVENT_CAPACITY = 65_536
 _DEFAULT_CONTEXTS = 32
 """KV pool when nobody states its size: this many sequences of the full context, or the memory limit."""
-_DEFAULT_MEMORY_SHARE = 0.8
 _WORKSPACE_MARGIN = 1.25
 _RANK_TIMEOUT_S = 60.0
 """A rank that computes as long as this while others wait for it is taken for frozen."""
@@ -125,6 +124,7 @@ class EngineParts:
             "weights_bytes": self.budget.weights_bytes * self.layout.tp_size,
             "max_model_len": self.config.max_model_len,
             "tensor_parallel_size": self.layout.tp_size,
+            "num_gpus": self.layout.tp_size if self.runner.model.device.type == "cuda" else 0,
             "offload_bytes": self.runner.blocks.host_bytes * self.layout.tp_size,
         }
 
@@ -189,7 +189,7 @@ def _parts(
     size, device = spec.tensor_parallel_size, model.device
     tightest = ranks.wait_loaded(RankFacts(weights_bytes=model.weights_bytes, fingerprint=model.fingerprint))
     if tightest.free_bytes is not None and spec.memory_bytes is None:
-        limit_bytes = min(limit_bytes, int(tightest.free_bytes * _DEFAULT_MEMORY_SHARE))
+        limit_bytes = min(limit_bytes, int(tightest.free_bytes * DEFAULT_MEMORY_SHARE))
     context = _context(spec.max_model_len, config.max_context)
     layout = kv_layout(
         config,
@@ -382,4 +382,4 @@ def _memory_limit(device: torch.device, num_workers: int) -> int:
         free, _total = torch.cuda.mem_get_info(device)
     else:
         free = free_memory_bytes() // max(1, num_workers)
-    return int(free * _DEFAULT_MEMORY_SHARE)
+    return int(free * DEFAULT_MEMORY_SHARE)

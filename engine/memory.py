@@ -13,6 +13,10 @@ MAX_MASK_ELEMENTS = 2**24
 """Largest attention mask, in elements, that a step keeps."""
 
 
+DEFAULT_MEMORY_SHARE = 0.8
+"""Of what is free where a worker starts, when nobody has stated how much it may take."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
     """Who gets how many bytes of one worker's memory."""

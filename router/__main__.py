@@ -44,7 +44,7 @@ from router.prefix_map import PrefixMap
 from router.profiles import Profiles
 from router.quality_probe import QUALITY_SALT, QualityProbe
 from router.reached import ReachedWorkers
-from router.readiness import Readiness, first_worker
+from router.readiness import Readiness
 from router.session import SessionSettings
 from router.shared_limits import SharedLimits
 from router.shared_names import SharedNames
@@ -54,7 +54,7 @@ from router.slow_reader import WRITE_TIMEOUT_S
 from router.spending import PriceTable
 from router.stated_workers import StatedWorkers, stated
 from router.status.assembly import open_status
-from router.successor import HandsOver, Predecessor
+from router.successor import HandsOver, Predecessor, enough_joined
 from router.surroundings import DispatchSettings
 from router.tenant_usage import TenantUsage
 from router.tokenizer import Tokenizer
@@ -93,7 +93,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         lifetime.on_reread(keeper.look_now)
         board, fleet, named_anew = await _join_workers(stack, config, registry, secret, incarnation, limits)
         lifetime.on_reread(OneAtATime(StatedWorkers(place.config_path, named_anew).read))
-        if not await first_worker(registry, lifetime):
+        if not await enough_joined(registry, fleet.addresses, lifetime, predecessor):
             return
         model = _model_info(registry)
         tokenizer.check_fits(model.vocab_size)
@@ -118,11 +118,12 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         bounds = connection_bounds(config.router.connections, raise_file_limit())
         server = build_server(frontend, gate, config.router, metrics, bounds.grpc, shares_port=True, keeper=keeper)
         http, rpc = await _open_doors(stack, config, place, app, server, bounds.http, keeper.tls, predecessor)
-        handing = await _await_successor(stack, config, place, http, lifetime, predecessor)
+        reached = ReachedWorkers(registry, canary, addresses=fleet.addresses, tell=heart.tell)
+        handing = await _await_successor(stack, config, place, http, lifetime, reached, predecessor)
         await stack.enter_async_context(canary)
         await _begin_quality_probe(stack, config, registry, dispatcher, frontend, metrics)
         _announce(heart, config.router.host, http, rpc)
-        await stack.enter_async_context(ReachedWorkers(registry, canary, addresses=fleet.addresses, tell=heart.tell))
+        await stack.enter_async_context(reached)
         await lifetime.wait()
         readiness.drain()
         status.close()
@@ -313,12 +314,19 @@ async def _await_successor(
     place: RouterPlace,
     http: HttpDoor,
     lifetime: Lifetime,
+    reached: ReachedWorkers,
     predecessor: Predecessor | None,
 ) -> HandsOver | None:
     """From now on this router can be succeeded itself, unless others stand beside it."""
     if place.siblings is not None:
         return None
-    handing = HandsOver(config.router, lambda: http.listening, relieved=lifetime.stop)
+    handing = HandsOver(
+        config.router,
+        lambda: http.listening,
+        reached=lambda: reached.addresses,
+        relieved=lifetime.stop,
+        succeeds=predecessor is not None,
+    )
     await stack.enter_async_context(handing)
     if predecessor is not None:
         predecessor.relieve()

@@ -38,6 +38,11 @@ class ReachedWorkers:
         self._proven: set[WorkerKey] = set()
         self._asking: dict[WorkerKey, asyncio.Task[None]] = {}
 
+    @property
+    def addresses(self) -> frozenset[str]:
+        """Of those that answer; none before it is entered."""
+        return self._told or frozenset()
+
     async def __aenter__(self) -> Self:
         self._proven = {worker.info.key for worker in self._registry.snapshots()}
         self._registry.watch(self._look)

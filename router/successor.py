@@ -2,7 +2,8 @@
 
 The successor finds a Unix socket named after the HTTP port and gets the listening socket itself over it: the kernel's
 queue goes on, whoever closes which end. gRPC lets nobody hand it a socket, so both listen at its port for a moment.
-Once the successor serves it says so, and the predecessor drains and ends. One that dies first has changed nothing.
+The successor opens the doors when it has joined every worker that the predecessor reaches. Once it serves it says so,
+and the predecessor drains and ends. One that dies first has changed nothing.
 """
 
 import asyncio
@@ -10,19 +11,38 @@ import contextlib
 import json
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from router.readiness import first_worker
+from router.worker_view import WorkerKey
+from router.workers import WorkerRegistry
 from tandem.config import RouterConfig
 from tandem.errors import ConfigError
-from tandem.runtime_folder import answers_as_us, others_could_have_made, place_for_socket, runtime_folder
+from tandem.process import Lifetime
+from tandem.runtime_folder import (
+    answers_as_us,
+    others_could_have_made,
+    place_for_socket,
+    runtime_folder,
+    somebody_answers,
+)
 
 _SERVES = b"serves\n"
+_REACHED = b"reached\n"
+"""Asks for the addresses of the workers that answer the predecessor."""
 _ANSWER_S = 5.0
+_JOIN_S = 60.0
+"""For a successor to join all of them; then it takes over with those that it has."""
+_LOOK_S = 1.0
+"""Between two looks at whom the predecessor reaches by now."""
+_AGAIN_S = 1.0
+"""Before successors are accepted again where there was no descriptor for one."""
 _MAX_BYTES = 4096
+_MAX_ANSWER_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -89,9 +109,24 @@ class Predecessor:
         if told != Doors.of(config).as_json():
             http.close()
             link.close()
+            if config.handover_socket is None:  # the name tells the port alone, and this is another address's
+                return None
             raise ConfigError(f"router: the router that answers at {path} has other doors: {told.decode()}")
         _log.info("the router that runs will hand its doors over")
         return cls(link, http)
+
+    def reached(self) -> frozenset[str]:
+        """Addresses of the workers that answer it; none of one that has gone meanwhile. Blocks."""
+        answer = b""
+        try:
+            self._link.sendall(_REACHED)
+            while not answer.endswith(b"\n") and len(answer) < _MAX_ANSWER_BYTES:
+                if not (data := self._link.recv(_MAX_BYTES)):
+                    return frozenset()
+                answer += data
+            return frozenset(map(str, json.loads(answer)))
+        except (OSError, ValueError, TypeError):
+            return frozenset()
 
     def relieve(self) -> None:
         """This process serves: the other one may go."""
@@ -107,13 +142,23 @@ class HandsOver:
     """While entered, whoever is started with the same configuration gets the doors."""
 
     def __init__(
-        self, config: RouterConfig, http: Callable[[], socket.socket], *, relieved: Callable[[], None]
+        self,
+        config: RouterConfig,
+        http: Callable[[], socket.socket],
+        *,
+        reached: Callable[[], frozenset[str]],
+        relieved: Callable[[], None],
+        succeeds: bool = False,
     ) -> None:
-        """`http`: the listening socket. `relieved` is called when a successor serves."""
+        """`http`: the listening socket. `reached`: the workers that answer. `relieved` is called when a successor
+        serves. `succeeds`: whoever is at the place now has handed its doors to this router.
+        """
         self._path = handover_path(config)
         self._doors = Doors.of(config)
         self._http = http
+        self._reached = reached
         self._relieved = relieved
+        self._succeeds = succeeds
         self.is_relieved = False
         """A successor serves."""
         self._listening: socket.socket | None = None
@@ -127,6 +172,8 @@ class HandsOver:
             return self
         try:
             place_for_socket(self._path, "router.handover_socket")
+            if not self._succeeds and somebody_answers(self._path):
+                raise ConfigError(f"router.handover_socket: another router answers at {self._path}")
             self._listening = self._listen(self._path)
         except (ConfigError, OSError) as error:
             _log.warning("a successor will not find this router: %s", error)
@@ -173,7 +220,12 @@ class HandsOver:
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            link, _ = await loop.sock_accept(listening)
+            try:
+                link, _ = await loop.sock_accept(listening)
+            except OSError as error:  # out of descriptors: connections that end leave some
+                _log.warning("a successor cannot be answered: %s", error)
+                await asyncio.sleep(_AGAIN_S)
+                continue
             task = loop.create_task(self._offer(link))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -182,7 +234,46 @@ class HandsOver:
         with link, contextlib.suppress(OSError):
             link.setblocking(False)
             socket.send_fds(link, [self._doors.as_json()], [self._http().fileno()])
-            if await asyncio.get_running_loop().sock_recv(link, len(_SERVES)) == _SERVES:
+            loop = asyncio.get_running_loop()
+            while (asked := await loop.sock_recv(link, len(_REACHED))) == _REACHED:
+                await loop.sock_sendall(link, json.dumps(sorted(self._reached())).encode() + b"\n")
+            if asked == _SERVES:
                 _log.info("a successor serves")
                 self.is_relieved = True
                 self._relieved()
+
+
+async def enough_joined(
+    registry: WorkerRegistry,
+    addresses: Callable[[], Mapping[WorkerKey, str]],
+    lifetime: Lifetime,
+    predecessor: Predecessor | None,
+) -> bool:
+    """Wait for a session with a decode worker and, for a bounded time, with every worker that the predecessor reaches;
+    False when told to stop before. `addresses`: of every session that is up.
+    """
+    if not await first_worker(registry, lifetime):
+        return False
+    if predecessor is None:
+        return True
+    loop = asyncio.get_running_loop()
+    changed, until = asyncio.Event(), loop.time() + _JOIN_S
+    registry.watch(changed.set)
+    stop = asyncio.ensure_future(lifetime.wait())
+    try:
+        while True:
+            changed.clear()
+            missing = await asyncio.to_thread(predecessor.reached) - set(addresses().values())
+            if not missing or loop.time() >= until:
+                break
+            waiter = asyncio.ensure_future(changed.wait())
+            await asyncio.wait({waiter, stop}, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            waiter.cancel()
+            if stop.done():
+                return False
+    finally:
+        stop.cancel()
+        registry.unwatch(changed.set)
+    if missing:
+        _log.warning("takes over without a session with %s, which the predecessor has", ", ".join(sorted(missing)))
+    return True

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from tandem.errors import ConfigError
 
+_ANSWER_S = 1.0
+
 
 def runtime_folder() -> Path:
     """`$XDG_RUNTIME_DIR/tandem`; without that, one of this user's in the temporary folder."""
@@ -39,6 +41,19 @@ def answers_as_us(link: socket.socket) -> bool:
     size = struct.calcsize("3i")
     _, uid, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return uid in (os.getuid(), 0)
+
+
+def somebody_answers(path: Path) -> bool:
+    """Whether a process listens at this Unix socket: a file alone may be of an earlier life."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_ANSWER_S)
+        try:
+            probe.connect(str(path))
+        except TimeoutError:
+            return True  # its queue is full
+        except OSError:
+            return False
+    return True
 
 
 def enter_privately(folder: Path, what: str) -> None:

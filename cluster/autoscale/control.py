@@ -43,9 +43,10 @@ class ControlScaler:
     async def carry_out(self, order: Order) -> None:
         """One flip after the other, then the sizes. Raises OrderFailed."""
         for role in order.flips:
-            await self._ask(FlipAsked(to=role.value))
+            await self._ask(FlipAsked(to=role.value, yields=True))
         if order.flipped != order.after:
-            await self._ask(ScaleAsked(prefill=order.after.prefill, decode=order.after.decode))
+            sizes = order.after
+            await self._ask(ScaleAsked(prefill=sizes.prefill, decode=sizes.decode, yields=True))
 
     async def _ask(self, asked: ControlMessage) -> Told:
         """The line that has most to tell: that with the processes, or the last. Raises OrderFailed."""

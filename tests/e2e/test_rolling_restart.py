@@ -151,10 +151,51 @@ async def test_one_of_each_is_replaced_under_load(cluster, oracle):
         await roll(cluster, load, RestartAsked())
         assert before.isdisjoint(pids(cluster))
         assert len(cluster.local.processes) == len(before)
-        await roll(cluster, load, ScaleAsked(prefill=2), FlipAsked(to="decode"), ScaleAsked(decode=1))
+        await roll(cluster, load, ScaleAsked(prefill=2), FlipAsked(to="decode"))
+        await roll(cluster, load, RestartAsked(roles=("decode",), in_place=True), ScaleAsked(decode=1))
     assert [view.role.value for view in cluster.local.workers] == ["prefill", "decode"]
     assert before.isdisjoint(pids(cluster))
     await cluster.until_idle()
+
+
+@pytest.mark.slow
+async def test_a_stream_waits_while_the_only_decode_worker_is_replaced_in_place(hatchery, oracle):
+    """What is new is refused meanwhile, and told when to come again."""
+    settings = {"decode__drain_s": SHORT_DRAIN_S, "transfer__succession_s": 1.0}
+    prompt, said, had = oracle.story(9750, 100), [], []
+    async with running(command=hatchery.command, **settings) as cluster:
+        begun, refused = asyncio.Event(), []
+
+        async def read():
+            async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, trust_env=False) as http:
+                asked = body(prompt, LONG_ANSWER) | {"stream": True}
+                async with http.stream("POST", "/v1/completions", json=asked) as response:
+                    async for line in response.aiter_lines():
+                        if line.startswith("data: {"):
+                            choices = json.loads(line.removeprefix("data: "))["choices"]
+                            said.extend(token for choice in choices for token in choice.get("token_ids") or ())
+                            begun.set()
+
+        def tell(text):
+            if text.startswith("starting one more"):
+                had.append(len(said))
+                refused.append(asyncio.create_task(ask_once(cluster, prompt)))
+
+        reading = asyncio.create_task(read())
+        await begun.wait()
+        await carry_out(cluster.local, RestartAsked(roles=("decode",), in_place=True), tell)
+        await reading
+        assert 0 < had[0] < LONG_ANSWER, "the worker left in the middle"
+        assert said == oracle.tokens(prompt, LONG_ANSWER)
+        (response,) = await asyncio.gather(*refused)
+        assert response.status_code == 503
+        assert int(response.headers["Retry-After"]) >= 1
+        assert len(await cluster.tokens(prompt, ANSWER)) == ANSWER
+
+
+async def ask_once(cluster, prompt):
+    async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, trust_env=False) as http:
+        return await http.post("/v1/completions", json=body(prompt, ANSWER))
 
 
 class LoneRouter:

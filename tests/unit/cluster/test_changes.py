@@ -1,8 +1,12 @@
 """A local cluster of tiny processes is scaled, flipped and replaced while it runs."""
 
+import sys
+from functools import partial
+
 import pytest
 
 from cluster.control_wire import FlipAsked, RestartAsked, ScaleAsked
+from cluster.device_room import crowded
 from cluster.endings import ChangeFailed, ClusterFailed
 from cluster.local import LocalCluster
 from cluster.operations import carry_out
@@ -93,6 +97,46 @@ async def test_what_does_not_start_ends_the_change_and_the_old_one_stays(journal
         assert {view.pid for view in cluster.processes} == before
         assert stated(cluster) == listed
         await carry_out(cluster, RestartAsked(roles=("prefill",)), [].append)
+
+
+async def test_in_place_each_worker_leaves_before_its_successor_starts(journal):
+    told = []
+    async with make(journal, {"decode-0": "later"}, decode=2) as cluster:
+        before = {view.pid for view in cluster.processes}
+        await carry_out(cluster, RestartAsked(in_place=True), told.append)
+        assert names(cluster) == ["decode-0", "decode-1", "prefill-0", "router-1"]
+        assert before.isdisjoint(view.pid for view in cluster.processes)
+        assert [len(pool) for pool in stated(cluster)] == [1, 2]
+        assert cluster.failure is None
+    assert told[0].startswith("in place, as was asked: decode-0, decode-1, prefill-0;")
+    seen = [event for event in events(journal) if event.startswith("decode") and not event.endswith("hup")]
+    died_once = ["decode-0 term", "decode-0 started", "decode-0 started"]
+    assert seen[2:-2] == [*died_once, "decode-1 term", "decode-1 started"]
+    assert events(journal).index("router-1 started") < events(journal).index("router term"), "routers always have room"
+
+
+def no_room(monkeypatch, *, free_bytes):
+    """Of the machine's one GPU."""
+    told = (sys.executable, "-c", f"print([{free_bytes}])")
+    monkeypatch.setattr("cluster.operations.crowded", partial(crowded, command=told))
+
+
+async def test_a_worker_whose_gpu_is_full_leaves_first_unless_it_is_the_only_one_that_answers(journal, monkeypatch):
+    async with make(journal, {"decode-0": "gpu", "decode-1": "gpu"}) as cluster:
+        no_room(monkeypatch, free_bytes=124)
+        with pytest.raises(ChangeRefused, match=r"no room for another worker beside decode-0, .*--in-place"):
+            await carry_out(cluster, RestartAsked(roles=("decode",)), [].append)
+        told = []
+        await carry_out(cluster, RestartAsked(roles=("decode",), in_place=True), told.append)
+        assert "decode-0 is the only decode worker: until its successor serves streams wait" in told[1]
+        await carry_out(cluster, ScaleAsked(decode=2), [].append)
+        told.clear()
+        await carry_out(cluster, RestartAsked(roles=("decode", "prefill")), told.append)
+        assert told[0].startswith("in place, since their GPUs have no room for both: decode-0, decode-1;")
+        assert names(cluster) == ["decode-0", "decode-1", "prefill-1", "router"]
+        no_room(monkeypatch, free_bytes=125)
+        await carry_out(cluster, RestartAsked(roles=("decode",)), [].append)
+        assert "decode-2" in names(cluster)
 
 
 async def test_a_stop_ends_a_change(journal):

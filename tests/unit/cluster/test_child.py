@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -100,7 +101,7 @@ async def test_news_between_beats_are_heard_and_what_is_none_is_not():
     first = f"signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])\nos.write(fd, b'{told}')\n"
     heard = Heard()
     child = spawn(first + "signal.sigwait([signal.SIGHUP])\nos.write(fd, b' []}\\n.')", heard)
-    await heard.beats.wait()  # what stands in the middle of a line has been read
+    await heard.serves.wait()  # one write, one read: what stands in the middle of a line has come, too
     child.send(signal.SIGHUP)
     await heard.ended.wait()
     assert heard.ready == [{"a": 1}]
@@ -141,3 +142,33 @@ async def test_signals_reach_it_and_stop_reaching_it_after_its_end():
     await heard.ended.wait()
     assert heard.status == -signal.SIGTERM
     child.send(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("failing", ["os.pipe", "os.pidfd_open", "subprocess.Popen"])
+async def test_a_child_that_cannot_be_started_leaves_no_descriptor_open(monkeypatch, failing):
+    """Out of descriptors it is tried again and again: each time would take some more."""
+    started, calls = [], []
+
+    class Noted(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    place, _, name = failing.rpartition(".")
+    real = getattr(sys.modules[place], name)
+
+    def fails(*arguments, **options):
+        calls.append(arguments)
+        if failing == "os.pipe" and len(calls) == 1:
+            return real(*arguments, **options)
+        raise OSError(24, "Too many open files")
+
+    before = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(sys.modules[place], name, fails)
+    with pytest.raises(OSError, match="Too many open files"):
+        spawn("signal.pause()", Heard())
+    monkeypatch.undo()
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert len(started) == (failing == "os.pidfd_open")
+    assert all(process.returncode is not None for process in started), "nor a process"

@@ -4,16 +4,20 @@ import asyncio
 import json
 import os
 import stat
+from functools import partial
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster.cli import app
 from cluster.control import ControlSocket
 from cluster.control_client import NoCluster, ask
-from cluster.control_wire import FlipAsked, NotUnderstood, ScaleAsked, StatusAsked, read_asked, written
+from cluster.control_wire import FlipAsked, NotUnderstood, RestartAsked, ScaleAsked, StatusAsked, read_asked, written
 from cluster.local import LocalCluster
-from cluster.supervisor import Policy
+from cluster.supervisor import Policy, ProcessState
+from cluster.up import serve, serve_routers
+from tandem.config import load
 from tandem.errors import ConfigError
 from tandem.runtime_folder import runtime_folder
 from tests.unit.cluster.fake_cluster import fake_command, fake_config
@@ -26,10 +30,10 @@ def folder(tmp_path):
     return made
 
 
-def make(folder, **counts):
+def make(folder, modes=None, **counts):
     config = fake_config(**counts).model_copy(update={"control_socket": str(folder / "c.sock")})
     policy = Policy(stop_early_s=0.5, start_timeout_s=30)
-    return LocalCluster(config, command=fake_command(folder / "journal"), policy=policy)
+    return LocalCluster(config, command=fake_command(folder / "journal", modes), policy=policy)
 
 
 async def run(*arguments):
@@ -91,10 +95,69 @@ async def test_one_change_at_a_time_and_it_outlives_who_asked_for_it(folder):
         writer.write(written(ScaleAsked(decode=2)))
         assert b"starting one more decode" in await reader.readline()
         (told,) = await asyncio.to_thread(lambda: list(ask(control.path, FlipAsked(to="decode"))))
-        assert told.reason == "another change is under way"
+        assert told.reason == "another change is under way: `tandem abort` takes it back"
         writer.close()
         await cluster.wait_ready("decode-1")
         assert len(cluster.workers) == 3
+
+
+async def hanging(control, asked):
+    """Ask for what will wait for a process that never serves; the rest of the answer, once that is starting."""
+    reader, writer = await asyncio.open_unix_connection(control.path)
+    writer.write(written(asked))
+    while b"starting one more" not in await reader.readline():
+        pass
+
+    async def rest():
+        lines = (await reader.read()).splitlines()
+        writer.close()
+        return json.loads(lines[-1])
+
+    return asyncio.create_task(rest())
+
+
+async def test_a_change_that_hangs_is_taken_back_and_what_it_has_done_stays(folder):
+    async with make(folder, {"decode-2": "slow"}) as cluster, ControlSocket(cluster, tell=[].append) as control:
+        where = ("--socket", str(control.path))
+        idle = await run("abort", *where)
+        assert (idle.exit_code, idle.output) == (1, "not done: no change is under way\n")
+        asked = await run("scale", "decode=2", *where)
+        assert asked.exit_code == 0, asked.output
+        waits = await hanging(control, ScaleAsked(decode=4))
+        done = await run("abort", *where)
+        assert (done.exit_code, done.output) == (0, "done\n")
+        assert (await waits)["reason"] == "it was taken back"
+        assert load(cluster.config_path).decode.replicas == 2
+        asked = await run("restart", "prefill", *where)  # while the one that was given up ends
+        assert asked.exit_code == 0, asked.output
+        assert sorted(view.name for view in cluster.workers if view.state is ProcessState.READY) == [
+            "decode-0", "decode-1", "prefill-1",
+        ]  # fmt: skip
+
+
+async def test_a_planner_makes_room_for_an_operator_and_not_the_other_way_round(folder):
+    async with make(folder, {"decode-1": "slow"}) as cluster, ControlSocket(cluster, tell=[].append) as control:
+        waits = await hanging(control, ScaleAsked(decode=2, yields=True))
+        (told,) = await asyncio.to_thread(lambda: list(ask(control.path, FlipAsked(to="decode", yields=True))))
+        assert told.reason.startswith("another change is under way")
+        told = await asyncio.to_thread(lambda: list(ask(control.path, ScaleAsked(prefill=2))))
+        assert told[-1].done is True
+        assert (await waits)["reason"] == "an operator's change takes its place"
+        assert [load(cluster.config_path).prefill.replicas, load(cluster.config_path).decode.replicas] == [2, 1]
+        waits = await hanging(control, RestartAsked(roles=("decode",)))
+        (told,) = await asyncio.to_thread(lambda: list(ask(control.path, ScaleAsked(prefill=1))))
+        assert told.reason.startswith("another change is under way")
+        assert (await run("abort", "--socket", str(control.path))).exit_code == 0
+        await waits
+
+
+async def test_who_interrupts_the_command_is_told_how_to_take_the_change_back(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cluster.control_client.ask", interrupted)
+    told = await run("restart")
+    assert (told.exit_code, told.output) == (130, "the change goes on; `tandem abort` takes it back\n")
 
 
 async def test_a_change_that_cannot_be_written_down_is_told_so_and_ends(folder):
@@ -122,12 +185,35 @@ async def test_no_socket_where_others_can_enter(folder, monkeypatch):
         with pytest.raises(ConfigError, match="is there, and no socket"):
             await ControlSocket(cluster, tell=[].append).__aenter__()
         assert (folder / "c.sock").read_text() == "mine"
-        told = []
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-        (folder / "tandem").mkdir(mode=0o755)
-        cluster.config = cluster.config.model_copy(update={"control_socket": None})
-        async with ControlSocket(cluster, tell=told.append):
-            assert told[0].startswith("nobody can change this cluster: control_socket: ")
+    told = []
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    (folder / "tandem").mkdir(mode=0o755)
+    async with ControlSocket(LocalCluster(fake_config()), tell=told.append):
+        assert told[0].startswith("nobody can change this cluster: control_socket: ")
+
+
+async def test_two_clusters_do_not_take_each_others_socket(folder, monkeypatch):
+    """At one port of two addresses the sockets would have one name."""
+    cluster, other = make(folder), make(folder)
+    async with ControlSocket(cluster, tell=[].append) as control:
+        with pytest.raises(ConfigError, match="another cluster answers at"):
+            await ControlSocket(other, tell=[].append).__aenter__()
+        (status, _) = await asyncio.to_thread(lambda: list(ask(control.path, StatusAsked())))
+        assert status.changing is False
+        control.path.unlink()
+        control.path.write_text("somebody else's by now")
+    assert control.path.exists()
+
+
+async def test_a_place_that_cannot_be_is_found_out_before_anything_is_started(folder, monkeypatch):
+    folder.chmod(0o755)
+    never = object()  # a launcher that would be asked for everything
+    for start in (
+        partial(serve, out=Console(), err=Console(), launcher=never),
+        partial(serve_routers, console=Console()),
+    ):
+        with pytest.raises(ConfigError, match=r"control_socket: .* can be entered by others"):
+            await start(fake_config().model_copy(update={"control_socket": str(folder / "c.sock")}))
 
 
 def test_nobody_answers(folder, monkeypatch):

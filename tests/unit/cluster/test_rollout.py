@@ -32,10 +32,12 @@ def member(role, index, state=ProcessState.READY, reaches=None):
     return Member(role=role, index=index, state=state, address=address, reaches=reaches)
 
 
-def cluster(prefill=1, decode=1, routers=1):
+def cluster(prefill=1, decode=1, routers=1, states=()):
+    """`states`: of the first ones, which need not serve."""
     counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.ROUTER: routers}
     made = {f"{role.value}-{i}": member(role, i) for role, count in counts.items() for i in range(count)}
-    return everybody_known(made)
+    unwell = dict(zip(made, states, strict=False))
+    return everybody_known({name: replace(one, state=unwell.get(name, one.state)) for name, one in made.items()})
 
 
 def everybody_known(members):
@@ -47,22 +49,49 @@ def serving(members):
     return {role: sum(m.role is role and m.serves for m in members.values()) for role in Role}
 
 
+def present(members):
+    """Those that there are to be, whether or not they serve just now."""
+    return {role: sizes_of(members)[role] for role in Role}
+
+
+def staying(members):
+    """With those that were given up, which a restart brings back."""
+    return {
+        role: sum(m.role is role and m.state is not ProcessState.RETIRING for m in members.values()) for role in Role
+    }
+
+
+def alive(members):
+    """Those that take room."""
+    states = (ProcessState.STARTING, ProcessState.READY, ProcessState.RETIRING, ProcessState.BACKOFF)
+    return {role: sum(m.role is role and m.state in states for m in members.values()) for role in Role}
+
+
 @dataclass
 class World:
-    """Carries out a rollout's orders; `fate` decides what becomes of each process that is added."""
+    """Carries out a rollout's orders; `fates` decide what becomes of each process that is added."""
 
     members: dict
     fates: list
+    abort_at: float | None = None
     now: float = 0.0
     fewest: dict = field(default_factory=dict)
+    """That served at once, by role."""
+    most: dict = field(default_factory=dict)
+    """That took room at once."""
     births: dict = field(default_factory=dict)
     """By name: how many have had it."""
     retired: list = field(default_factory=list)
     """Name and birth; those that were there before were not born."""
+    needed: set = field(default_factory=set)
+    flickering: set = field(default_factory=set)
+    """Those that died as soon as they served, and will serve again."""
 
     def run(self, rollout):
-        self.fewest = serving(self.members)
+        self.fewest, self.most = serving(self.members), alive(self.members)
         for _ in range(ENDLESS):
+            if self.abort_at is not None and self.now >= self.abort_at:
+                rollout.abort("taken back")
             orders = rollout.advance(self.members, self.now)
             for order in orders:
                 self.carry_out(order, rollout)
@@ -78,42 +107,71 @@ class World:
                 name = f"{order.role.value}-{order.index}"
                 assert name not in self.members
                 self.births[name] = self.births.get(name, 0) + 1
-                self.members[name] = member(order.role, order.index, ProcessState.STARTING)
+                new = member(order.role, order.index, ProcessState.STARTING)
+                address = new.address and f"{new.address}:{self.births[name]}"  # a port of its own
+                self.members[name] = replace(new, address=address)
+                self.needed |= {name} if order.is_needed else set()
                 rollout.started(name)
             case Retire():
                 self.retired.append((order.name, self.births.get(order.name, 0)))
-                self.members[order.name] = replace(self.members[order.name], state=ProcessState.RETIRING)
-                self.note()
+                if self.members[order.name].state in (ProcessState.BACKOFF, ProcessState.ABANDONED):
+                    self.leave(order.name, rollout, None)
+                else:
+                    self.members[order.name] = replace(self.members[order.name], state=ProcessState.RETIRING)
+        self.note()
+
+    def leave(self, name, rollout, failure):
+        del self.members[name]
+        rollout.gone(name, failure)
 
     def pass_time(self, rollout):
         """Whoever starts gets its fate, whoever retires ends, routers hear of workers."""
         self.now += 1.0
         for name, one in list(self.members.items()):
             if one.state is ProcessState.RETIRING:
-                del self.members[name]
-                rollout.gone(name, None)
+                self.leave(name, rollout, None)
+            elif name in self.flickering:
+                self.flicker(name, one)
             elif one.state is ProcessState.STARTING:
-                fate = self.fates.pop(0) if self.fates else "serves"
-                if fate == "dies":
-                    del self.members[name]
-                    rollout.gone(name, f"{name} exited")
-                elif fate != "waits":
-                    state = ProcessState.ABANDONED if fate == "abandoned" else ProcessState.READY
-                    self.members[name] = replace(one, state=state)
-                    if fate == "serves":
-                        self.members = everybody_known(self.members)
+                self.meet_fate(name, one, rollout)
         self.note()
 
+    def meet_fate(self, name, one, rollout):
+        fate = self.fates.pop(0) if self.fates else "serves"
+        if fate == "dies" and name not in self.needed:
+            self.leave(name, rollout, f"{name} exited")
+        elif fate not in ("waits", "dies"):
+            state = ProcessState.ABANDONED if fate == "abandoned" else ProcessState.READY
+            self.members[name] = replace(one, state=state)
+            if fate == "flickers":
+                self.flickering.add(name)
+            if fate == "serves":
+                self.members = everybody_known(self.members)
+
+    def flicker(self, name, one):
+        """Before anybody knows it, so that nobody counts on it."""
+        back = one.state is ProcessState.BACKOFF
+        self.members[name] = replace(one, state=ProcessState.READY if back else ProcessState.BACKOFF)
+        if back:
+            self.flickering.discard(name)
+            self.members = everybody_known(self.members)
+
     def note(self):
-        now = serving(self.members)
+        now, room = serving(self.members), alive(self.members)
         self.fewest = {role: min(count, now[role]) for role, count in self.fewest.items()}
+        self.most = {role: max(count, room[role]) for role, count in self.most.items()}
 
 
-FATES = st.lists(st.sampled_from(["serves", "serves", "serves", "waits", "dies", "abandoned", "unknown"]), max_size=12)
-CLUSTERS = st.builds(cluster, st.integers(0, 3), st.integers(1, 3), st.integers(1, 3))
+FATES = st.lists(
+    st.sampled_from(["serves", "serves", "serves", "waits", "dies", "abandoned", "unknown", "flickers"]), max_size=12
+)
+WELL = [ProcessState.READY] * 3
+STATES = st.lists(st.sampled_from([*WELL, ProcessState.BACKOFF, ProcessState.ABANDONED]), max_size=6)
+CLUSTERS = st.builds(cluster, st.integers(0, 3), st.integers(1, 3), st.integers(1, 3), STATES)
+ROLES = st.lists(st.sampled_from(list(Role)), min_size=1, max_size=3, unique=True)
 
 
-@given(CLUSTERS, FATES, st.lists(st.sampled_from(list(Role)), min_size=1, max_size=3, unique=True))
+@given(CLUSTERS, FATES, ROLES)
 def test_a_restart_never_serves_with_fewer_and_what_fails_leaves_the_old_one(members, fates, roles):
     before = dict(members)
     world = World(dict(members), list(fates))
@@ -123,12 +181,62 @@ def test_a_restart_never_serves_with_fewer_and_what_fails_leaves_the_old_one(mem
     assert len(world.retired) == len(set(world.retired)), "nobody twice"
     replaced = {name for name, birth in world.retired if birth == 0}
     if rollout.state is RolloutState.DONE:
-        assert serving(world.members) == serving(before)
+        for role in Role:
+            wanted = sum(m.role is role for m in before.values()) if role in roles else serving(before)[role]
+            assert serving(world.members)[role] == wanted
         assert replaced == {n for n, m in before.items() if m.role in roles}
     else:
         assert rollout.failure
-        assert all(world.members[name].serves for name in before.keys() - replaced)
+        assert all(world.members[name] == before[name] for name in before.keys() - replaced if name in unmoved(before))
     assert rollout.advance(world.members, world.now) == []
+
+
+def unmoved(members):
+    """Whose view of others does not change: all but routers."""
+    return {name for name, one in members.items() if one.role is not Role.ROUTER}
+
+
+@given(CLUSTERS, FATES, ROLES)
+def test_a_restart_in_place_takes_no_room_and_misses_one_at_a_time(members, fates, roles):
+    before, workers = dict(members), {n for n, m in members.items() if m.role is not Role.ROUTER}
+    world = World(dict(members), list(fates))
+    rollout = Rollout(restart_steps(members, roles, in_place=workers), known_s=KNOWN_S)
+    world.run(rollout)
+    for role in WORKERS:
+        assert world.most[role] <= max(alive(before)[role], sum(m.role is role for m in before.values()))
+        assert world.fewest[role] >= serving(before)[role] - 1
+    assert world.fewest[Role.ROUTER] >= serving(before)[Role.ROUTER]
+    if rollout.state is RolloutState.DONE:
+        assert all(serving(world.members)[role] == sum(m.role is role for m in before.values()) for role in roles)
+    else:
+        assert rollout.failure
+
+
+@given(CLUSTERS, FATES, ROLES, st.booleans(), st.integers(0, 12))
+def test_a_change_that_is_taken_back_leaves_no_fewer_and_nobody_half_known(members, fates, roles, in_place, abort_at):
+    before = dict(members)
+    world = World(dict(members), list(fates), abort_at=float(abort_at))
+    workers = {n for n, m in members.items() if m.role is not Role.ROUTER}
+    rollout = Rollout(restart_steps(members, roles, in_place=workers if in_place else ()), known_s=KNOWN_S)
+    world.run(rollout)
+    if rollout.failure != "taken back":
+        return
+    assert world.now <= abort_at + 1.0, "it ends when the one that leaves has left, whatever is starting"
+    assert all(staying(world.members)[role] >= count for role, count in staying(before).items())
+    starting = {n for n, m in world.members.items() if m.state is ProcessState.STARTING}
+    assert starting <= world.needed
+    if not in_place:
+        assert all(world.fewest[role] >= count for role, count in serving(before).items())
+
+
+def test_who_keeps_dying_is_told_of_although_it_leaves_then():
+    rollout = Rollout(scale_steps(cluster(), {Role.DECODE: 2}), known_s=KNOWN_S)
+    rollout.advance(cluster(), 0.0)
+    rollout.started("decode-1")
+    grown = cluster() | {"decode-1": member(Role.DECODE, 1, ProcessState.ABANDONED)}
+    assert rollout.advance(grown, 1.0) == [Retire(name="decode-1")]
+    rollout.gone("decode-1", None)
+    assert rollout.failure == "decode-1 keeps dying"
 
 
 @given(CLUSTERS, FATES, st.integers(0, 4), st.integers(1, 4))
@@ -141,7 +249,8 @@ def test_scaling_ends_at_what_was_asked_or_says_why(members, fates, prefill, dec
     assert all(world.fewest[role] >= min(before[role], size) for role, size in wanted.items())
     assert world.fewest[Role.ROUTER] == before[Role.ROUTER]
     if rollout.state is RolloutState.DONE:
-        assert all(serving(world.members)[role] == size for role, size in wanted.items())
+        assert all(present(world.members)[role] == size for role, size in wanted.items())
+        assert all(m.state is not ProcessState.ABANDONED for m in world.members.values() if m.role in wanted)
 
 
 @given(CLUSTERS, FATES, st.sampled_from(WORKERS))
@@ -151,15 +260,15 @@ def test_a_flip_moves_one_worker_and_never_takes_the_last_decoder(members, fates
     try:
         steps = flip_steps(members, to)
     except ChangeRefused:
-        assert before[other] < (2 if other is Role.DECODE else 1)
+        assert present(members)[other] < (2 if other is Role.DECODE else 1)
         return
     rollout = Rollout(steps, known_s=KNOWN_S)
     world.run(rollout)
-    assert world.fewest[Role.DECODE] >= 1
+    assert world.fewest[Role.DECODE] >= min(1, before[Role.DECODE])
     assert world.fewest[to] >= before[to]
     if rollout.state is RolloutState.DONE:
-        assert serving(world.members)[to] == before[to] + 1
-        assert serving(world.members)[other] == before[other] - 1
+        assert present(world.members)[to] == present(members)[to] + 1
+        assert present(world.members)[other] == present(members)[other] - 1
 
 
 def test_the_old_one_waits_until_every_router_has_an_answer_from_the_new_one():

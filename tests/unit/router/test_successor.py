@@ -6,10 +6,15 @@ import socket
 import pytest
 
 from router import successor
+from router.prefix_map import PrefixMap
 from router.steering import steer_to_last
-from router.successor import HandsOver, Predecessor
+from router.successor import HandsOver, Predecessor, enough_joined
+from router.workers import WorkerRegistry
 from tandem.config import RouterConfig
 from tandem.errors import ConfigError
+from tandem.process import Lifetime
+from tandem.runtime_folder import runtime_folder
+from tests.unit.router.views import worker
 
 CONNECTIONS = 40
 
@@ -26,13 +31,17 @@ def door():
         yield listening
 
 
+def hands_over(config, door, *, relieved, reached=frozenset, succeeds=False):
+    return HandsOver(config, lambda: door, reached=reached, relieved=relieved, succeeds=succeeds)
+
+
 async def find(config):
     return await asyncio.to_thread(Predecessor.find, config)
 
 
 async def test_a_successor_gets_the_very_socket_and_relieves(config, door):
     relieved = asyncio.Event()
-    async with HandsOver(config, lambda: door, relieved=relieved.set) as handing:
+    async with hands_over(config, door, relieved=relieved.set) as handing:
         found = await find(config)
         assert found.http.getsockname() == door.getsockname()
         client = socket.create_connection(door.getsockname())
@@ -48,7 +57,7 @@ async def test_a_successor_gets_the_very_socket_and_relieves(config, door):
 
 
 async def test_one_that_dies_before_it_serves_changes_nothing(config, door):
-    async with HandsOver(config, lambda: door, relieved=lambda: pytest.fail("relieved")) as handing:
+    async with hands_over(config, door, relieved=lambda: pytest.fail("relieved")) as handing:
         for _ in range(2):
             found = await find(config)
             found.http.close()
@@ -58,7 +67,7 @@ async def test_one_that_dies_before_it_serves_changes_nothing(config, door):
 
 async def test_nobody_is_found_where_nobody_is_or_other_doors_are(config, door, monkeypatch):
     assert await find(config) is None
-    async with HandsOver(config, lambda: door, relieved=lambda: None):
+    async with hands_over(config, door, relieved=lambda: None):
         with pytest.raises(ConfigError, match="has other doors"):
             await find(config.model_copy(update={"grpc_port": 9}))
     assert await find(config) is None, "it has left nothing"
@@ -69,10 +78,133 @@ async def test_nobody_is_found_where_nobody_is_or_other_doors_are(config, door, 
         assert await find(config) is None
 
 
+@pytest.fixture
+def unnamed(tmp_path, monkeypatch):
+    """No place stated."""
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return RouterConfig(host="127.0.0.1", port=8123, grpc_port=8124)
+
+
+async def test_routers_at_one_port_of_two_addresses_leave_each_other_alone(unnamed, door, caplog):
+    async with hands_over(unnamed, door, relieved=lambda: pytest.fail("relieved")):
+        other = unnamed.model_copy(update={"host": "127.0.0.2"})
+        assert await find(other) is None
+        async with hands_over(other, door, relieved=lambda: None):
+            assert "another router answers at" in caplog.text
+        found = await find(unnamed)
+        assert found is not None, "the second one took nothing along"
+        found.http.close()
+        found.close()
+    assert list((runtime_folder()).iterdir()) == []
+
+
+async def test_a_successor_that_cannot_be_accepted_once_is_accepted_later(config, door, monkeypatch):
+    loop, refused = asyncio.get_running_loop(), asyncio.Event()
+    real = loop.sock_accept
+
+    async def accept(listening):
+        if not refused.is_set():
+            refused.set()
+            raise OSError(24, "Too many open files")
+        return await real(listening)
+
+    monkeypatch.setattr(loop, "sock_accept", accept)
+    monkeypatch.setattr(successor, "_AGAIN_S", 0.0)
+    async with hands_over(config, door, relieved=lambda: pytest.fail("relieved")):
+        found = await find(config)
+        assert refused.is_set()
+        assert found is not None
+        found.http.close()
+        found.close()
+
+
+class Sessions:
+    """A successor's, with the workers that it has joined."""
+
+    def __init__(self):
+        self.registry = WorkerRegistry(prefix_map=PrefixMap(), clock=lambda: 0.0)
+        self.known = {}
+        self.lifetime = Lifetime()
+
+    def join(self, name):
+        one = worker(name)
+        self.known[one.info.key] = f"{name}:1"
+        self.registry.joined(one.info, port=None)
+
+    def wait(self, predecessor):
+        return asyncio.create_task(
+            enough_joined(self.registry, lambda: self.known, self.lifetime, predecessor), name="joins"
+        )
+
+
+async def test_a_successor_opens_the_doors_when_it_has_every_worker_of_its_predecessor(config, door, monkeypatch):
+    """Not with the first that answers: all load of the router would fall on that one."""
+    alone = Sessions()
+    alone.join("a")
+    assert await alone.wait(None)
+    reached, asked = {"a:1", "b:1"}, asyncio.Event()
+
+    def told():
+        asked.set()
+        return frozenset(reached)
+
+    async with hands_over(config, door, reached=told, relieved=lambda: None):
+        found, sessions = await find(config), Sessions()
+        waits = sessions.wait(found)
+        sessions.join("a")
+        await asked.wait()
+        asked.clear()
+        sessions.join("c")  # has it look again, and wait on
+        await asked.wait()
+        assert not waits.done()
+        sessions.join("b")
+        assert await waits
+        reached.add("d:1")
+        waits = sessions.wait(found)
+        asked.clear()
+        await asked.wait()
+        reached.discard("d:1")  # the predecessor has lost it, too
+        assert await waits
+        found.http.close()
+        found.close()
+
+
+async def test_a_successor_does_not_wait_for_ever_and_not_once_it_is_told_to_stop(config, door, monkeypatch, caplog):
+    asked = asyncio.Event()
+
+    def told():
+        asked.set()
+        return frozenset({"a:1", "b:1"})
+
+    async with hands_over(config, door, reached=told, relieved=lambda: None):
+        found, sessions = await find(config), Sessions()
+        sessions.join("a")
+        waits = sessions.wait(found)
+        await asked.wait()
+        sessions.lifetime.stop()
+        assert await waits is False
+        monkeypatch.setattr(successor, "_JOIN_S", 0.0)
+        sessions.lifetime = Lifetime()
+        assert await sessions.wait(found)
+        assert "takes over without a session with b:1" in caplog.text
+        found.http.close()
+        found.close()
+
+
+async def test_a_predecessor_that_has_gone_is_waited_for_by_nobody(config, door):
+    async with hands_over(config, door, reached=lambda: frozenset({"b:1"}), relieved=lambda: None):
+        found, sessions = await find(config), Sessions()
+    sessions.join("a")
+    assert await sessions.wait(found)
+    found.http.close()
+    found.close()
+
+
 async def test_the_successors_own_socket_stays_when_the_predecessor_leaves(config, door):
-    first = HandsOver(config, lambda: door, relieved=lambda: None)
+    first = hands_over(config, door, relieved=lambda: None)
     await first.__aenter__()
-    async with HandsOver(config, lambda: door, relieved=lambda: None):
+    async with hands_over(config, door, relieved=lambda: None, succeeds=True):
         await first.close()
         await first.__aexit__(None, None, None)
         found = await find(config)
@@ -83,13 +215,13 @@ async def test_the_successors_own_socket_stays_when_the_predecessor_leaves(confi
 
 async def test_where_others_can_enter_nobody_is_awaited(config, door, tmp_path, caplog):
     tmp_path.chmod(0o755)
-    async with HandsOver(config, lambda: door, relieved=lambda: None):
+    async with hands_over(config, door, relieved=lambda: None):
         assert "a successor will not find this router" in caplog.text
         assert await find(config) is None
 
 
 async def test_whoever_could_be_somebody_else_is_not_believed(config, door, tmp_path):
-    async with HandsOver(config, lambda: door, relieved=lambda: pytest.fail("relieved")):
+    async with hands_over(config, door, relieved=lambda: pytest.fail("relieved")):
         tmp_path.chmod(0o777)
         with pytest.raises(ConfigError, match="can be written to by others"):
             await find(config)

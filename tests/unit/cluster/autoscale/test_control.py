@@ -73,12 +73,13 @@ async def test_who_leaves_is_not_counted_and_who_comes_is(tmp_path: Path) -> Non
 
 async def test_an_order_is_flips_one_by_one_and_then_one_scale(tmp_path: Path) -> None:
     flip, start = (ActionKind.FLIP, WorkerRole.PREFILL), (ActionKind.START, WorkerRole.DECODE)
+    asked_flip = FlipAsked(to="prefill", yields=True)
     async with cluster(tmp_path) as running:
         await ControlScaler(running.path).carry_out(order(flip, flip, start))
-        assert running.asked == [FlipAsked(to="prefill"), FlipAsked(to="prefill"), ScaleAsked(prefill=3, decode=2)]
+        assert running.asked == [asked_flip, asked_flip, ScaleAsked(prefill=3, decode=2, yields=True)]
         running.asked.clear()
         await ControlScaler(running.path).carry_out(order(flip))
-        assert running.asked == [FlipAsked(to="prefill")]
+        assert running.asked == [asked_flip]
 
 
 async def test_sizes_of_a_cluster_in_change_are_none(tmp_path: Path) -> None:

@@ -1,0 +1,80 @@
+"""Whether this machine's GPUs have room for a worker beside the one that it is to replace.
+
+Workers say in their ready line how many GPUs they compute on and what they keep there. How much is free is asked of
+torch, in a process of its own that sees what a worker would see: `tandem up` itself holds no memory of any GPU.
+"""
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from cluster.process_view import ProcessView
+from engine.memory import DEFAULT_MEMORY_SHARE
+from tandem.config import ClusterConfig
+
+_ANSWER_S = 120.0
+"""torch alone takes seconds to import from a cold disk."""
+_ASK = """
+import json, torch
+
+def free(index):
+    try:
+        return torch.cuda.mem_get_info(index)[0]
+    except RuntimeError:  # not even room for a context
+        return 0
+
+print(json.dumps([free(index) for index in range(torch.cuda.device_count())]))
+"""
+_log = logging.getLogger(__name__)
+
+
+async def crowded(
+    workers: Sequence[ProcessView], config: ClusterConfig, command: Sequence[str] = (sys.executable, "-c", _ASK)
+) -> frozenset[str]:
+    """Names of the workers beside which no other like them fits; none where GPUs cannot be asked.
+
+    Nobody is asked while no worker computes on a GPU.
+    """
+    on_gpus = [view for view in workers if _num_gpus(view.ready)]
+    if not on_gpus:
+        return frozenset()
+    free = await _free_bytes(command)
+    return frozenset() if free is None else frozenset(v.name for v in on_gpus if not has_room(v.ready, config, free))
+
+
+def has_room(ready: Mapping[str, Any], config: ClusterConfig, free_bytes: Sequence[int]) -> bool:
+    """Whether a successor gets what the worker with this ready line has. A worker takes the first GPUs it sees."""
+    count = _num_gpus(ready)
+    if len(free_bytes) < count:
+        return False
+    least = min(free_bytes[:count])
+    if (stated := config.engine.memory_bytes) is not None:
+        return least >= stated // count
+    kept = (int(ready.get("weights_bytes", 0)) + int(ready.get("kv_bytes", 0))) // count
+    return int(least * DEFAULT_MEMORY_SHARE) >= kept
+
+
+def _num_gpus(ready: Mapping[str, Any]) -> int:
+    return int(ready.get("num_gpus", 0))
+
+
+async def _free_bytes(command: Sequence[str]) -> list[int] | None:
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            told, _ = await process.communicate()
+        return [int(free) for free in json.loads(told)]
+    except (TimeoutError, ValueError, TypeError):
+        _log.warning("the GPUs' free memory is not known")
+        return None
+    finally:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
