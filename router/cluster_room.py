@@ -60,6 +60,8 @@ class ClusterRoom:
     """Of its fastest worker; 0 when none has measured."""
     least_wait_s: float
     """Until the worker that is first done with its prompts is done."""
+    awaited: bool = False
+    """Nobody takes requests, but somebody is expected to."""
 
     def ever_holds(self, num_tokens: int) -> bool:
         """Whether waiting can make room for such a prompt; if not, dispatch says what is wrong."""
@@ -67,7 +69,9 @@ class ClusterRoom:
 
     def takes(self, num_tokens: int) -> bool:
         """Whether a request with such a prompt would be run now."""
-        return not self.usable or (self.slots > 0 and self.slack_tokens > 0.0 and num_tokens < self.free_tokens)
+        if not self.usable:
+            return not self.awaited
+        return self.slots > 0 and self.slack_tokens > 0.0 and num_tokens < self.free_tokens
 
 
 def look(view: ClusterView, policy: RoomPolicy, transit: InTransit, now_s: float) -> ClusterRoom:

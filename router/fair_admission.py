@@ -10,6 +10,7 @@ Nobody waits while the cluster has room.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from router.admission_counts import AdmissionCounts, Rejection
 from router.admission_values import AdmissionPolicy, Entered, Entry, Wanted
@@ -36,9 +37,16 @@ class FairAdmission:
         limiter: Limiter,
         policy: AdmissionPolicy,
         clock: Callable[[], float],
+        is_due: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`places`: how many requests of a priority may run besides, whatever the workers say."""
+        """`places`: how many requests of a priority may run besides, whatever the workers say.
+
+        `is_due`: whether a decode worker is expected, asked while none takes requests.
+        """
         self._view = view
+        self._is_due = is_due
+        self._awaited = False
+        """At the last look: nobody serves, and somebody is expected to."""
         self._places = places
         self._limiter = limiter
         self._policy = policy
@@ -129,13 +137,15 @@ class FairAdmission:
             return []
         self._pass_time()
         room, now_s = self._room(), self._clock()
+        # A prediction may be wrong, so those let in are given more time; here is none.
+        patience = 1.0 if room.awaited else self._policy.patience
         # Nobody waits longer than it takes to serve everybody.
         whole_s = sum(t.cost for t in self._queue) / self._rate(room) + room.least_wait_s
         found = []
         for ticket in list(self._queue):
             if (
-                self._left_s(ticket, room, now_s) <= whole_s
-                and (late := self._lateness(ticket, room, share=1.0, patience=self._policy.patience)) is not None
+                self._left_s(ticket, room, now_s, patience) <= whole_s
+                and (late := self._lateness(ticket, room, share=1.0, patience=patience)) is not None
             ):
                 entry = self._entries[ticket]
                 error = self._refuse(ticket, *late, waited=True)
@@ -300,9 +310,10 @@ class FairAdmission:
         self.counts.rejected(Rejection.HOPELESS if waited else why, ticket.tenant)
         if why is Rejection.DEADLINE and ticket.deadline_s is not None and ticket.deadline_s <= self._clock():
             return DeadlineExceeded("the request's time ran out before its turn came")
-        retry_s = self._retry_after_s(ticket, over_s, self._room())
+        retry_s = self._retry_after_s(ticket, over_s, room := self._room())
+        why_late = "no decode worker takes requests" if room.awaited else "the cluster is overloaded"
         bound = "its deadline" if why is Rejection.DEADLINE else f"{self._policy.max_queue_s:g} s"
-        return Unavailable(f"the cluster is overloaded: the wait would be longer than {bound}", retry_after_s=retry_s)
+        return Unavailable(f"{why_late}: the wait would be longer than {bound}", retry_after_s=retry_s)
 
     def _retry_after_s(self, ticket: Ticket, over_s: float, room: ClusterRoom) -> float:
         """When there will be room, behind all who were told to come back before."""
@@ -319,8 +330,8 @@ class FairAdmission:
         ahead = self._queue.ahead_of(ticket, credit=self._credit(ticket, room))
         return (ahead.cost + ticket.cost) / self._rate(room) + room.least_wait_s
 
-    def _left_s(self, ticket: Ticket, room: ClusterRoom, now_s: float) -> float:
-        left_s = ticket.arrived_s + self._policy.patience * self._policy.max_queue_s - now_s
+    def _left_s(self, ticket: Ticket, room: ClusterRoom, now_s: float, patience: float) -> float:
+        left_s = ticket.arrived_s + patience * self._policy.max_queue_s - now_s
         if ticket.deadline_s is None:
             return left_s
         return min(left_s, ticket.deadline_s - now_s - _compute_s(ticket, room))
@@ -336,7 +347,9 @@ class FairAdmission:
         transit = InTransit(
             num_requests=len(self._transit), work_tokens=sum(entry.ticket.work_tokens for entry in self._transit)
         )
-        return look(self._view(), self._policy.room, transit, self._clock())
+        room = look(self._view(), self._policy.room, transit, self._clock())
+        self._awaited = not room.usable and self._is_due()
+        return replace(room, awaited=True) if self._awaited else room
 
     def _has_room(self, room: ClusterRoom, ticket: Ticket) -> bool:
         if not room.ever_holds(ticket.num_tokens):
@@ -344,7 +357,8 @@ class FairAdmission:
         return room.takes(ticket.num_tokens) and self._places(ticket.priority) > len(self._transit)
 
     def _pass_time(self) -> None:
-        self._meter.passed(self._clock(), busy=len(self._queue) > 0)
+        # How fast the queue drains is not learned while there is nobody to drain it.
+        self._meter.passed(self._clock(), busy=len(self._queue) > 0 and not self._awaited)
 
     def _give_turn(self, entry: Entry) -> None:
         entry.waiting, entry.had_turn, entry.in_transit = False, True, True

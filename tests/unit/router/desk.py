@@ -16,6 +16,7 @@ class Desk:
         self.now_s = 100.0
         self.workers = [snapshot()]
         self.places = 10**6
+        self.is_due = False
         room = RoomPolicy(worker_backlog_s=0.1, max_running_per_worker=8)
         self.admission = FairAdmission(
             view=lambda: view_of(self.workers),
@@ -23,6 +24,7 @@ class Desk:
             limiter=Limiter(limits or LimitsConfig(), clock=lambda: self.now_s),
             policy=AdmissionPolicy(**{"room": room, "max_queue_s": 10.0, **policy}),
             clock=lambda: self.now_s,
+            is_due=lambda: self.is_due,
         )
 
     def fill(self) -> None:
