@@ -41,10 +41,10 @@ class AdmissionCounts:
     waited_s: float = 0.0
     """By all that had their turn, together."""
 
-    def rejected(self, why: Rejection, tenant: str) -> None:
-        """One was turned away."""
-        self.rejections[why] += 1
-        self._of(tenant).rejected += 1
+    def rejected(self, why: Rejection, tenant: str, num_requests: int = 1) -> None:
+        """So many were turned away: a call is, with all its requests."""
+        self.rejections[why] += num_requests
+        self._of(tenant).rejected += num_requests
 
     def waited(self, seconds: float) -> None:
         """One had its turn."""

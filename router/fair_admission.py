@@ -236,7 +236,7 @@ class FairAdmission:
     def _admit(self, call: Sequence[Wanted]) -> list[Entry]:
         tenant, promised = call[0].tenant, all(wanted.promised for wanted in call)
         if self.closed and not promised:
-            self.counts.rejected(Rejection.DRAINING, tenant)
+            self.counts.rejected(Rejection.DRAINING, tenant, len(call))
             raise Unavailable("the router is draining", retry_after_s=1.0)
         tickets = [self._ticket(wanted) for wanted in call]
         try:
@@ -244,7 +244,7 @@ class FairAdmission:
             leaving = sum(wanted.leaving for wanted in call)
             grants = self._limiter.admit_call(tenant, estimates, promised=promised, leaving=leaving)
         except Overloaded as error:
-            self.counts.rejected(Rejection(error.param), tenant)
+            self.counts.rejected(Rejection(error.param), tenant, len(call))
             raise
         return [Entry(ticket=ticket, grant=grant) for ticket, grant in zip(tickets, grants, strict=True)]
 

@@ -29,6 +29,8 @@ class Routers:
             if url.scheme not in ("http", "https") or not url.hostname:
                 raise ConfigError(f"{url.geturl()} is no router's address: http://HOST:PORT, or https://")
         self._api_key_file = api_key_file
+        self._addresses: dict[str, list[str]] = {}
+        """By URL, as its name was last resolved."""
         # trust_env: a proxy of the company's network does not know the cluster's addresses.
         self._http = httpx.AsyncClient(timeout=_ANSWER_S, trust_env=False, verify=tls if tls is not None else True)
 
@@ -47,10 +49,13 @@ class Routers:
         for url in self._urls:
             host, port = str(url.hostname), url.port or (443 if url.scheme == "https" else 80)
             try:
-                addresses = await _addresses(host, port)
+                self._addresses[url.geturl()] = await _addresses(host, port)
             except OSError as error:
-                told[url.geturl()] = f"its name is not known: {error}"
-                continue
+                # Routers go on while nobody can resolve their name: they are asked where they were.
+                if url.geturl() not in self._addresses:
+                    told[url.geturl()] = f"its name is not known: {error}"
+                    continue
+            addresses = self._addresses[url.geturl()]
             path = url.path.rstrip("/").removesuffix("/v1")
             found += [(f"{url.scheme}://{join(address, port)}{path}", host, url.netloc) for address in addresses]
         answers = await asyncio.gather(*(self._figures(*one) for one in found))

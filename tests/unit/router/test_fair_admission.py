@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from router.admission_counts import Rejection
+from router.admission_values import Wanted
 from router.cluster_room import DrainMeter, InTransit, RoomPolicy, look
 from router.tenant_limits import TokenBucket
 from tandem.admission_config import LimitsConfig, TenantLimits
@@ -298,6 +299,19 @@ def test_limits_are_named_and_are_each_tenants_own(limits: TenantLimits, name: s
         desk.admission.end(entry)
     desk.now_s += caught.value.retry_after_s + 60.0
     assert not desk.ask(tokens=99).waiting
+
+
+def test_a_call_that_is_turned_away_counts_with_all_its_requests() -> None:
+    desk = Desk(limits=LimitsConfig(default=TenantLimits(requests_per_minute=4)))
+    call = [Wanted(tenant="a", priority=0, num_tokens=9, max_output_tokens=1, deadline_s=None) for _ in range(3)]
+    assert len(desk.admission.enter_call(call).entries) == 3
+    with pytest.raises(Overloaded, match="requests_per_minute"):
+        desk.admission.enter_call(call)
+    desk.admission.closed = True
+    with pytest.raises(Unavailable, match="draining"):
+        desk.admission.enter_call(call)
+    assert desk.admission.counts.rejections == {Rejection.REQUESTS: 3, Rejection.DRAINING: 3}
+    assert desk.admission.counts.tenants["a"].rejected == 6
 
 
 def test_tokens_are_settled_with_what_was_used() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import http.server
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +16,12 @@ from typer.testing import CliRunner
 
 from cluster.autoscale.command import address_of, sizes_of
 from cluster.autoscale.live import LiveOptions, LivePlanner
+from cluster.autoscale.load_watch import LoadWatch, Unseen
 from cluster.autoscale.orders import Order, OrderFailed
 from cluster.autoscale.routers import Routers
+from cluster.autoscale.speed import SpeedWatch
 from cluster.cli import app
-from cluster.planner.values import FleetView, Sizes
+from cluster.planner.values import FleetView, Observation, Sizes
 from tandem.errors import ConfigError
 from tests.unit.cluster.autoscale.told import POLICY, PROMISE, WORKER, ToldRouter
 
@@ -206,6 +209,25 @@ async def test_a_name_stands_for_its_addresses_and_is_still_told() -> None:
         async with Routers(["no-such-host.invalid"], api_key_file=None, tls=None) as routers:
             [said] = (await routers.ask()).values()
         assert "name is not known" in str(said)
+
+
+async def test_a_name_that_is_not_resolved_once_costs_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = LoadWatch(SpeedWatch(WORKER), ttft_s=PROMISE.ttft_s, forget_s=60.0)
+    with door(num=5) as router:
+        url = router.url.replace("127.0.0.1", "localhost")
+        async with Routers([url], api_key_file=None, tls=None) as routers:
+            assert isinstance(looks.look(0.0, await routers.ask()), Unseen)
+
+            async def fails(*_: object, **__: object) -> None:
+                raise socket.gaierror("no answer")
+
+            with monkeypatch.context() as without_names:
+                without_names.setattr(asyncio.get_running_loop(), "getaddrinfo", fails)
+                told = await routers.ask()
+            for at_s, said in ((15.0, told), (30.0, await routers.ask())):
+                seen = looks.look(at_s, said)
+                assert isinstance(seen, Observation)
+                assert (seen.period_s, seen.demand.num_requests) == (15.0, 5)
 
 
 async def test_words_tell_news_once() -> None:
