@@ -68,7 +68,7 @@ async def test_a_node_is_lost_and_new_workers_join_within_the_bounds(nodes, uppe
 
 
 async def test_everything_is_restarted_and_no_request_fails(nodes, upped, cluster, answers):
-    async with asked_all_the_while(cluster, answers):
+    async with asked_all_the_while(cluster, answers, clients=4):
         before = await nodes.workers()
         await upped.order("restart")
         after = await nodes.workers()
@@ -93,7 +93,7 @@ async def test_the_planner_grows_the_pool_whose_requests_are_late(upped, cluster
             if any(json.loads(one).get("outcome") == "done" for one in told[-1:] if one.startswith("{")):
                 return
 
-    async with asked_all_the_while(cluster, answers):
+    async with asked_all_the_while(cluster, answers, clients=4):
         async with asyncio.timeout(3 * WAIT_S):
             await listen()
         await cluster.until_workers(4)
