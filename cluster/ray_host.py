@@ -19,11 +19,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cluster.child import Child
     from cluster.supervisor import ProcessPlan
+    from router.silence import SilenceWatch
 
 Word = tuple[str, Any]
 """What happened, and what is to be said of it: loading, ready, beat, news, log or exit."""
 LISTEN_S = 1.0
 """An actor that has nothing to tell answers so soon nevertheless: it is a sign of life."""
+_LOOKS = 8
+"""So often within its lease it is looked whether it has run out."""
 MAX_LOG_BYTES = 1 << 18
 """Of lines that nobody has fetched yet; the oldest are lost first, and it is told how many."""
 
@@ -85,7 +88,8 @@ class WorkerHost:
         self._news: asyncio.Event | None = None
         self._config_fd: int | None = None
         self._child: Child | None = None
-        self._lease: asyncio.TimerHandle | None = None
+        self._lease: SilenceWatch | None = None
+        self._look: asyncio.TimerHandle | None = None
 
     async def where(self) -> tuple[str, str]:
         """The id and the address of the node that this is."""
@@ -165,10 +169,22 @@ class WorkerHost:
 
     def _renew(self) -> None:
         """Somebody still wants this worker."""
-        if self._lease is not None:
-            self._lease.cancel()
-        # The child goes with this process; nobody is left to be told.
-        self._lease = asyncio.get_running_loop().call_later(self._lease_s, os._exit, 1)
+        from router.silence import SilenceWatch
+
+        now = asyncio.get_running_loop().time()
+        if self._lease is None:
+            self._lease = SilenceWatch(silence_s=self._lease_s, period_s=self._lease_s / _LOOKS, now_s=now)
+            self._look_soon()
+        self._lease.heard(now)
+
+    def _look_soon(self) -> None:
+        self._look = asyncio.get_running_loop().call_later(self._lease_s / _LOOKS, self._look_now)
+
+    def _look_now(self) -> None:
+        """Time in which this process itself stood still, with its whole machine perhaps, does not count."""
+        if self._lease is not None and self._lease.is_silent(asyncio.get_running_loop().time()):
+            os._exit(1)  # the child goes with this process; nobody is left to be told
+        self._look_soon()
 
 
 def _on_this_node(config: str) -> str:

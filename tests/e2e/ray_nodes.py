@@ -21,8 +21,8 @@ import psutil
 NODES = 2
 STORE_BYTES = 80 << 20
 """The least that Ray takes; nothing is stored in it."""
-CPUS = 8
-"""Of each node, as far as Ray knows."""
+NODE = {"num_cpus": 8, "object_store_memory": STORE_BYTES}
+"""As far as Ray knows."""
 SETTINGS = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -61,6 +61,10 @@ class RayNodes:
     async def still_the_head(self) -> None:
         """Stop what every node and driver asks where things are; nodes and what runs on them go on."""
         await self._ask("still the head")
+
+    async def add_one_with(self, resource: str) -> None:
+        """One more node, which has one of this."""
+        await self._ask(f"add {resource}")
 
     async def go_on(self) -> None:
         """Those that were stopped run again."""
@@ -119,26 +123,28 @@ def main() -> None:
     head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
-        nodes = [cluster.add_node(wait=False, num_cpus=CPUS, object_store_memory=STORE_BYTES) for _ in range(NODES)]
+        nodes = [cluster.add_node(wait=False, **NODE) for _ in range(NODES)]
         cluster.wait_for_nodes()
         session = cluster.head_node.get_session_dir_path()
         say.write(json.dumps({"address": cluster.address, "session": session}) + "\n")
         for order in sys.stdin:
             had = workers_of(*nodes)
             busiest = max(nodes, key=lambda node: len(workers_of(node)))
-            match order.strip():
-                case "kill":
+            match order.split():
+                case ["add", resource]:
+                    nodes.append(cluster.add_node(resources={resource: 1}, **NODE))
+                case ["kill"]:
                     had = workers_of(busiest)
                     nodes.remove(busiest)
                     cluster.remove_node(busiest, allow_graceful=False)
-                case "still":
+                case ["still"]:
                     had = workers_of(busiest)
                     stopped = processes_of(busiest)
                     signal_all(stopped, signal.SIGSTOP)
-                case "still the head":
+                case ["still", "the", "head"]:
                     stopped = [psutil.Process(one.process.pid) for one in cluster.head_node.all_processes["gcs_server"]]
                     signal_all(stopped, signal.SIGSTOP)
-                case "go on":
+                case ["go", "on"]:
                     signal_all(stopped, signal.SIGCONT)
             say.write(json.dumps(had) + "\n")
     finally:

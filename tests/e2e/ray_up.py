@@ -181,7 +181,7 @@ async def says_the_same(cluster: RunningCluster, answers: Answers, salt: str) ->
 
 
 @asynccontextmanager
-async def asked_all_the_while(cluster: RunningCluster, answers: Answers, clients: int = 2) -> AsyncIterator[None]:
+async def asked_all_the_while(cluster: RunningCluster, answers: Answers, clients: int) -> AsyncIterator[None]:
     """Clients who ask for the next answer as soon as they have one; each answer is what it should be."""
     prompts, expected = answers
     enough, num_answers = asyncio.Event(), 0

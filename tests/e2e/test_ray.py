@@ -63,7 +63,7 @@ async def test_new_workers_join_upon_an_order(upped, cluster, answers):
 
 
 async def test_workers_change_pools_leave_and_are_replaced_and_no_request_fails(nodes, upped, cluster, answers):
-    async with asked_all_the_while(cluster, answers):
+    async with asked_all_the_while(cluster, answers, clients=1):
         await upped.order("flip", "prefill")
         flipped = await nodes.workers()
         assert sorted(flipped.values()) == ["decode-0", "decode-1", "prefill-0", "prefill-1"]

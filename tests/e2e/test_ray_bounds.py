@@ -68,7 +68,7 @@ async def test_a_node_is_lost_and_new_workers_join_within_the_bounds(nodes, uppe
 
 
 async def test_everything_is_restarted_and_no_request_fails(nodes, upped, cluster, answers):
-    async with asked_all_the_while(cluster, answers):
+    async with asked_all_the_while(cluster, answers, clients=4):
         before = await nodes.workers()
         await upped.order("restart")
         after = await nodes.workers()
@@ -93,7 +93,7 @@ async def test_the_planner_grows_the_pool_whose_requests_are_late(upped, cluster
             if any(json.loads(one).get("outcome") == "done" for one in told[-1:] if one.startswith("{")):
                 return
 
-    async with asked_all_the_while(cluster, answers):
+    async with asked_all_the_while(cluster, answers, clients=4):
         async with asyncio.timeout(3 * WAIT_S):
             await listen()
         await cluster.until_workers(4)
@@ -118,6 +118,23 @@ async def test_a_head_that_does_not_answer_holds_up_nothing_that_does_not_need_i
     await upped.says(name, "is back", since=since)
     await cluster.until_workers(3)
     await says_the_same(cluster, answers, "the head is back")
+
+
+async def test_a_cluster_waits_for_the_node_that_it_wants(nodes, tmp_path):
+    config = tmp_path / "cluster.yaml"
+    config.write_text("ray: {decode: {resources: {late: 1}}}\n")
+    environment = nodes.environment | {"XDG_RUNTIME_DIR": str(tmp_path), "TANDEM_ENGINE__NUM_THREADS": "1"}
+    sizes = ("--prefill", "0", "--decode", "1", "--port", "0", "--grpc-port", "0")
+    process = await tandem(environment, "up", "--ray", nodes.address, "--config", str(config), *sizes)
+    made = Upped(process, 0, environment)
+    listening = asyncio.ensure_future(made.listen())
+    await made.says("waits for a Ray node with 1 CPU, 1 late free", "and no node is that large")
+    await nodes.add_one_with("late")
+    await made.says("Try it:")
+    process.terminate()
+    async with asyncio.timeout(WAIT_S):
+        await listening
+    assert await process.wait() == 0, made.logs.lines[-40:]
 
 
 async def test_workers_do_not_outlive_the_command(nodes, tmp_path):

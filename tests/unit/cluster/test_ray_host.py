@@ -13,6 +13,7 @@ import pytest
 from cluster import ray_host
 from cluster.ray_host import Outbox, WorkerHost
 from tandem.config import dump, load
+from tests.unit.cluster.clock_that_jumps import ClockThatJumps
 
 WAIT_S = 30.0
 SPEAKER = """
@@ -55,7 +56,7 @@ async def test_a_worker_is_started_told_of_and_signalled(speaker, monkeypatch):
     await heard(host, words, ("exit", -signal.SIGTERM))
     assert words[-1] == ("exit", -signal.SIGTERM)
     await host.send(signal.SIGKILL)  # it has ended: nothing happens
-    host._lease.cancel()
+    host._look.cancel()
 
 
 async def test_the_configuration_is_never_a_file_that_others_could_find(speaker, tmp_path, monkeypatch):
@@ -70,7 +71,7 @@ async def test_the_configuration_is_never_a_file_that_others_could_find(speaker,
     assert list(tmp_path.iterdir()) == []
     await host.send(signal.SIGKILL)
     await heard(host, words, ("exit", -signal.SIGKILL))
-    host._lease.cancel()
+    host._look.cancel()
 
 
 def test_an_actor_that_nobody_asks_ends_and_its_worker_with_it():
@@ -90,6 +91,35 @@ asyncio.run(main())
     pid = int(done.stdout)
     if psutil.pid_exists(pid):
         psutil.Process(pid).wait(WAIT_S)
+
+
+def test_time_in_which_the_actor_stood_still_is_not_of_its_lease(speaker, monkeypatch):
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+
+    async def pass_by(loop, away_s):
+        loop.away_s += away_s
+        turned = loop.create_future()
+        loop.call_later(0, loop.call_soon, turned.set_result, None)  # behind every timer that is due
+        await turned
+
+    async def scenario():
+        loop, host = asyncio.get_running_loop(), WorkerHost(60.0)
+        pid = await host.start("decode", 0, "127.0.0.1:0", dump(load(None)))
+        await pass_by(loop, 600.0)
+        assert ended == []
+        for _ in range(10):
+            await pass_by(loop, 8.0)
+        assert set(ended) == {1}, "nobody has listened for a minute"
+        host._look.cancel()
+        psutil.Process(pid).kill()
+        async with asyncio.timeout(WAIT_S):
+            while ("exit", -signal.SIGKILL) not in await host.listen():
+                pass
+        host._look.cancel()
+
+    with asyncio.Runner(loop_factory=ClockThatJumps) as runner:
+        runner.run(scenario())
 
 
 def test_lines_that_nobody_fetches_are_bounded_and_what_is_lost_is_told():
