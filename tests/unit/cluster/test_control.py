@@ -89,6 +89,12 @@ async def test_a_line_that_asks_for_nothing_is_answered_with_why(folder, line):
         writer.close()
 
 
+def test_a_parent_of_the_version_before_understands_what_does_not_ask_for_more():
+    assert written(RestartAsked()) == b'{"op":"restart","roles":[]}\n'
+    assert written(ScaleAsked(decode=2)) == b'{"op":"scale","decode":2}\n'
+    assert written(FlipAsked(to="decode")) == b'{"op":"flip","to":"decode"}\n'
+
+
 async def test_one_change_at_a_time_and_it_outlives_who_asked_for_it(folder):
     async with make(folder) as cluster, ControlSocket(cluster, tell=[].append) as control:
         reader, writer = await asyncio.open_unix_connection(control.path)
