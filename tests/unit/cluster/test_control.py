@@ -157,6 +157,17 @@ async def test_a_planner_makes_room_for_an_operator_and_not_the_other_way_round(
         await waits
 
 
+async def test_what_makes_no_sense_displaces_no_planners_change(folder):
+    counts = {"prefill": 0, "modes": {"decode-1": "slow"}}
+    async with make(folder, **counts) as cluster, ControlSocket(cluster, tell=[].append) as control:
+        waits = await hanging(control, ScaleAsked(decode=2, yields=True))
+        (told,) = await asyncio.to_thread(lambda: list(ask(control.path, FlipAsked(to="decode"))))
+        assert told.reason == "there is no prefill worker to spare"
+        assert cluster.under_way is not None
+        assert (await run("abort", "--socket", str(control.path))).exit_code == 0
+        await waits
+
+
 async def test_who_interrupts_the_command_is_told_how_to_take_the_change_back(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
