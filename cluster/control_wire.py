@@ -1,4 +1,8 @@
-"""What is said over the control socket of a running cluster: one line of JSON asks, lines of JSON answer."""
+"""What is said over the control socket of a running cluster: one line of JSON asks, lines of JSON answer.
+
+An upgrade begins with a new command that asks a parent of the version before. Whatever a message has gained since is
+therefore None, and left out, unless somebody wants it: the parent refuses fields that it does not know.
+"""
 
 from typing import Annotated, Literal
 
@@ -28,7 +32,7 @@ class ScaleAsked(ControlMessage):
     op: Literal["scale"] = "scale"
     prefill: int | None = Field(default=None, ge=0, le=MAX_REPLICAS)
     decode: int | None = Field(default=None, ge=1, le=MAX_REPLICAS)
-    yields: bool = False
+    yields: bool | None = None
     """A planner asks: an operator's change takes its place."""
 
 
@@ -37,7 +41,7 @@ class FlipAsked(ControlMessage):
 
     op: Literal["flip"] = "flip"
     to: WorkerRoleName
-    yields: bool = False
+    yields: bool | None = None
 
 
 class RestartAsked(ControlMessage):
@@ -45,7 +49,7 @@ class RestartAsked(ControlMessage):
 
     op: Literal["restart"] = "restart"
     roles: tuple[RoleName, ...] = ()
-    in_place: bool = False
+    in_place: bool | None = None
     """Each worker leaves before its successor starts, also where there is room for both."""
 
 

@@ -56,7 +56,7 @@ def restart(
     """Replace the processes of a running cluster one after another, without losing a request."""
     from cluster.control_wire import RestartAsked
 
-    _change(RestartAsked, {"roles": tuple(roles or ()), "in_place": in_place}, port, socket)
+    _change(RestartAsked, {"roles": tuple(roles or ()), "in_place": in_place or None}, port, socket)
 
 
 def abort(port: PortOption = 8000, socket: SocketOption = None) -> None:

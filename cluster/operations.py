@@ -63,7 +63,8 @@ async def carry_out(cluster: LocalCluster, asked: Change, tell: Callable[[str], 
     A planner's change that is under way makes room for an operator's.
     """
     full = await _crowded(cluster, asked)
-    yields = not isinstance(asked, RestartAsked) and asked.yields
+    planned(asked, cluster.members(), routers_only=cluster.routers_only, crowded=full)  # nonsense displaces nobody
+    yields = not isinstance(asked, RestartAsked) and bool(asked.yields)
     if cluster.under_way is not None and cluster.under_way.yields and not yields:
         tell("a planner's change is under way: it is taken back")
         await cluster.abort("an operator's change takes its place")

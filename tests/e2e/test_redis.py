@@ -3,6 +3,8 @@
 import pytest
 import pytest_asyncio
 
+from cluster.control_wire import RestartAsked, ScaleAsked
+from cluster.operations import carry_out
 from tandem.client.aio import AsyncClient
 from tandem.client.options import Options
 from tests.e2e.emitted import is_of_planner, unknown
@@ -72,6 +74,25 @@ async def test_two_routers_share_what_one_has_routed_and_redis_may_come_and_go(c
             assert await router.figure("tandem_worker_redis_states_total") >= 4, "written again by both"
     assert not [line for line in cluster.logs.lines if "hush" in line]
     assert [line for line in cluster.logs.lines if "fails (publish)" in line]
+
+
+@pytest.mark.slow
+async def test_a_worker_that_the_file_names_and_redis_tells_of_is_one_worker(cluster, oracle):
+    """`tandem restart` has the routers read the file again (SIGHUP) while Redis tells them of the same workers."""
+    for change in (RestartAsked(roles=("prefill", "decode", "router")), ScaleAsked(decode=2), ScaleAsked(decode=1)):
+        await carry_out(cluster.local, change, cluster.logs.lines.append)
+        await cluster.until_workers(len(cluster.local.workers))
+        await followed(cluster, len(cluster.local.workers))
+        assert await cluster.tokens(prompt(oracle, 9), 6) == oracle.tokens(prompt(oracle, 9), 6)
+
+
+async def followed(cluster, count):
+    """Until the logs of so many workers are followed: of each one once, and of none that has left."""
+
+    async def are_all():
+        return await cluster.figure("tandem_redis_followed_workers") == count
+
+    await cluster.until(are_all)
 
 
 async def test_boards_and_alarms_name_what_this_cluster_tells(cluster, oracle):

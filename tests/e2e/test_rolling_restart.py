@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import ssl
 import sys
 import time
 from contextlib import asynccontextmanager, suppress
@@ -22,6 +23,7 @@ from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.e2e.running_cluster import WAIT_S, body, running
 from tests.e2e.test_takeover import Reader
+from tests.unit.kv_transfer.certificates import Authority
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -40,8 +42,11 @@ class Load:
     cluster: object
     doors: object
     expected: dict
+    ca: object = None
+    """Certificate of the authority of doors that speak TLS."""
     over: bool = False
-    answers: dict = field(default_factory=lambda: {"kept": 0, "fresh": 0, "grpc": 0})
+    answers: dict = field(default_factory=lambda: {"kept": 0, "fresh": 0, "grpc": 0, "eager": 0})
+    """`eager` speaks gRPC, too, and does not wait for a door that is not there."""
     failures: list = field(default_factory=list)
     longest_pause_s: float = 0.0
     """Between two pieces of one stream."""
@@ -50,21 +55,30 @@ class Load:
         """One client, until it is over."""
         prompts = list(self.expected)
         async with (
-            httpx.AsyncClient(base_url=self.doors.http_url, timeout=WAIT_S, trust_env=False) as http,
-            grpc.aio.insecure_channel(self.doors.grpc_address) as channel,
+            httpx.AsyncClient(base_url=self.doors.http_url, timeout=WAIT_S, trust_env=False, **self._trust()) as http,
+            self._channel() as channel,
         ):
             stub = InferenceStub(channel)
             while not self.over:
                 number += 1
                 prompt = prompts[number % len(prompts)]
                 try:
-                    said = await (self._call(stub, prompt) if kind == "grpc" else self._stream(http, kind, prompt))
+                    speaks_grpc = kind in ("grpc", "eager")
+                    said = await (self._call(stub, kind, prompt) if speaks_grpc else self._stream(http, kind, prompt))
                 except (httpx.HTTPError, grpc.aio.AioRpcError, AssertionError) as error:
                     self.failures.append((kind, repr(error)))
                 else:
                     self.answers[kind] += 1
                     if said != self.expected[prompt]:
                         self.failures.append((kind, f"{len(said)} tokens, other than expected"))
+
+    def _trust(self):
+        return {} if self.ca is None else {"verify": ssl.create_default_context(cafile=self.ca)}
+
+    def _channel(self):
+        if self.ca is None:
+            return grpc.aio.insecure_channel(self.doors.grpc_address)
+        return grpc.aio.secure_channel(self.doors.grpc_address, grpc.ssl_channel_credentials(self.ca.read_bytes()))
 
     async def _stream(self, http, kind, prompt):
         said, pieces_s = [], []
@@ -81,11 +95,11 @@ class Load:
         self._note(pieces_s)
         return said
 
-    async def _call(self, stub, prompt):
+    async def _call(self, stub, kind, prompt):
         said, pieces_s = [], []
         greedy = common_pb2.SamplingParams(max_tokens=ANSWER, ignore_eos=True, temperature=0.0)
         asked = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=prompt), sampling=greedy)
-        async for piece in stub.Generate(asked, timeout=WAIT_S, wait_for_ready=True):
+        async for piece in stub.Generate(asked, timeout=WAIT_S, wait_for_ready=kind == "grpc"):
             said += piece.token_ids
             pieces_s.append(time.monotonic())
         self._note(pieces_s)
@@ -102,10 +116,8 @@ async def loaded(cluster, oracle, first, doors=None):
     router than the cluster's own."""
     prompts = [tuple(oracle.story(first + i, 80)) for i in range(PROMPTS)]
     expected = dict(zip(prompts, oracle.batch(prompts, ANSWER), strict=True))
-    load = Load(cluster, doors or cluster.local, expected)
-    clients = [
-        asyncio.create_task(load.ask(kind, number)) for number, kind in enumerate([*load.answers, "kept", "grpc"])
-    ]
+    load = Load(cluster, doors or cluster.local, expected, ca=getattr(doors, "ca", None))
+    clients = [asyncio.create_task(load.ask(kind, number)) for number, kind in enumerate([*load.answers, "kept"])]
     try:
         yield load
     finally:
@@ -151,11 +163,20 @@ async def test_one_of_each_is_replaced_under_load(cluster, oracle):
         await roll(cluster, load, RestartAsked())
         assert before.isdisjoint(pids(cluster))
         assert len(cluster.local.processes) == len(before)
-        await roll(cluster, load, ScaleAsked(prefill=2), FlipAsked(to="decode"))
-        await roll(cluster, load, RestartAsked(roles=("decode",), in_place=True), ScaleAsked(decode=1))
+        await roll(cluster, load, ScaleAsked(prefill=2), FlipAsked(to="decode"), ScaleAsked(decode=1))
     assert [view.role.value for view in cluster.local.workers] == ["prefill", "decode"]
     assert before.isdisjoint(pids(cluster))
     await cluster.until_idle()
+
+
+@pytest.mark.slow
+async def test_workers_are_replaced_in_place_under_load(cluster, oracle):
+    """Where there is no room for both the others do its work."""
+    async with loaded(cluster, oracle, 9760) as load:
+        await roll(cluster, load, ScaleAsked(decode=2))
+        before = pids(cluster)
+        await roll(cluster, load, RestartAsked(roles=("decode", "prefill"), in_place=True), ScaleAsked(decode=1))
+        assert len(before & pids(cluster)) == 1, "the router"
 
 
 @pytest.mark.slow
@@ -201,16 +222,20 @@ async def ask_once(cluster, prompt):
 class LoneRouter:
     """`python -m router` of the cluster's YAML, by hand, at ports that its successor will have too."""
 
-    def __init__(self, cluster, ports, folder):
+    def __init__(self, cluster, ports, folder, *, speaks_tls=False):
         self._command = (sys.executable, "-m", "router", "--config", str(cluster.local.config_path))
         self._environment = os.environ | {
             "TANDEM_ROUTER__PORT": str(ports[0]),
             "TANDEM_ROUTER__GRPC_PORT": str(ports[1]),
             "TANDEM_ROUTER__HANDOVER_SOCKET": str(folder / "handover.sock"),
         }
-        self.http_url, self.grpc_address = (
-            f"{scheme}127.0.0.1:{p}" for scheme, p in zip(("http://", ""), ports, strict=True)
-        )
+        self.http_url = f"http{'s' if speaks_tls else ''}://127.0.0.1:{ports[0]}"
+        self.grpc_address = f"127.0.0.1:{ports[1]}"
+        self.ca = None
+        if speaks_tls:
+            files = Authority().issue(folder, name="127.0.0.1")
+            self.ca = files.ca
+            self._environment["TANDEM_ROUTER__TLS"] = json.dumps({"cert": str(files.cert), "key": str(files.key)})
         self.running = []
 
     async def start(self, drain_s=30.0):
@@ -224,7 +249,8 @@ class LoneRouter:
             await self._ready()
 
     async def _ready(self):
-        async with httpx.AsyncClient(base_url=self.http_url, timeout=WAIT_S, trust_env=False) as http:
+        trust = True if self.ca is None else ssl.create_default_context(cafile=self.ca)
+        async with httpx.AsyncClient(base_url=self.http_url, timeout=WAIT_S, trust_env=False, verify=trust) as http:
             async with asyncio.timeout(WAIT_S):
                 while True:
                     with suppress(httpx.TransportError):
@@ -241,12 +267,12 @@ class LoneRouter:
 
 
 @asynccontextmanager
-async def standing_alone(cluster, folder):
+async def standing_alone(cluster, folder, **more):
     """No process yet; in the end none is left, and each has ended well."""
     folder.chmod(0o700)
     with PortDrawer() as drawer:
         ports = [drawer.draw("127.0.0.1", "router.host") for _ in range(2)]
-    lone = LoneRouter(cluster, ports, folder)
+    lone = LoneRouter(cluster, ports, folder, **more)
     try:
         yield lone
     finally:
@@ -254,8 +280,9 @@ async def standing_alone(cluster, folder):
     assert {process.returncode for process in lone.running} == {0}
 
 
-async def test_a_router_that_stands_alone_hands_its_doors_to_its_successor(cluster, oracle, tmp_path):
-    async with standing_alone(cluster, tmp_path) as lone:
+@pytest.mark.parametrize("speaks_tls", [False, True], ids=["plain", "tls"])
+async def test_a_router_that_stands_alone_hands_its_doors_to_its_successor(cluster, oracle, tmp_path, speaks_tls):
+    async with standing_alone(cluster, tmp_path, speaks_tls=speaks_tls) as lone:
         await lone.start()
         async with loaded(cluster, oracle, 9730, lone) as load:
             await answered(load)

@@ -89,6 +89,12 @@ async def test_a_line_that_asks_for_nothing_is_answered_with_why(folder, line):
         writer.close()
 
 
+def test_a_parent_of_the_version_before_understands_what_does_not_ask_for_more():
+    assert written(RestartAsked()) == b'{"op":"restart","roles":[]}\n'
+    assert written(ScaleAsked(decode=2)) == b'{"op":"scale","decode":2}\n'
+    assert written(FlipAsked(to="decode")) == b'{"op":"flip","to":"decode"}\n'
+
+
 async def test_one_change_at_a_time_and_it_outlives_who_asked_for_it(folder):
     async with make(folder) as cluster, ControlSocket(cluster, tell=[].append) as control:
         reader, writer = await asyncio.open_unix_connection(control.path)
@@ -147,6 +153,17 @@ async def test_a_planner_makes_room_for_an_operator_and_not_the_other_way_round(
         waits = await hanging(control, RestartAsked(roles=("decode",)))
         (told,) = await asyncio.to_thread(lambda: list(ask(control.path, ScaleAsked(prefill=1))))
         assert told.reason.startswith("another change is under way")
+        assert (await run("abort", "--socket", str(control.path))).exit_code == 0
+        await waits
+
+
+async def test_what_makes_no_sense_displaces_no_planners_change(folder):
+    counts = {"prefill": 0, "modes": {"decode-1": "slow"}}
+    async with make(folder, **counts) as cluster, ControlSocket(cluster, tell=[].append) as control:
+        waits = await hanging(control, ScaleAsked(decode=2, yields=True))
+        (told,) = await asyncio.to_thread(lambda: list(ask(control.path, FlipAsked(to="decode"))))
+        assert told.reason == "there is no prefill worker to spare"
+        assert cluster.under_way is not None
         assert (await run("abort", "--socket", str(control.path))).exit_code == 0
         await waits
 

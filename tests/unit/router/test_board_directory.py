@@ -1,8 +1,10 @@
 """Redis is believed when it tells of a worker, and not at once when it tells of none."""
 
 import asyncio
+from pathlib import Path
 
 from router.board_directory import RedisDirectory, WorkerListing
+from router.stated_workers import StatedWorkers
 from tandem.board.entries import Notice, Process
 from tandem.ids import Incarnation, WorkerId
 from tandem.registry import WorkerAddress
@@ -46,3 +48,23 @@ async def test_whoever_watches_hears_of_every_change() -> None:
     assert not waiting.done(), "nothing changed"
     directory.told([notice("a:1"), notice("b:1")], 0.3)
     assert await waiting == {at("s:1"), at("a:1"), at("b:1")}
+
+
+async def test_a_file_that_is_read_again_changes_what_is_stated_and_not_what_redis_tells(tmp_path: Path) -> None:
+    """SIGHUP of a router with Redis: it forgets nobody whom the file has never named."""
+    path = tmp_path / "cluster.yaml"
+    directory = RedisDirectory(WorkerListing(frozenset({at("s:1")}), forget_s=30.0))
+    directory.told([notice("a:1")], 0.0)
+    watching = directory.watch()
+    assert await anext(watching) == {at("s:1"), at("a:1")}
+    stated = StatedWorkers(path, directory.state)
+    for named, expected in (('["t:1"]', {"t:1", "a:1"}), ('["t:1", "u:1"]', {"t:1", "u:1", "a:1"}), ("[]", {"a:1"})):
+        path.write_text(f"decode: {{addresses: {named}}}")
+        await asyncio.to_thread(stated.read)
+        assert await anext(watching) == {at(address) for address in expected}
+    directory.told([notice("a:1"), notice("t:1")], 1.0)
+    path.write_text('decode: {addresses: ["a:1", "t:1"]}')
+    await asyncio.to_thread(stated.read)
+    directory.told([], 2.0)
+    directory.told([], 99.0)
+    assert await anext(watching) == {at("a:1"), at("t:1")}, "each once, and as long as it is named"
