@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -126,12 +127,13 @@ def up(  # noqa: PLR0913  # one parameter per option
         "redis.url": redis,
         "ray.address": ray,
     }
-    loaded, out, err = load(config, overrides), Console(highlight=False), Console(stderr=True, highlight=False)
+    again = partial(load, config, overrides)
+    loaded, out, err = again(), Console(highlight=False), Console(stderr=True, highlight=False)
     if loaded.ray.address is None:
-        raise typer.Exit(asyncio.run(serve(loaded, out=out, err=err)))
+        raise typer.Exit(asyncio.run(serve(loaded, out=out, err=err, again=again)))
     from cluster.ray_up import serve_on_ray
 
-    raise typer.Exit(serve_on_ray(loaded, loaded.ray.address, out=out, err=err))
+    raise typer.Exit(serve_on_ray(loaded, loaded.ray.address, out=out, err=err, again=again))
 
 
 @app.command(rich_help_panel=_RUN)
@@ -178,14 +180,15 @@ def router(
     """Become the router of the cluster that the YAML describes; with several processes, the parent of them."""
     from tandem.config import load
 
-    loaded = load(config, {"router.processes": workers})
+    again = partial(load, config, {"router.processes": workers})
+    loaded = again()
     if loaded.router.processes == 1:
         return _become(["router", "--config", str(config)])
     from rich.console import Console
 
     from cluster.up import serve_routers
 
-    raise typer.Exit(asyncio.run(serve_routers(loaded, console=Console(stderr=True, highlight=False))))
+    raise typer.Exit(asyncio.run(serve_routers(loaded, console=Console(stderr=True, highlight=False), again=again)))
 
 
 @app.command(rich_help_panel=_PROCESSES)

@@ -131,6 +131,13 @@ def with_sizes(config: ClusterConfig, sizes: Mapping[str, int]) -> ClusterConfig
     return config.model_copy(update=update)
 
 
+def with_watching(config: ClusterConfig, fresh: ClusterConfig) -> ClusterConfig:
+    """All that `fresh` may say while processes run: how they log, and how much is traced."""
+    telemetry = config.telemetry.model_copy(update={"sample_ratio": fresh.telemetry.sample_ratio})
+    logs = {"log_level": fresh.log_level, "log_format": fresh.log_format}
+    return config.model_copy(update={**logs, "telemetry": telemetry})
+
+
 def plan_processes(config: ClusterConfig) -> list[ProcessPlan]:
     """The processes of this cluster, workers first."""
     pools = ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))

@@ -8,12 +8,12 @@ from rich.text import Text
 
 from cluster.ray_launcher import RayLauncher
 from cluster.ray_session import connect
-from cluster.up import serve
+from cluster.up import Again, serve
 from tandem.config import ClusterConfig
 from tandem.model_path import BUILTIN
 
 
-def serve_on_ray(config: ClusterConfig, address: str, *, out: Console, err: Console) -> int:
+def serve_on_ray(config: ClusterConfig, address: str, *, out: Console, err: Console, again: Again | None = None) -> int:
     """Run it until the user ends it; the exit code. Raises ConfigError before anything was started.
 
     Call it on the main thread, outside of any event loop.
@@ -22,7 +22,7 @@ def serve_on_ray(config: ClusterConfig, address: str, *, out: Console, err: Cons
         if session.warning is not None:
             err.print(Text(f"warning: {session.warning}", style="bold yellow"), soft_wrap=True)
         launcher = RayLauncher(session, model_path=_hub_id(config.model.path))
-        return asyncio.run(serve(config, out=out, err=err, launcher=launcher))
+        return asyncio.run(serve(config, out=out, err=err, launcher=launcher, again=again))
 
 
 def _hub_id(path: str) -> str | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from cluster.effective import with_addresses, with_sizes
+from cluster.effective import with_addresses, with_sizes, with_watching
 from cluster.endings import ChangeFailed
 from cluster.launcher import Launcher
 from cluster.supervisor import Role
@@ -31,6 +31,10 @@ class SharedConfig:
             return False
         self._write(named)
         return True
+
+    def watch_as(self, fresh: ClusterConfig) -> None:
+        """What of it needs no restart is to hold from the next SIGHUP on. Raises OSError."""
+        self._write(with_watching(self.config, fresh))
 
     def _write(self, config: ClusterConfig) -> None:
         self._launcher.configure(config)

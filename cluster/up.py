@@ -37,6 +37,8 @@ LINE_S = 5.0
 _STARTING = "starting; the first time compiles kernels, a minute or so"
 Body = Callable[[LocalCluster], Awaitable[int]]
 """What to do while the cluster serves; its result is the exit code."""
+Again = Callable[[], ClusterConfig]
+"""Reads the user's configuration anew. Raises ConfigError and OSError."""
 
 
 class ConsoleWatcher:
@@ -159,7 +161,32 @@ class _Interrupts:
             self.console.print(text, style=style)
 
 
-async def serve(config: ClusterConfig, *, out: Console, err: Console, launcher: Launcher | None = None) -> int:
+@dataclass(frozen=True, slots=True)
+class _Rereads:
+    """What becomes of SIGHUP where there is no terminal: everybody reads again what may change while it runs."""
+
+    cluster: LocalCluster
+    console: Console
+    again: Again | None
+
+    def __call__(self) -> None:
+        try:
+            if self.again is not None:
+                self.cluster.shared.watch_as(self.again())
+        except (ConfigError, OSError) as error:
+            with suppress(OSError):
+                self.console.print(Text(f"{error}; the configuration stays as it was", style="bold red"))
+        self.cluster.request_reread()
+
+
+async def serve(
+    config: ClusterConfig,
+    *,
+    out: Console,
+    err: Console,
+    launcher: Launcher | None = None,
+    again: Again | None = None,
+) -> int:
     """Run a cluster until the user ends it; the exit code. Raises ConfigError before anything was started."""
     # Before a model is fetched and workers load it: the routers, who need them, come up last.
     for found in await asyncio.to_thread(locks, config):
@@ -173,10 +200,10 @@ async def serve(config: ClusterConfig, *, out: Console, err: Console, launcher: 
         await cluster.wait_stopped()
         return 0
 
-    return await run_with(resolved, body, console=err, show_logs=True, launcher=launcher)
+    return await run_with(resolved, body, console=err, show_logs=True, launcher=launcher, again=again)
 
 
-async def serve_routers(config: ClusterConfig, *, console: Console) -> int:
+async def serve_routers(config: ClusterConfig, *, console: Console, again: Again | None = None) -> int:
     """Run this host's router processes, and nothing else, until told to end; the exit code. Raises ConfigError."""
 
     check_place(config)
@@ -185,7 +212,8 @@ async def serve_routers(config: ClusterConfig, *, console: Console) -> int:
         await cluster.wait_stopped()
         return 0
 
-    return await run_with(resolve_model(config), body, console=console, show_logs=True, routers_only=True)
+    resolved = resolve_model(config)
+    return await run_with(resolved, body, console=console, show_logs=True, routers_only=True, again=again)
 
 
 async def run_with(
@@ -197,8 +225,9 @@ async def run_with(
     command: Command = module_command,
     routers_only: bool = False,
     launcher: Launcher | None = None,
+    again: Again | None = None,
 ) -> int:
-    """Run `body` while a cluster serves, then drain it; the exit code."""
+    """Run `body` while a cluster serves, then drain it; the exit code. `again`: reads the user's configuration anew."""
     watcher = ConsoleWatcher(console, show_logs=show_logs)
     cluster = LocalCluster(config, watcher=watcher, command=command, routers_only=routers_only, launcher=launcher)
     interrupts = _Interrupts(cluster, console)
@@ -206,7 +235,7 @@ async def run_with(
     signals = [signal.SIGINT, signal.SIGTERM]
     for signum in signals:
         loop.add_signal_handler(signum, interrupts)
-    if on_hangup(loop, closed=interrupts, reread=cluster.request_reread):
+    if on_hangup(loop, closed=interrupts, reread=_Rereads(cluster, console, again)):
         signals.append(signal.SIGHUP)
     try:
         with watcher:

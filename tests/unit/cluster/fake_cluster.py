@@ -12,6 +12,7 @@ from cluster.local import LocalCluster
 from cluster.supervisor import ProcessPlan
 from cluster.up import run_with
 from tandem.config import ClusterConfig, PoolConfig, RouterConfig
+from tandem.errors import ConfigError
 
 FAKE = Path(__file__).with_name("fake_process.py")
 
@@ -41,8 +42,14 @@ async def _up(journal: Path, modes: dict[str, str]) -> int:
         await cluster.wait_stopped()
         return 0
 
-    console = Console(stderr=True)
-    return await run_with(fake_config(), body, console=console, show_logs=True, command=fake_command(journal, modes))
+    def again() -> ClusterConfig:
+        """What a user has written meanwhile: something that may change while it runs, and something that may not."""
+        if any(mode == "spoilt" for mode in modes.values()):
+            raise ConfigError("log_level: must be a level")
+        return fake_config(decode=7).model_copy(update={"log_level": "debug"})
+
+    config, console, command = fake_config(), Console(stderr=True), fake_command(journal, modes)
+    return await run_with(config, body, console=console, show_logs=True, command=command, again=again)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ def read_again(*_: object) -> None:
     if is_router:
         with contextlib.suppress(OSError):  # a real one keeps the workers that it knows
             tell(stated())
-    os.write(1, f"{name} reads again\n".encode())
+    level = re.findall(r"^log_level: (\w+)$", config.read_text(), re.MULTILINE) if config.exists() else []
+    os.write(1, f"{name} reads again: {level}\n".encode())
 
 
 signal.signal(signal.SIGTERM, terminate)

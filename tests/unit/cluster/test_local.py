@@ -244,17 +244,22 @@ async def test_up_drains_when_its_terminal_closes(journal):
     assert all(gone(pid) for pid in pids(journal))
 
 
-async def test_up_without_a_terminal_has_files_read_again_and_goes_on(journal):
-    process = await start_up(journal, before=("setsid",))
+@pytest.mark.parametrize(("mode", "level"), [("ok", "debug"), ("spoilt", "info")])
+async def test_up_without_a_terminal_has_files_read_again_and_goes_on(journal, mode, level):
+    """What the user has written since is handed to all, unless it makes no sense."""
+    process = await start_up(journal, f"anybody={mode}", before=("setsid",))
     assert await process.stdout.readline() == b"serving\n"
     process.send_signal(signal.SIGHUP)
     async with asyncio.timeout(60.0):
-        told = set()
+        told, shown = set(), b""
         while len(told) < 3:
             line = await process.stderr.readline()
             assert line, told
+            shown += line
             if b"reads again" in line:
                 told.add(line)
+    assert all(f"['{level}']".encode() in line for line in told)
+    assert (b"log_level: must be a level; the configuration stays as it was" in shown) is (mode == "spoilt")
     process.send_signal(signal.SIGTERM)
     await process.communicate()
     assert process.returncode == 0
