@@ -84,6 +84,8 @@ def as_json(turn: Turn) -> dict[str, Any]:
     told: dict[str, Any] = {"at": _now(), "outcome": turn.outcome.value, "why": list(turn.why)}
     if turn.sizes is not None:
         told["sizes"] = _sizes(turn.sizes)
+    if turn.starting is not None:
+        told["starting"] = _sizes(turn.starting)
     if turn.decision is not None:
         told["wanted"] = _sizes(turn.decision.wanted)
         told["actions"] = [str(action) for action in turn.decision.actions]

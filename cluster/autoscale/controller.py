@@ -45,6 +45,8 @@ class Turn:
     why: tuple[str, ...]
     sizes: Sizes | None = None
     """Before it; None: not known."""
+    starting: Sizes | None = None
+    """On their way, of these."""
     decision: Decision | None = None
     """None: the period was not seen."""
     order: Order | None = None
@@ -74,12 +76,12 @@ class Controller:
         if (kept := self._no_order(now_s, fleet)) is not None:
             outcome, why = kept
             watched = self._planner.watch(now_s, seen)
-            sizes = None if isinstance(fleet, str) else fleet.sizes
             return Turn(
                 at_s=now_s,
                 outcome=outcome,
                 why=(why, *watched.reasons),
-                sizes=sizes,
+                sizes=None if isinstance(fleet, str) else fleet.sizes,
+                starting=None if isinstance(fleet, str) else fleet.starting,
                 decision=watched,
                 seen=seen,
             )
@@ -96,6 +98,7 @@ class Controller:
             outcome=outcome,
             why=decision.reasons,
             sizes=fleet.sizes,
+            starting=fleet.starting,
             decision=decision,
             order=order,
             seen=seen,

@@ -78,8 +78,8 @@ class FleetView:
 
     sizes: Sizes
     """Ready and on their way; not those that leave."""
-    starting: Sizes = field(default_factory=lambda: Sizes(prefill=0, decode=0))
-    """On their way, of `sizes`: ordered or changing roles."""
+    starting: Sizes | None = None
+    """On their way, of `sizes`: ordered or changing roles. The account tells of them. None: not known."""
 
 
 class ActionKind(Enum):

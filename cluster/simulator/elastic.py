@@ -177,7 +177,7 @@ class _Watch:
         )
 
     def _waiting_s(self) -> float:
-        """Work of prompts that nobody has begun, at the door and on workers."""
+        """Work of prompts that nobody has begun, on workers. The door is not seen, unlike in a live cluster."""
         tokens = sum(w.scheduler.load().num_backlog_tokens for w in self._simulation.workers.live.values())
         return tokens * self._model.prompt_token_s
 

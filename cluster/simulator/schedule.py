@@ -19,6 +19,7 @@ from cluster.planner.values import Sizes
 from cluster.simulator.elastic import Elastic, ElasticReport, Scheduled, run_elastic, sized
 from cluster.simulator.finished import ttft_s
 from cluster.simulator.report import HELD_SHARE
+from cluster.simulator.router_side import Outcomes
 from cluster.simulator.simulation import Choosing, Simulation
 from cluster.simulator.trace import Trace
 from tandem.errors import ConfigError
@@ -109,17 +110,12 @@ class ScheduleSearch:
         """Of one window with these sizes, its lead left out. What breaks the day by itself is not seen to its end."""
         self.num_simulated += 1
         simulation = Simulation(sized(self.elastic.spec, sizes), window, Choosing(), seed=self.elastic.seed)
-        outcomes, most = simulation.router.outcomes, self._allowed(1.0).num_late
-        simulation.is_decided = lambda: outcomes.num_rejected + outcomes.num_failed > most
+        begin_s, slo = window.requests[-1].arrival_s - self.window_s, self.elastic.slo
+        late, most = _LateCount(simulation.router.outcomes, begin_s, slo.ttft_s), self._allowed(1.0).num_late
+        simulation.is_decided = lambda: late.now() > most
         simulation.run()
-        begin_s = window.requests[-1].arrival_s - self.window_s
-        slo = self.elastic.slo
-        num_late = sum(r.arrived_s > begin_s and ttft_s(r) > slo.ttft_s for r in outcomes.finished)
         share = min(1.0, self.window_s / max(window.span_s, 1e-9))
-        return Breaches(
-            num_late=num_late + outcomes.num_rejected + outcomes.num_failed,
-            num_gaps=share * simulation.workers.gaps.num_beyond(slo.itl_s),
-        )
+        return Breaches(num_late=late.now(), num_gaps=share * simulation.workers.gaps.num_beyond(slo.itl_s))
 
     def _windows(self) -> Iterator[Trace]:
         requests = self.elastic.trace.requests
@@ -138,13 +134,15 @@ class ScheduleSearch:
 
     def _options(self, window: Trace) -> list[Option]:
         guess = self.guess(window)
-        base = self.breaches(window, Sizes(prefill=2 * guess.prefill, decode=2 * guess.decode))
         tried = dict[Sizes, Breaches]()
         total = guess.total
         while total >= 2 and self._any_holds(self._try(window, guess, total, tried)):
             total -= 1
         total = guess.total
-        while total < _MOST and not self._any_calm(tried, base):
+        calm = self._calm(Breaches())
+        if not _any_within(tried, calm):
+            calm = self._calm(self.breaches(window, Sizes(prefill=2 * guess.prefill, decode=2 * guess.decode)))
+        while total < _MOST and not _any_within(tried, calm):
             total += 1
             self._try(window, guess, total, tried)
         allowed = self._allowed(1.0)
@@ -172,11 +170,34 @@ class ScheduleSearch:
         allowed = self._allowed(1.0)
         return any(breaches.within(allowed) for breaches in found)
 
-    def _any_calm(self, tried: dict[Sizes, Breaches], base: Breaches) -> bool:
+    def _calm(self, base: Breaches) -> Breaches:
+        """Hardly anything, or no more than `base`."""
         num_windows = self.elastic.trace.requests[-1].arrival_s / self.window_s
         hardly = _HARDLY * self._allowed(1.0).num_gaps / num_windows
-        calm = Breaches(num_late=base.num_late + 0.5, num_gaps=max(base.num_gaps, hardly))
-        return any(breaches.within(calm) for breaches in tried.values())
+        return Breaches(num_late=base.num_late + 0.5, num_gaps=max(base.num_gaps, hardly))
+
+
+class _LateCount:
+    """How many requests of a window, its lead left out, had no first token in time; each is looked at once."""
+
+    def __init__(self, outcomes: Outcomes, begin_s: float, ttft_s: float) -> None:
+        self._outcomes = outcomes
+        self._begin_s = begin_s
+        self._ttft_s = ttft_s
+        self._num_seen = self._num_late = 0
+
+    def now(self) -> int:
+        """Turned away and failed ones among them."""
+        finished = self._outcomes.finished
+        for index in range(self._num_seen, len(finished)):
+            request = finished[index]
+            self._num_late += request.arrived_s > self._begin_s and ttft_s(request) > self._ttft_s
+        self._num_seen = len(finished)
+        return self._num_late + self._outcomes.num_rejected + self._outcomes.num_failed
+
+
+def _any_within(tried: dict[Sizes, Breaches], bound: Breaches) -> bool:
+    return any(breaches.within(bound) for breaches in tried.values())
 
 
 def cheapest(options: Sequence[list[Option]], allowed: Breaches) -> tuple[Sizes, ...]:

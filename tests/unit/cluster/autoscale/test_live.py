@@ -92,7 +92,7 @@ class Workers:
     async def fleet(self) -> FleetView:
         if self.silence is not None:
             raise OrderFailed(self.silence)
-        return FleetView(sizes=self.sizes)
+        return FleetView(sizes=self.sizes, starting=Sizes(prefill=0, decode=1))
 
     async def carry_out(self, order: Order) -> None:
         self.orders.append(order)
@@ -133,6 +133,7 @@ async def test_a_load_of_long_prompts_has_a_decode_worker_flipped() -> None:
     [ordered] = [line for line in told if line["outcome"] == "ordered"]
     assert ordered["actions"] == ["flip decode -> prefill"]
     assert ordered["order"] == {"prefill": 2, "decode": 1}
+    assert ordered["starting"] == {"prefill": 0, "decode": 1}
     sample = planner.metrics.registry.get_sample_value
     assert sample("tandem_planner_actions_total", {"kind": "flip", "pool": "prefill"}) == 1.0
     assert sample("tandem_planner_orders_total", {"outcome": "done"}) == 1.0

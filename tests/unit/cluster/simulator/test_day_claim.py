@@ -43,5 +43,6 @@ def test_the_planner_holds_the_day_at_little_more_than_the_best_fixed_schedule()
     assert best.verified.report.held
     # Both as they were simulated: machines from the order to the end of the drain.
     planned_h, best_h = planned.machine_hours, best.verified.machine_hours
-    print(f"{planned_h:.3f} of {best_h:.3f}: {planned_h / best_h:.3f}; to sizes alone {best.machine_hours:.3f}")
+    print(f"{planned_h:.3f} of {best_h:.3f}: {planned_h / best_h:.3f}")
+    print(f"of {best.machine_hours:.3f} by sizes alone: {planned_h / best.machine_hours:.3f}")
     assert planned_h <= MOST_RATIO * best_h
