@@ -15,13 +15,12 @@ import grpc.aio
 from starlette.types import ASGIApp
 
 from router.admission import Admission
-from router.admission_assembly import hedging_settings, make_gate, make_limits
+from router.admission_assembly import cost_model, hedging_settings, make_gate, make_limits
 from router.asked import ModelInfo
 from router.batch_assembly import open_batches
 from router.board import RouterBoard
 from router.board_metrics import BoardMetrics
 from router.canary import CANARY_SALT, Canary
-from router.costs import CostModel
 from router.decisions import DecisionLog
 from router.descriptors import connection_bounds, raise_file_limit
 from router.dispatch import Dispatcher
@@ -355,10 +354,7 @@ def make_dispatcher(
     settings = config.router
     placer = Placer(
         registry=registry,
-        model=CostModel(
-            local_prefill_tokens=settings.local_prefill_tokens,
-            max_local_prefill_tokens=settings.max_local_prefill_tokens,
-        ),
+        model=cost_model(settings),
         rng=SystemRandom(),
         clock=time.monotonic,
         decisions=decisions,

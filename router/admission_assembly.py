@@ -8,6 +8,7 @@ from router.admission_values import AdmissionPolicy
 from router.auth import ApiKeys
 from router.cluster_room import RoomPolicy
 from router.continuations import Continuations
+from router.costs import CostModel
 from router.dispatch import Dispatcher
 from router.fair_admission import FairAdmission
 from router.gate import Gate
@@ -18,6 +19,13 @@ from router.surroundings import HedgingSettings
 from router.tenant_limits import Limiter
 from router.workers import WorkerRegistry
 from tandem.config import ClusterConfig, RouterConfig
+
+
+def cost_model(config: RouterConfig) -> CostModel:
+    """What placement predicts with, and the gate by what it will do."""
+    return CostModel(
+        local_prefill_tokens=config.local_prefill_tokens, max_local_prefill_tokens=config.max_local_prefill_tokens
+    )
 
 
 def admission_policy(config: RouterConfig, *, max_running: int) -> AdmissionPolicy:
@@ -33,6 +41,7 @@ def admission_policy(config: RouterConfig, *, max_running: int) -> AdmissionPoli
             worker_backlog_s=queue.worker_backlog_s,
             max_running_per_worker=queue.max_running_per_worker or max_running,
             max_itl_s=queue.max_itl_s,
+            costs=cost_model(config),
         ),
     )
 

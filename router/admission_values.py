@@ -65,6 +65,8 @@ class Entry:
     waiting: bool = False
     in_transit: bool = False
     had_turn: bool = False
+    is_local: bool = False
+    """It had its turn because a decode worker reads its prompt itself."""
     ended: bool = False
     output_tokens: int = 0
     cached_tokens: int | None = field(default=None)

@@ -10,6 +10,8 @@ from enum import Enum
 
 import numpy as np
 
+from router.costs import CostModel
+from router.local_reading import LocalRoom, local_room
 from router.pools import Bools, ClusterView, Floats, PoolView
 
 # Of a whole column; the methods of the same names cost twice as much on short ones.
@@ -48,6 +50,9 @@ class RoomPolicy:
     max_running_per_worker: int = 256
     max_itl_s: float | None = None
     prior_prefill_tokens_per_s: float = 5_000.0
+    costs: CostModel | None = None
+    """Placement's, by which decode workers read short prompts themselves; None: nobody knows which, and all wait for
+    the prefill pool where there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +61,9 @@ class InTransit:
 
     num_requests: int = 0
     work_tokens: float = 0.0
+    """Of those that are read by whoever reads prompts."""
+    local_tokens: float = 0.0
+    """Of those that had their turn because a decode worker reads them itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +90,8 @@ class ClusterRoom:
     """Until the worker that is first done with its prompts is done."""
     awaited: bool = False
     """Nobody takes requests, but somebody is expected to."""
+    local: LocalRoom | None = None
+    """What decode workers would read themselves, while the prefill pool has enough to do."""
 
     def ever_holds(self, num_tokens: int) -> bool:
         """Whether waiting can make room for such a prompt; if not, dispatch says what is wrong."""
@@ -92,17 +102,45 @@ class ClusterRoom:
         return work_tokens / self.measured_tokens_per_s if self.measured_tokens_per_s > 0.0 else 0.0
 
     def takes(self, num_tokens: int) -> bool:
-        """Whether a request with such a prompt would be run now."""
-        return self.lack(num_tokens) is None
+        """Whether a request with such a prompt would be run now, whoever reads it."""
+        if not self.usable:
+            return not self.awaited
+        return self.slots > 0 and self.slack_tokens > 0.0 and num_tokens < self.free_tokens
 
     def lack(self, num_tokens: int) -> Lack | None:
         """What a request with such a prompt would wait for; None: it would be run now."""
         if not self.usable:
             return Lack.DECODE if self.awaited else None
-        reading = None if self.slack_tokens > 0.0 else Lack.DECODE if self.decode_reads else Lack.PREFILL
+        reading = self._reading_lack(num_tokens)
         if self.slots > 0 and num_tokens < self.free_tokens:
             return reading
         return Lack.DECODE if reading is None else reading.and_decode()
+
+    def reads_itself(self, num_tokens: int) -> LocalRoom | None:
+        """Where a decode worker would read such a prompt itself because the prefill pool has enough to do."""
+        local = self.local
+        return local if local is not None and local.reads(num_tokens) else None
+
+    def most_passing(self, num_tokens: int) -> float:
+        """The longest prompt that may go before one of so many tokens that waits for the prefill pool alone.
+
+        What it takes of the decode pool must leave enough for that one; below 0: none may.
+        """
+        local = self.local
+        if local is None or local.slack_tokens <= 0.0 or self.slots <= 1:
+            return -1.0
+        return min(local.most_tokens, self.free_tokens - num_tokens - 1)
+
+    def _reading_lack(self, num_tokens: int) -> Lack | None:
+        if self.slack_tokens > 0.0:
+            return None
+        if self.decode_reads:
+            return Lack.DECODE
+        local = self.reads_itself(num_tokens)
+        if local is not None and local.slack_tokens > 0.0:
+            return None
+        # Decode workers read longer ones only because the prefill pool is too small.
+        return Lack.DECODE if local is not None and num_tokens <= local.always_tokens else Lack.PREFILL
 
 
 def look(view: ClusterView, policy: RoomPolicy, transit: InTransit, now_s: float) -> ClusterRoom:
@@ -114,17 +152,29 @@ def look(view: ClusterView, policy: RoomPolicy, transit: InTransit, now_s: float
     measured = computing.tokens_per_s[rows]
     rates = _rates(measured, computing, policy.prior_prefill_tokens_per_s)
     backlogs, active = computing.backlog_now[rows], decode.active_now[willing]
-    slack = _sum(np.maximum(policy.worker_backlog_s * rates - backlogs, 0.0))
+    slack = float(_sum(np.maximum(policy.worker_backlog_s * rates - backlogs, 0.0))) - transit.work_tokens
+    slots = _slots(active, decode.step_ms[willing], policy)
+    local = None
+    if slack <= 0.0 and not decode_reads and policy.costs is not None:
+        local = local_room(
+            view,
+            policy.costs,
+            np.arange(len(decode.roster))[willing][slots > 0.0],
+            backlog_s=policy.worker_backlog_s,
+            transit_tokens=transit.local_tokens,
+            now_s=now_s,
+        )
     return ClusterRoom(
         usable=_any(decode, _open(decode)),
         decode_reads=decode_reads,
-        slots=int(_sum(_slots(active, decode.step_ms[willing], policy))) - transit.num_requests,
-        slack_tokens=float(slack) - transit.work_tokens,
+        slots=int(_sum(slots)) - transit.num_requests,
+        slack_tokens=slack,
         free_tokens=_free_tokens(active, decode.free_tokens[willing]),
         pool_tokens=_pool_tokens(decode),
         prefill_tokens_per_s=float(_sum(rates)) or policy.prior_prefill_tokens_per_s,
         measured_tokens_per_s=float(_most(measured)) if len(rates) else 0.0,
         least_wait_s=float(_least(backlogs / rates)) if len(rates) else 0.0,
+        local=local,
     )
 
 

@@ -6,7 +6,7 @@ A request is refused before anything is computed for it when its tenant's limits
 full (429, the longest line first), or when it is predicted to come too late (503); each refusal says when to come back.
 The prediction is the wait in line, by what is served before it in fair order at the rate at which the queue drains,
 then the backlog of the worker that is done first, then its own prompt. Whoever waits is looked at again and again.
-Nobody waits while the cluster has room.
+Nobody waits while the cluster has room, and nobody for the prefill pool whose prompt a decode worker would read itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,13 +17,11 @@ from router.admission_values import AdmissionPolicy, Entered, Entry, Held, Wante
 from router.cluster_room import ClusterRoom, DrainMeter, InTransit, Lack, look
 from router.fair_queue import FairQueue, Ticket
 from router.fair_share import VirtualCounters
-from router.habits import Habits
 from router.pools import ClusterView
+from router.retry_times import RetryTimes
 from router.tenant_limits import Limiter
+from router.tickets import Tickets
 from tandem.errors import DeadlineExceeded, Overloaded, ServingError, Unavailable
-
-_LONGEST_RETRY_S = 60.0
-_SHORTEST_RETRY_S = 0.1
 
 
 class FairAdmission:
@@ -58,15 +56,12 @@ class FairAdmission:
         )
         self._queue = FairQueue(self._counters)
         self._entries: dict[Ticket, Entry] = {}
-        self._habits = Habits()
+        self._tickets = Tickets(self._counters, limiter, clock)
         self._meter = DrainMeter(now_s=clock())
         self._lacked = Lack.ROUTER
         """By whoever had to wait last."""
-        self._num_tickets = 0
         self._transit: set[Entry] = set()
-        # What was turned away and told to come back, and has not had the time to.
-        self._owed_cost = 0.0
-        self._owed_since_s = clock()
+        self._retry = RetryTimes(now_s=clock())
         self._seen_s: dict[str, float] = {}
         """When each tenant last had a request here."""
         self.closed = False
@@ -144,16 +139,35 @@ class FairAdmission:
         if not len(self._queue):
             return turns
         self._pass_time()
-        while (ticket := self._queue.first()) is not None:
-            if (lack := self._lack(self._room(), ticket)) is not None:
+        while (first := self._queue.first()) is not None:
+            room = self._room()
+            if (lack := self._lack(room, first)) is None:
+                ticket = first
+                # Who passes makes no other's turn come sooner.
+                self._meter.served(ticket.cost)
+            else:
                 self._lacked = lack
-                break
+                if (passing := self._queue.first_within(self._most_passing(room))) is None:
+                    break
+                ticket = passing
             self._queue.remove(ticket)
-            self._meter.served(ticket.cost)
             entry = self._entries.pop(ticket)
+            entry.is_local = room.reads_itself(ticket.num_tokens) is not None
             self._give_turn(entry)
             turns.append(entry)
         return turns
+
+    def _most_passing(self, room: ClusterRoom) -> float:
+        """The longest prompt that need not wait for whoever is first, who waits for the prefill pool; below 0: none.
+
+        A decode worker reads it at once, and what else the first one needs is left to it.
+        """
+        first = self._queue.first()
+        if first is None or self._lack(room, first) is not Lack.PREFILL:
+            return -1.0
+        if self._places(first.priority) <= len(self._transit) + 1:
+            return -1.0
+        return room.most_passing(first.num_tokens)
 
     def hopeless(self) -> list[tuple[Entry, ServingError]]:
         """Those in line that cannot be served in time any more; they have ended."""
@@ -216,29 +230,21 @@ class FairAdmission:
             self._limiter.cancel(entry.grant)
             return
         if entry.cached_tokens is not None:
-            self._learn(entry, entry.cached_tokens)
+            self._tickets.learn(entry, entry.cached_tokens)
         self.counts.served(ticket.tenant, ticket.num_tokens, entry.output_tokens)
         self._limiter.settle(entry.grant, ticket.num_tokens + entry.output_tokens)
 
     def predicted_first_token_s(self, wanted: Wanted) -> float:
         """Seconds until a request that came now would have its first token."""
-        ticket, room = self._ticket(wanted), self._room()
+        ticket, room = self._tickets.make(wanted), self._room()
         return self._wait_s(ticket, room) + room.compute_s(ticket.work_tokens)
-
-    def _learn(self, entry: Entry, cached_tokens: int) -> None:
-        ticket = entry.ticket
-        computed = max(0, ticket.num_tokens - cached_tokens)
-        self._counters.charge(ticket.tenant, input_tokens=computed - ticket.work_tokens)
-        if ticket.num_tokens:
-            share = computed / ticket.num_tokens
-            self._habits.learn(ticket.tenant, output_tokens=entry.output_tokens, computed_share=share)
 
     def _admit(self, call: Sequence[Wanted]) -> list[Entry]:
         tenant, promised = call[0].tenant, all(wanted.promised for wanted in call)
         if self.closed and not promised:
             self.counts.rejected(Rejection.DRAINING, tenant, len(call))
             raise Unavailable("the router is draining", retry_after_s=1.0)
-        tickets = [self._ticket(wanted) for wanted in call]
+        tickets = [self._tickets.make(wanted) for wanted in call]
         try:
             estimates = [ticket.num_tokens + ticket.output_tokens for ticket in tickets]
             leaving = sum(wanted.leaving for wanted in call)
@@ -248,29 +254,12 @@ class FairAdmission:
             raise
         return [Entry(ticket=ticket, grant=grant) for ticket, grant in zip(tickets, grants, strict=True)]
 
-    def _ticket(self, wanted: Wanted) -> Ticket:
-        self._num_tickets += 1
-        tenant, most = wanted.tenant, wanted.max_output_tokens
-        output, share = self._habits.of(tenant)
-        work, output = wanted.num_tokens * share, min(float(most), output)
-        return Ticket(
-            tenant=tenant,
-            priority=self._limiter.priority(tenant, wanted.priority),
-            num_tokens=wanted.num_tokens,
-            work_tokens=work,
-            output_tokens=output,
-            cost=self._counters.cost(input_tokens=work, output_tokens=output),
-            number=self._num_tickets,
-            arrived_s=self._clock(),
-            deadline_s=wanted.deadline_s,
-        )
-
     def _line_up(self, entry: Entry) -> list[tuple[Entry, ServingError]]:
         """Make it wait, unless it need not. Raises what `enter` raises."""
         ticket, room = entry.ticket, self._room()
         # Who fits no pool would wait in vain, and whoever is behind it as well.
         too_large = not room.ever_holds(ticket.num_tokens)
-        at_once = too_large or (not len(self._queue) and self._has_room(room, ticket))
+        at_once = too_large or (self._has_room(room, ticket) and (not len(self._queue) or self._passes(ticket, room)))
         if at_once and not len(self._queue):
             spare = self._rate(room) * self._meter.since(ticket.arrived_s)
             self._counters.unclaimed(ticket.tenant, spare, credit=self._policy.credit_s * self._rate(room))
@@ -279,13 +268,20 @@ class FairAdmission:
         if late is not None and not too_large:
             raise self._refuse(ticket, *late)
         if at_once:
-            self._counters.activate(ticket.tenant, (), credit=self._credit(ticket, room))
+            if ticket.tenant not in (waiting := self._queue.tenants):
+                self._counters.activate(ticket.tenant, waiting, credit=self._credit(ticket, room))
+            entry.is_local = room.reads_itself(ticket.num_tokens) is not None
             return []
         evicted = self._make_place(ticket, room)
         self._queue.push(ticket, credit=self._credit(ticket, room))
         self._entries[ticket] = entry
         entry.waiting = True
         return evicted
+
+    def _passes(self, ticket: Ticket, room: ClusterRoom) -> bool:
+        """Whether it need not line up behind those that wait; nobody who waits could pass before it."""
+        most = self._most_passing(room)
+        return ticket.num_tokens <= most and self._queue.first_within(most) is None
 
     def _make_place(self, ticket: Ticket, room: ClusterRoom) -> list[tuple[Entry, ServingError]]:
         """End those that must give way to it. Raises Overloaded before anybody has ended if that would not suffice."""
@@ -340,15 +336,11 @@ class FairAdmission:
         return Unavailable(f"{why_late}: the wait would be longer than {bound}", retry_after_s=retry_s)
 
     def _retry_after_s(self, ticket: Ticket, over_s: float, room: ClusterRoom) -> float:
-        """When there will be room, behind all who were told to come back before."""
-        rate, now_s = self._rate(room), self._clock()
-        self._owed_cost = max(0.0, self._owed_cost - rate * (now_s - self._owed_since_s))
-        self._owed_since_s = now_s
-        wait_s = over_s + self._owed_cost / rate
-        self._owed_cost += ticket.cost
-        return min(_LONGEST_RETRY_S, max(_SHORTEST_RETRY_S, wait_s))
+        return self._retry.retry_after_s(ticket.cost, over_s, rate=self._rate(room), now_s=self._clock())
 
     def _wait_s(self, ticket: Ticket, room: ClusterRoom) -> float:
+        if (local := room.reads_itself(ticket.num_tokens)) is not None and room.slots > 1:
+            return self._queue.within(local.most_tokens) / local.tokens_per_s + local.wait_s
         if not len(self._queue) and self._has_room(room, ticket):
             return room.least_wait_s
         ahead = self._queue.ahead_of(ticket, credit=self._credit(ticket, room))
@@ -369,7 +361,9 @@ class FairAdmission:
 
     def _room(self) -> ClusterRoom:
         transit = InTransit(
-            num_requests=len(self._transit), work_tokens=sum(entry.ticket.work_tokens for entry in self._transit)
+            num_requests=len(self._transit),
+            work_tokens=sum(entry.ticket.work_tokens for entry in self._transit if not entry.is_local),
+            local_tokens=sum(entry.ticket.work_tokens for entry in self._transit if entry.is_local),
         )
         room = look(self._view(), self._policy.room, transit, self._clock())
         self._awaited = not room.usable and self._is_due()

@@ -93,6 +93,8 @@ class FairQueue:
         self._size = 0
         self.num_tokens = 0
         """Of all waiting prompts."""
+        self._lengths: list[int] = []
+        """Of each, in order."""
 
     def __len__(self) -> int:
         return self._size
@@ -116,6 +118,7 @@ class FairQueue:
         self._classes.setdefault(ticket.priority, {}).setdefault(ticket.tenant, _Line()).add(ticket)
         self._size += 1
         self.num_tokens += ticket.num_tokens
+        insort(self._lengths, ticket.num_tokens)
 
     def remove(self, ticket: Ticket) -> None:
         """Wait no longer."""
@@ -127,6 +130,7 @@ class FairQueue:
                 del self._classes[ticket.priority]
         self._size -= 1
         self.num_tokens -= ticket.num_tokens
+        del self._lengths[bisect_left(self._lengths, ticket.num_tokens)]
 
     def first(self) -> Ticket | None:
         """Whose turn it is."""
@@ -135,6 +139,26 @@ class FairQueue:
         lines = self._classes[min(self._classes)]
         tenant = min(lines, key=lambda one: (self._counters.counter(one), lines[one].tickets[0].number))
         return lines[tenant].tickets[0]
+
+    def first_within(self, most_tokens: float) -> Ticket | None:
+        """Whose turn it would be if no longer prompts waited than that."""
+        if not self._lengths or self._lengths[0] > most_tokens:
+            return None
+        for _, lines in sorted(self._classes.items()):
+            found = [
+                (self._counters.counter(tenant), line.tickets[0].number, ticket)
+                for tenant, line in lines.items()
+                if (ticket := next((t for t in line.tickets if t.num_tokens <= most_tokens), None)) is not None
+            ]
+            if found:
+                return min(found, key=lambda one: one[:2])[2]
+        return None
+
+    def within(self, most_tokens: float) -> float:
+        """Work, in tokens, of all prompts that are no longer than that."""
+        if not self._lengths or self._lengths[0] > most_tokens:
+            return 0.0
+        return sum(ticket.work_tokens for ticket in self if ticket.num_tokens <= most_tokens)
 
     def ahead_of(self, ticket: Ticket, *, credit: float = 0.0) -> Ahead:
         """What is served before a request, whether it waits already or not.

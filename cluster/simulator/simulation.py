@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 from typing import cast
@@ -88,8 +88,11 @@ class Simulation:
         rng = Random(seed)
         placer = self._placer(choosing, Random(rng.random()))
         admission = Admission(max_inflight=spec.max_inflight, clock=self.events.clock)
+        door = spec.door
+        if choosing.policy == OURS:
+            door = replace(door, room=replace(door.room, costs=choosing.model))
         self.router = SimRouter(
-            self.events, placer, admission, spec.door, Random(rng.random()), trace.block_tokens, self.workers.submit
+            self.events, placer, admission, door, Random(rng.random()), trace.block_tokens, self.workers.submit
         )
         self.router.on_end = self._ended
         self.workers.use(self.router)

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from cluster.chart_schema import CHART
 from router.cluster_room import Lack
 from tests.chart.rendering import NAMESPACE, RELEASE, render
 from tests.chart.value_sets import GOOD
@@ -128,14 +129,20 @@ def test_a_cluster_that_is_short_of_one_pool_asks_for_that_pool_alone(bottleneck
         parts = [f'{name}="{value}"' for name, value in labels.items()]
         return sum(value for name, value in seen.items() if name.startswith(metric) and all(p in name for p in parts))
 
-    requests = asked("tandem_queue_requests") + asked("tandem_worker_requests", role=bottleneck, state="waiting")
-    tokens = asked("tandem_queue_tokens") + asked("tandem_worker_backlog_tokens", role=bottleneck)
-    other = "decode" if bottleneck == "prefill" else "prefill"
-    begun = asked("tandem_worker_backlog_tokens", role=other)
-    assert requests >= QUEUE
-    assert begun < tokens / 20  # what the other pool is about to do
-    first = bottleneck == "prefill"
+    requests, tokens = {}, {}
+    for role in ("prefill", "decode"):
+        queued = [asked(f"tandem_queue_{what}") if role == bottleneck else 0.0 for what in ("requests", "tokens")]
+        requests[role] = queued[0] + asked("tandem_worker_requests", role=role, state="waiting")
+        tokens[role] = queued[1] + asked("tandem_worker_backlog_tokens", role=role)
     _check(
         tmp_path,
-        [_case(seen, (requests, 0) if first else (0, requests), (tokens, begun) if first else (begun, tokens))],
+        [_case(seen, (requests["prefill"], requests["decode"]), (tokens["prefill"], tokens["decode"]))],
     )
+    # What the other pool is about to do is no more than it does at once.
+    values = yaml.safe_load((CHART / "values.yaml").read_text())["prefill"]["autoscaling"]
+    most = {
+        role: max(requests[role] / values["waitingRequests"], tokens[role] / values["waitingTokens"])
+        for role in requests
+    }
+    assert {role for role in most if most[role] > 4.0} == {bottleneck}
+    assert requests[bottleneck] >= QUEUE

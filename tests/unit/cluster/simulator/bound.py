@@ -21,7 +21,7 @@ def at_the_queue(bottleneck: Bottleneck, look: Callable[[Simulation], None]) -> 
     short prompts with long answers before four prefill workers and one that decodes eight at a time.
     """
     if bottleneck == "prefill":
-        spec, lengths = cluster(1, 4, num_blocks=2000), {"prompt": 3000.0, "output": 8.0}
+        spec, lengths = cluster(1, 4, num_blocks=8000), {"prompt": 3000.0, "output": 8.0}
     else:
         spec, lengths = cluster(4, 1, num_blocks=2000, rows=8), {"prompt": 300.0, "output": 200.0}
     simulation = Simulation(spec, load(100, rate=100.0, **lengths), Choosing(), seed=1)
