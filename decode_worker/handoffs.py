@@ -25,6 +25,7 @@ from kv_transfer.messages import FirstToken
 from kv_transfer.receiver_hub import ReceiverHub
 from tandem.errors import InvariantError, ServingError, TransferError, Unavailable
 from tandem.ids import BlockId, TransferId
+from tandem.logs import about
 from tandem.outputs import FinishReason
 
 _log = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ class Handoffs:
             try:
                 await self._host.call(lambda s: s.reservations.commit(key, token_id, num_cached_tokens=cached_tokens))
             except ServingError as error:
-                _log.info("%s ended while its KV arrived: %s", transfer_id, error.message)
+                _log.info("%s ended while its KV arrived: %s", transfer_id, error.message, extra=about(task.request_id))
             else:
                 entered(task, self._clock())
                 self._destinations.settle(info.blocks)
@@ -158,7 +159,7 @@ class Handoffs:
         try:
             grant = await kept
         except ServingError as error:
-            _log.info("%s: nothing kept: %s", task.transfer_id, error.message)
+            _log.info("%s: nothing kept: %s", task.transfer_id, error.message, extra=about(task.request_id))
             return
         if grant is None and task.reservation == new:
             task.reservation = None
@@ -178,7 +179,9 @@ class Handoffs:
 
     def quarantine(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
         """The engine keeps them out of circulation already; say so."""
-        _log.warning("%s: %d blocks quarantined, their writer may be alive", transfer_id, len(blocks))
+        _log.warning(
+            "%s: %d blocks quarantined, their writer may be alive", transfer_id, len(blocks), extra=about(transfer_id)
+        )
 
     def released(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
         """Nothing writes there any more."""

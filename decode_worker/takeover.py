@@ -11,6 +11,7 @@ from decode_worker.task import DecodeTask, TaskPhase
 from decode_worker.taskbook import TaskBook
 from tandem.errors import ServingError, StreamTaken, Unavailable
 from tandem.ids import RequestId
+from tandem.logs import about
 from tandem.session_port import SessionPort
 from tandem.v1 import session_pb2 as pb
 
@@ -89,6 +90,6 @@ class Takeovers:
                 _log.info(
                     "request %s: its router left and nobody took it over",
                     task.request_id,
-                    extra={"request_id": task.request_id},
+                    extra=about(task.request_id),
                 )
             self._cancel(task)

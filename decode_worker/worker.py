@@ -35,6 +35,7 @@ from kv_transfer.peer import Route
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.errors import DeadlineExceeded, InternalError, ServingError, Unavailable
 from tandem.ids import BlockHash, RequestId
+from tandem.logs import about
 from tandem.outputs import FinishReason, PhaseTimes
 from tandem.session_port import SessionPort
 from tandem.tracing import NoTracer, Tracer
@@ -171,6 +172,9 @@ class DecodeWorker:
             refuse_order(port, submit.request_id, submit.attempt, error)
             return
         self._idle.clear()
+        if task.next_index:
+            told = submit.request_id, submit.attempt, task.next_index
+            _log.info("request %s: attempt %d goes on here behind %d tokens", *told, extra=about(task.request_id))
         if request.deadline_s is not None:
             timer = asyncio.get_running_loop().call_later(max(0.0, request.deadline_s - now_s), self._time_out, task)
             task.when_done = timer.cancel  # or it would keep the task's tokens alive until it fires
@@ -258,7 +262,7 @@ class DecodeWorker:
             try:
                 hub.reroute(task.transfer_id, route_from_pb(reroute.prefill)[1], holder_of(reroute))
             except ServingError as error:
-                _log.info("%s is computed here: %s", task.transfer_id, error.message)
+                _log.info("%s is computed here: %s", task.transfer_id, error.message, extra=about(task.request_id))
             else:
                 task.phase = TaskPhase.HANDOFF
                 return

@@ -38,6 +38,7 @@ from engine.tiers import OffloadTier
 from tandem.block_hash import BlockHasher
 from tandem.errors import InvalidRequest, InvariantError, Overloaded
 from tandem.ids import BlockId, RequestId
+from tandem.logs import about
 
 _log = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1.0
@@ -256,7 +257,8 @@ class Scheduler:
             else:
                 self._retire(request)
         for request in failed:
-            _log.warning("%s: no token can be chosen from its logits", request.request_id)
+            name = request.request_id
+            _log.warning("%s: no token can be chosen from its logits", name, extra=about(name))
             self.pins.distrust(request)
             self.blocks.condemn(request)
             self._end(request, FinishReason.ERROR)

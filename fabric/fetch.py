@@ -13,6 +13,7 @@ from kv_transfer.messages import PrefillJob
 from kv_transfer.peer import Route
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.ids import BlockHash, RequestId, TransferId
+from tandem.logs import about
 from tandem.prefix_holder import PrefixHolder
 from tandem.sampling import SamplingParams
 from tandem.tracing import TraceContext
@@ -53,6 +54,13 @@ class Wanted:
     spare_blocks: int = 0
     """Available blocks that must be left."""
     trace: TraceContext | None = None
+    asker: RequestId | None = None
+    """Who wanted it first, if a request did."""
+
+    @property
+    def about(self) -> dict[str, str]:
+        """For the log: whom it is for."""
+        return {} if self.asker is None else about(self.asker)
 
 
 def _future() -> "asyncio.Future[Any]":
@@ -109,7 +117,7 @@ def job_of(fetch: Fetch) -> PrefillJob:
     probe = wanted.probe
     return PrefillJob(
         transfer_id=wanted.transfer_id,
-        request_id=probe.request_id,
+        request_id=wanted.asker or probe.request_id,
         token_ids=(),
         num_prompt_tokens=0,
         held_tokens=fetch.num_held_tokens,

@@ -126,13 +126,13 @@ class Fetcher:
             if same.declined is None or gone.done():
                 return 0
             same = self._same(names)  # declined for another's reasons: this one's own count once
-        wanted = self._wanted(request.hash_root, names, holder, rates, trace=trace)
+        wanted = self._wanted(request.hash_root, names, holder, rates, trace=trace, asker=request.request_id)
         fetch = same or self._begin(wanted, self.stats)
         gained = await self._wait(fetch, rates, gone)
         if fetch.declined is not None:
             self.stats.declined += 1
-            reason = fetch.declined.value
-            _log.debug("%s: what %s holds is not fetched: %s", request.request_id, holder.worker_id, reason)
+            told = request.request_id, holder.worker_id, fetch.declined.value
+            _log.debug("%s: what %s holds is not fetched: %s", *told, extra=wanted.about)
         return 0 if fetch is same else gained
 
     def _bytes_per_s(self, holder: PrefixHolder) -> float:
@@ -147,6 +147,7 @@ class Fetcher:
         *,
         spare_blocks: int = 0,
         trace: TraceContext | None = None,
+        asker: RequestId | None = None,
     ) -> Wanted:
         transfer_id = TransferId(f"fetch/{self._name}/{next(self._serial)}")
         return Wanted(
@@ -156,6 +157,7 @@ class Fetcher:
             rates=rates,
             spare_blocks=spare_blocks,
             trace=trace,
+            asker=asker,
         )
 
     def _same(self, names: Sequence[BlockHash]) -> Fetch | None:
@@ -185,7 +187,7 @@ class Fetcher:
         if isinstance(held, Declined):
             del self._fetches[transfer_id]
             if isinstance(error, ServingError):
-                _log.info("%s: no room for what a peer holds: %s", transfer_id, error.message)
+                _log.info("%s: no room for what a peer holds: %s", transfer_id, error.message, extra=wanted.about)
             elif error is not None:
                 fetch.reserved.set_exception(error)  # whoever waits raises it
             fetch.decline(held)
@@ -205,7 +207,7 @@ class Fetcher:
         _log.info(
             "%s: %d of %d tokens came from %s in %.1f ms",
             wanted.transfer_id, gained, wanted.probe.num_tokens - 1 - fetch.num_held_tokens, wanted.holder.worker_id,
-            1e3 * (time.monotonic() - started_s),
+            1e3 * (time.monotonic() - started_s), extra=wanted.about,
         )  # fmt: skip
 
     async def _wait(
@@ -289,7 +291,7 @@ class Fetcher:
         """Nobody was let in."""
         transfer_id = fetch.wanted.transfer_id
         del self._fetches[transfer_id]
-        _log.info("%s: not begun: %s", transfer_id, error.message)
+        _log.info("%s: not begun: %s", transfer_id, error.message, extra=fetch.wanted.about)
         fetch.stats.failed += 1
         self._host.post(lambda scheduler: scheduler.reservations.cancel(transfer_id))
         fetch.end(0)
@@ -328,7 +330,8 @@ class Fetcher:
         if fetch is None:
             self.released(transfer_id, landed)
             return
-        _log.info("%s failed with %d blocks landed: %s", transfer_id, len(landed), error.message)
+        told = transfer_id, len(landed), error.message
+        _log.info("%s failed with %d blocks landed: %s", *told, extra=fetch.wanted.about)
         fetch.stats.failed += 1
         self._destinations.settle(landed)
         quiet = len(landed) == fetch.num_destinations
@@ -348,7 +351,7 @@ class Fetcher:
         try:
             await keeping
         except ServingError as error:
-            _log.info("%s: nothing kept: %s", fetch.wanted.transfer_id, error.message)
+            _log.info("%s: nothing kept: %s", fetch.wanted.transfer_id, error.message, extra=fetch.wanted.about)
             gained = 0
         fetch.end(gained)
 

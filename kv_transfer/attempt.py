@@ -1,8 +1,10 @@
 """The shell around one pure state machine of an attempt: executes its actions in order and feeds the answers back.
 
-It also counts what the attempt came to, and tells its trace, if it has one, of everything that the machine digests.
+It also counts what the attempt came to, tells its trace, if it has one, of everything that the machine digests, and the
+log of an end that is no commit.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -10,13 +12,33 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from kv_transfer.actions import Action, Actions
 from kv_transfer.attempt_trace import AttemptTrace
-from kv_transfer.messages import Body, Envelope
+from kv_transfer.endings import why_ended
+from kv_transfer.messages import Body, Envelope, PrefillJob, TransferKey
 from kv_transfer.states import LIVE, HandoffState
 from kv_transfer.stats import AttemptTally, Outcome
+from tandem.logs import about
+
+log = logging.getLogger(__name__)
+
+
+class Plan(Protocol):
+    """What is to be moved."""
+
+    @property
+    def key(self) -> TransferKey:
+        """The attempt's name."""
+
+    @property
+    def job(self) -> PrefillJob:
+        """For whom."""
 
 
 class Machine(Protocol):
     """What both halves of a hand-off have in common."""
+
+    @property
+    def plan(self) -> Plan:
+        """What it is about."""
 
     @property
     def state(self) -> HandoffState:
@@ -49,6 +71,11 @@ class Attempt(ABC, Generic[MachineT, EventT]):
         self._live = True
         self._closed = False
         self._started = False
+
+    @property
+    def key(self) -> TransferKey:
+        """Its name."""
+        return self.machine.plan.key
 
     def start(self) -> None:
         """Let the machine begin, once."""
@@ -91,12 +118,20 @@ class Attempt(ABC, Generic[MachineT, EventT]):
             outcome = self._outcome(cause)
             if outcome is not None:
                 self._end(outcome)
+                self._log_end(outcome, cause)
 
     def _end(self, outcome: Outcome) -> None:
         """Count it; the blocks of a failed attempt may stay for long."""
         self._tally.end(outcome, self._transport_name())
         if self._trace is not None:
             self._trace.ended(self._tally, self._transport_name())
+
+    def _log_end(self, outcome: Outcome, cause: Body | EventT | None) -> None:
+        if outcome is Outcome.COMMITTED:
+            return
+        job = self.machine.plan.job
+        told = "fetch" if job.fetch else "hand-off", self.key.transfer_id, self.key.attempt, outcome.value
+        log.info("%s %s, attempt %d, %s: %s", *told, why_ended(cause), extra=about(job.request_id))
 
     def _on_given_up(self) -> None:
         """The machine is live no more: nothing but the end of what is under way is of interest; called once."""

@@ -7,20 +7,9 @@ falls behind what other processes, and other spans of this one, are timed by.
 
 from typing import Any
 
-from kv_transfer.events import (
-    BindRefused,
-    Bound,
-    Committed,
-    Finished,
-    FirstTokenSampled,
-    LinkLost,
-    PeerFaulted,
-    PrefillFailed,
-    Scheduled,
-    SubmitRefused,
-    WriteFailed,
-)
-from kv_transfer.messages import Abort, FirstToken, Offer, PrefillJob, Reject, Seal, TransferKey
+from kv_transfer.endings import SILENT, failure_of
+from kv_transfer.events import Bound, Committed, Finished, FirstTokenSampled, Scheduled
+from kv_transfer.messages import FirstToken, Offer, PrefillJob, Seal, TransferKey
 from kv_transfer.stats import AttemptTally, Outcome
 from tandem.tracing import Span, TraceContext, Tracer
 
@@ -58,10 +47,9 @@ class AttemptTrace:
                 span.event("sealed", now, chunks=cause.num_chunks)
             case Committed():
                 span.interval("tandem.commit", self._since_s, now)
-            case BindRefused() | SubmitRefused() | PrefillFailed() | Reject():
-                span.fail(cause.failure.message)
-            case Abort() | LinkLost() | PeerFaulted() | WriteFailed():
-                span.fail(cause.reason)
+            case _:
+                if (failure := failure_of(cause)) is not None:
+                    span.fail(failure)
 
     def complete(self) -> None:
         """Everything has landed: the commit begins."""
@@ -89,7 +77,7 @@ class AttemptTrace:
             }
         )
         if outcome is Outcome.EXPIRED:
-            span.fail("no sign of life, or no progress, in time")
+            span.fail(SILENT)
         span.end()
 
     def _scheduled(self, event: Scheduled, now: float) -> None:

@@ -26,7 +26,7 @@ from kv_transfer.attempt import Attempt
 from kv_transfer.attempt_trace import AttemptTrace
 from kv_transfer.events import BindRefused, Bound, Cancelled, Committed, GrantOpened, Quiet, ReceiverEvent, Verified
 from kv_transfer.landing import Landing
-from kv_transfer.messages import Body, Failure, FirstToken, Prefill, TransferKey
+from kv_transfer.messages import Body, Failure, FirstToken, Prefill
 from kv_transfer.peer_rates import PeerRates
 from kv_transfer.receiver import Receiver
 from kv_transfer.receiver_link import ReceiverLink
@@ -117,11 +117,6 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
         self._transport = ""
         self._landing: Landing | None = None
         self._num_quarantined = 0
-
-    @property
-    def key(self) -> TransferKey:
-        """Its name."""
-        return self.machine.plan.key
 
     def _begin(self) -> Actions:
         return self.machine.start(self.link.pairing.mapping.unit)

@@ -105,11 +105,6 @@ class SenderAttempt(Attempt[Sender, SenderEvent]):
         self._loop = asyncio.get_running_loop()
         self._submission: asyncio.Task[None] | None = None
 
-    @property
-    def key(self) -> TransferKey:
-        """Its name."""
-        return self.machine.plan.key
-
     def abandon(self) -> None:
         """Wait for the engine's answer no longer: the process ends."""
         if self._submission is not None:

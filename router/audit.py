@@ -4,8 +4,9 @@ The entry of the request that the running task serves is found by `current_entry
 it (the guard its caller, the meter its tokens) can note it, through however many layers it was called.
 """
 
+import secrets
 from contextvars import ContextVar, Token
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -18,7 +19,6 @@ class AuditEntry:
 
     door: str
     """`http` or `grpc`."""
-    request_id: str
     client: str
     """Its address, as the connection has it: headers that claim another one are not believed."""
     began_s: float
@@ -28,8 +28,17 @@ class AuditEntry:
     caller: Caller | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    own_id: str = field(default_factory=lambda: secrets.token_hex(16))
+    """What this router calls its first request, and the logs of all processes say of it."""
+    request_id: str = ""
+    """The answer's X-Request-Id: what its client calls it, else the same."""
+    is_named: bool = False
+    """That request has its name."""
     is_kept: bool = False
     """A key was asked for, or it was refused."""
+
+    def __post_init__(self) -> None:
+        self.request_id = self.request_id or self.own_id
 
     def described(self, now: datetime, seconds: float) -> dict[str, Any]:
         """The line."""
@@ -37,6 +46,7 @@ class AuditEntry:
             "time": now.astimezone(UTC).isoformat(timespec="milliseconds"),
             "door": self.door,
             "request_id": self.request_id,
+            "own_request_id": self.own_id,
             "tenant": None if self.caller is None else self.caller.tenant,
             "key_id": None if self.caller is None else self.caller.key_id,
             "client": self.client,

@@ -21,6 +21,7 @@ from router.named_caches import KeptPrompts
 from router.prompts import PromptReader
 from router.reading_asked import check_reading_sizes
 from router.reasoning import Reasoning
+from router.request_names import name_request
 from router.requests import ResumePoint, RoutedRequest
 from router.stop_strings import StopStrings
 from router.stream_ids import StreamIds
@@ -30,7 +31,7 @@ from router.tooling import Tooling
 from tandem.block_hash import root_hash
 from tandem.config import RouterConfig
 from tandem.errors import InvalidRequest, ModelNotFound, Overloaded
-from tandem.ids import BlockHash, RequestId
+from tandem.ids import BlockHash
 from tandem.sampling import MAX_BAD_WORDS
 from tandem.tracing import NoTracer, Tracer
 
@@ -224,7 +225,7 @@ class Frontend:
         if fields.time_left_s is not None:
             time_left_s = min(time_left_s, fields.time_left_s)
         request = RoutedRequest(
-            request_id=RequestId(seen.head.request_id if seen else secrets.token_hex(16)),
+            request_id=name_request(seen.head.request_id if seen else None),
             prompt_token_ids=tuple(ids),
             sampling=sampling,
             hash_root=self.hash_root(self._salt(fields)),

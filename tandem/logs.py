@@ -6,9 +6,23 @@ import sys
 from contextvars import ContextVar
 from datetime import UTC, datetime
 
+from tandem.ids import request_of
+
 REQUEST_ID: ContextVar[str] = ContextVar("tandem_request_id", default="")
-"""Of the request that a task serves; lines of others may bring it as `extra={"request_id": …}`."""
+"""The router's own name of the request that a task serves; lines of others bring it by `about`."""
+X_REQUEST_ID: ContextVar[str] = ContextVar("tandem_x_request_id", default="")
+"""What the answer's header calls the call that a task serves: the same, unless its client has given a name."""
 JSON = "json"
+
+
+def about(name: str) -> dict[str, str]:
+    """The `extra` of a line about a request, by whichever of its names is known (`tandem.ids.request_of`).
+
+    Workers have no other way: what a request's task begins there may outlive it, as a link to a peer does, and would
+    inherit its context.
+    """
+    request_id = request_of(name)
+    return {} if request_id is None else {"request_id": request_id}
 
 
 class JsonLines(logging.Formatter):
@@ -19,7 +33,7 @@ class JsonLines(logging.Formatter):
         self._process = process_name
 
     def format(self, record: logging.LogRecord) -> str:
-        """Time in UTC with milliseconds; `request_id` and `exception` where there are such."""
+        """Time in UTC with milliseconds; `request_id`, `x_request_id` and `exception` where there are such."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -29,6 +43,8 @@ class JsonLines(logging.Formatter):
         }
         if request_id := getattr(record, "request_id", "") or REQUEST_ID.get():
             line["request_id"] = request_id
+        if (shown := X_REQUEST_ID.get()) and shown != request_id:
+            line["x_request_id"] = shown
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)

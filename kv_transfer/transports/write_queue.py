@@ -14,6 +14,7 @@ from kv_transfer.gate import PieceLock
 from kv_transfer.messages import TransferKey
 from kv_transfer.transport import WriteOrder, WriteResult
 from tandem.errors import TransferError
+from tandem.logs import about
 
 MAX_QUEUED = 4096
 
@@ -127,7 +128,8 @@ class WriteQueue:
             except Exception as error:
                 # The thread's outermost frame: nobody else would be told. The write may have stopped anywhere, so the
                 # connection is not to be trusted; the thread lives on to take what is queued, which is stopped.
-                log.exception("a KV write ended in a bug: %s", type(error).__name__)
+                name = job.order.key.transfer_id
+                log.exception("%s: a KV write ended in a bug: %s", name, type(error).__name__, extra=about(name))
                 self.fail_all(f"internal error: {type(error).__name__}")
 
     def _forget(self, job: WriteJob) -> None:

@@ -8,7 +8,6 @@ one is read here.
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -73,14 +72,13 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
         async def translated(_messages: Any, context: Any) -> Any:
             entry = AuditEntry(
                 door="grpc",
-                request_id=secrets.token_hex(16),
                 client=_address(context.peer()),
                 began_s=time.monotonic(),
                 route=method,
                 is_kept=True,
             )
             token = enter(entry)
-            REQUEST_ID.set(entry.request_id)  # the call's task ends with it
+            REQUEST_ID.set(entry.own_id)  # the call's task ends with it
             try:
                 entry.caller = caller_of(context, self._keys)
                 answer = await call(await self._message(read, context), context)

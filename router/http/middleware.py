@@ -1,6 +1,5 @@
 """Around every request: bounds on its headers, its id, and the count of its answer."""
 
-import secrets
 import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -11,7 +10,7 @@ from router.http.routes import ROUTE_KEY
 from router.metrics import RouterMetrics
 from router.request_names import check_request_id
 from tandem.errors import InvalidRequest
-from tandem.logs import REQUEST_ID
+from tandem.logs import REQUEST_ID, X_REQUEST_ID
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 << 10
@@ -34,8 +33,7 @@ class Envelope:
             await self._app(scope, receive, send)
             return
         status = _CLIENT_LEFT
-        request_id = secrets.token_hex(16)
-        entry = AuditEntry(door="http", request_id=request_id, client=_client(scope), began_s=time.monotonic())
+        entry = AuditEntry(door="http", client=_client(scope), began_s=time.monotonic())
 
         async def enveloped(message: Message) -> None:
             nonlocal status
@@ -45,11 +43,11 @@ class Envelope:
             await send(message)
 
         token = enter(entry)
-        named = REQUEST_ID.set(request_id)
+        named, shown = REQUEST_ID.set(entry.own_id), X_REQUEST_ID.set(entry.request_id)
         try:
             try:
-                entry.request_id = _given_id(scope) or request_id
-                REQUEST_ID.set(entry.request_id)
+                entry.request_id = _given_id(scope) or entry.request_id
+                X_REQUEST_ID.set(entry.request_id)
             except InvalidRequest as error:
                 entry.is_kept = True
                 await error_response(error)(scope, receive, enveloped)
@@ -60,6 +58,7 @@ class Envelope:
             raise
         finally:
             REQUEST_ID.reset(named)
+            X_REQUEST_ID.reset(shown)
             leave(token)
             route = scope.get(ROUTE_KEY, "unknown")
             method = scope["method"] if scope["method"] in _METHODS else "other"

@@ -8,7 +8,7 @@ import pytest
 from router.audit import NO_AUDIT
 from router.http.middleware import Envelope
 from router.metrics import RouterMetrics
-from tandem.logs import REQUEST_ID
+from tandem.logs import REQUEST_ID, X_REQUEST_ID
 
 SCOPE = {"type": "http", "method": "GET", "headers": [(b"x-request-id", b"mine")], "client": None}
 
@@ -27,15 +27,15 @@ def counted(metrics: RouterMetrics) -> list[str]:
 
 
 async def test_an_answer_counts_under_its_status_and_its_lines_bear_its_id() -> None:
-    seen: list[str] = []
+    seen: list[tuple[str, int]] = []
 
     async def answer(_scope: Any, _receive: Any, send: Any) -> None:
-        seen.append(REQUEST_ID.get())
+        seen.append((X_REQUEST_ID.get(), len(REQUEST_ID.get())))
         await send({"type": "http.response.start", "status": 204, "headers": []})
 
     metrics = RouterMetrics("m")
     await call(metrics, answer)
-    assert (counted(metrics), seen, REQUEST_ID.get()) == (["204"], ["mine"], "")
+    assert (counted(metrics), seen, REQUEST_ID.get(), X_REQUEST_ID.get()) == (["204"], [("mine", 32)], "", "")
 
 
 @pytest.mark.parametrize(
