@@ -189,8 +189,8 @@ async def _look_at_ports(stack: AsyncExitStack, config: ClusterConfig, place: Ro
 
 
 def _registry(config: ClusterConfig) -> WorkerRegistry:
-    most = config.router.prompt_cache.max_pins
-    return WorkerRegistry(prefix_map=PrefixMap(), clock=time.monotonic, max_pins=most)
+    most, rejoin_s = config.router.prompt_cache.max_pins, config.router.rejoin_s
+    return WorkerRegistry(prefix_map=PrefixMap(), clock=time.monotonic, max_pins=most, rejoin_s=rejoin_s)
 
 
 def _complete(stack: AsyncExitStack, frontend: Frontend, config: ClusterConfig, kept: KeptPrompts) -> None:
@@ -260,6 +260,7 @@ async def _join_workers(
             silence_s=config.router.worker_silence_s,
             reads_board=board is not None,
         ),
+        expected=registry.expected,
     )
     await stack.enter_async_context(fleet)
     return board, fleet, named_anew
@@ -373,6 +374,7 @@ def make_dispatcher(
         settings=DispatchSettings(
             max_attempts=settings.max_attempts,
             rejoin_s=settings.rejoin_s,
+            max_queue_s=settings.max_queue_s,
             stream_buffer_tokens=settings.stream_buffer_tokens,
             hedging=hedging_settings(settings),
         ),

@@ -70,6 +70,7 @@ def make_gate(
         limiter=limiter,
         policy=admission_policy(config.router, max_running=config.engine.max_running_requests),
         clock=clock,
+        is_due=lambda: registry.worker_due_s() > 0.0,
     )
     metrics.registry.register(AdmissionMetrics(fair, metrics.tenants))
     metrics.registry.register(HealthMetrics(dispatcher.health, clock))

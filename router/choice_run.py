@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from router.attempts import ChoiceProgress, RetryReason, TokenGap, final_error, is_final, is_full
-from router.choice_orders import block_names, first_route, next_route, submit_order, trace_placement
+from router.choice_candidates import Candidates
+from router.choice_orders import first_route, next_route, submit_order, trace_placement
 from router.choice_standing import ChoiceStanding
 from router.placement import NoDecodeWorker
 from router.placer import Assignment
@@ -24,6 +25,7 @@ from router.worker_view import WorkerKey
 from router.workers import FAILURE_PENALTY_S
 from tandem.errors import InternalError, RequestTooLarge, ServingError, Unavailable
 from tandem.ids import BlockHash, Incarnation, RequestId
+from tandem.logs import about
 from tandem.outputs import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -44,8 +46,6 @@ class ChoiceRun:
         self._standing = standing
         self._index, self._request = standing.index, (request := standing.request)
         self._request_id = RequestId(f"{request.request_id}-{self._index}")
-        trace = "" if request.span is None else f" trace {request.span.trace_id}"
-        self._log_name = f"{self._request_id}{trace}"
         self._prompt_names = names
         self._around = around
         self._placer = around.placer
@@ -58,6 +58,7 @@ class ChoiceRun:
             arrived_s=request.arrived_s,
         )
         self._progress.attempt = request.resumptions << _ATTEMPTS_BITS
+        self._candidates = Candidates(standing, self._progress, names, around)
         self._resume = request.resume[self._index] if request.resume else None
         self._assignment: Assignment | None = None
         self._awaited: Assignment | None = None
@@ -80,9 +81,9 @@ class ChoiceRun:
                 return
             started_s = self._around.clock()
             try:
-                assignment = self._assign()
+                assignment = self._candidates.choose()
             except NoDecodeWorker as none:
-                self.waiting = self._what_to_wait_for()
+                self.waiting = self._candidates.to_wait_for(self.waiting)
                 if self.waiting is not None:
                     return
                 raise self.final_error() from none
@@ -135,6 +136,11 @@ class ChoiceRun:
         """Who decodes it at the moment."""
         return None if self._assignment is None else self._assignment.decode
 
+    @property
+    def was_taken(self) -> bool:
+        """Whether a worker took it, or may have: then it is not new."""
+        return self._progress.was_taken
+
     def runs(self, attempt: int) -> bool:
         """Whether an attempt is the one under way."""
         return self._assignment is not None and attempt == self._progress.attempt
@@ -170,7 +176,7 @@ class ChoiceRun:
             case AttemptRefused():
                 return self._take_refusal(assignment, event.error)
             case WorkerLost():
-                logger.warning("request %s: its worker was lost: %s", self._log_name, event.reason)
+                self._warn("its worker was lost: %s", event.reason)
                 self._mourn(assignment.decode)
                 return self._retry(assignment, RetryReason.WORKER_LOST, Unavailable("the worker was lost"))
             case TransferFailed():
@@ -204,7 +210,7 @@ class ChoiceRun:
         try:
             tokens = self._progress.accept(arrived)
         except TokenGap as gap:
-            logger.error("request %s: %s", self._log_name, gap)
+            self._warn("%s", gap, level=logging.ERROR)
             assignment.port.cancel(self._request_id, self._progress.attempt)
             return self._retry(assignment, RetryReason.WORKER_FAULT, InternalError("tokens were lost"))
         if self._awaited is assignment:
@@ -282,13 +288,6 @@ class ChoiceRun:
         """Tokens whose KV a worker must have room for, at least."""
         return self._progress.prompt_length + len(self._progress.token_ids) + 1
 
-    def _what_to_wait_for(self) -> Waiting | None:
-        """No worker can be asked at the moment: what changes that, or None when nothing is expected to."""
-        if self._progress.full and self._placer.registry.live_decoders() & self._progress.full:
-            return Waiting.FOR_ROOM
-        # Those it waited for have left: that is a loss like any other.
-        return None if self.waiting is None else Waiting.FOR_WORKER
-
     def _workers(self, assignment: Assignment) -> tuple[WorkerKey, ...]:
         """Who could have been ended by it."""
         return (assignment.decode,) if self._route is None else (assignment.decode, self._route.worker)
@@ -311,35 +310,6 @@ class ChoiceRun:
             pause_s = FAILURE_PENALTY_S if error.retry_after_s is None else error.retry_after_s
             self._placer.registry.penalise(assignment.decode, pause_s)
 
-    def _assign(self) -> Assignment:
-        excluded, shunned = self._excluded(), self._standing.shunned()
-        if (only := self._request.only_worker) is not None:
-            excluded |= {w.info.key for w in self._placer.registry.snapshots()} - {only}
-        try:
-            return self._assign_without(excluded | shunned)
-        except NoDecodeWorker:
-            if not shunned:
-                raise
-            # Better one that may fail than none.
-            return self._assign_without(excluded)
-
-    def _excluded(self) -> set[WorkerKey]:
-        return self._progress.still_excluded(self._placer.registry.port)
-
-    def _assign_without(self, excluded: set[WorkerKey]) -> Assignment:
-        progress = self._progress
-        try:
-            return self._placer.assign(
-                num_tokens=progress.prompt_length + len(progress.token_ids),
-                names=block_names(self._request, self._prompt_names, progress.token_ids, self._around.hasher),
-                excluded=frozenset(excluded),
-                pool_tokens_above=progress.pool_tokens_above,
-            )
-        except RequestTooLarge as computed:
-            # The worker that refused it for its size has said more precisely why.
-            told = progress.last_error
-            raise told if isinstance(told, RequestTooLarge) else computed from None
-
     def _order(self, attempt: int, assignment: Assignment) -> SubmitOrder:
         choice, generated = (self._index, self._request_id), self._progress.token_ids
         return submit_order(self._request, choice, attempt, generated, assignment, self._route, self._around.clock())
@@ -352,7 +322,7 @@ class ChoiceRun:
             return
         if failed.transfer_id != route.transfer_id:
             return
-        logger.warning("request %s: hand-off from %s failed: %s", self._log_name, route.worker.worker_id, failed.reason)
+        self._warn("hand-off from %s failed: %s", route.worker.worker_id, failed.reason)
         error = failed.error
         if error is not None and is_final(error):
             raise error
@@ -370,8 +340,7 @@ class ChoiceRun:
         started_s = self._around.clock()
         prefill = None
         if progress.may_reroute() and self._around.budget.spend():
-            barred = self._excluded() | self._standing.shunned()
-            prefill = self._placer.reassign_prefill(assignment, frozenset(barred))
+            prefill = self._placer.reassign_prefill(assignment, self._candidates.barred())
         else:
             self._placer.compute_locally(assignment)
         self._route = next_route(route, prefill, assignment)
@@ -386,6 +355,11 @@ class ChoiceRun:
         else:
             self._progress.excluded[key] = port
             self._standing.failed(self, key)
+
+    def _warn(self, text: str, *values: object, level: int = logging.WARNING) -> None:
+        """In the log; this may be a session's turn, whose context knows no request."""
+        trace = "" if (span := self._request.span) is None else f" trace {span.trace_id}"
+        logger.log(level, f"request %s%s: {text}", self._request_id, trace, *values, extra=about(self._request_id))
 
     def _trace(self, assignment: Assignment, started_s: float) -> None:
         choice, between_s = (self._index, self._progress.attempt), (started_s, self._around.clock())

@@ -80,6 +80,8 @@ class ClusterRoom:
     """Of its fastest worker; 0 when none has measured."""
     least_wait_s: float
     """Until the worker that is first done with its prompts is done."""
+    awaited: bool = False
+    """Nobody takes requests, but somebody is expected to."""
 
     def ever_holds(self, num_tokens: int) -> bool:
         """Whether waiting can make room for such a prompt; if not, dispatch says what is wrong."""
@@ -92,7 +94,7 @@ class ClusterRoom:
     def lack(self, num_tokens: int) -> Lack | None:
         """What a request with such a prompt would wait for; None: it would be run now."""
         if not self.usable:
-            return None
+            return Lack.DECODE if self.awaited else None
         reading = None if self.slack_tokens > 0.0 else Lack.DECODE if self.decode_reads else Lack.PREFILL
         if self.slots > 0 and num_tokens < self.free_tokens:
             return reading

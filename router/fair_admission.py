@@ -10,19 +10,18 @@ Nobody waits while the cluster has room.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from router.admission_counts import AdmissionCounts, Rejection
 from router.admission_values import AdmissionPolicy, Entered, Entry, Held, Wanted
 from router.cluster_room import ClusterRoom, DrainMeter, InTransit, Lack, look
+from router.come_back import ComeBack
 from router.fair_queue import FairQueue, Ticket
 from router.fair_share import VirtualCounters
 from router.habits import Habits
 from router.pools import ClusterView
 from router.tenant_limits import Limiter
 from tandem.errors import DeadlineExceeded, Overloaded, ServingError, Unavailable
-
-_LONGEST_RETRY_S = 60.0
-_SHORTEST_RETRY_S = 0.1
 
 
 class FairAdmission:
@@ -37,11 +36,16 @@ class FairAdmission:
         policy: AdmissionPolicy,
         clock: Callable[[], float],
         num_refused: Callable[[], int] = int,
+        is_due: Callable[[], bool] = lambda: False,
     ) -> None:
         """`places`: how many requests of a priority may run besides, whatever the workers say. `num_refused`: those
-        that had their turn and that every decode worker was too full for; they go first.
+        that had their turn and that every decode worker was too full for; they go first. `is_due`: whether a decode
+        worker is expected, asked while none takes requests.
         """
         self._view = view
+        self._is_due = is_due
+        self._awaited = False
+        """At the last look: nobody serves, and somebody is expected to."""
         self._places = places
         self._num_refused = num_refused
         self._limiter = limiter
@@ -58,9 +62,7 @@ class FairAdmission:
         """By whoever had to wait last."""
         self._num_tickets = 0
         self._transit: set[Entry] = set()
-        # What was turned away and told to come back, and has not had the time to.
-        self._owed_cost = 0.0
-        self._owed_since_s = clock()
+        self._come_back = ComeBack(now_s=clock())
         self._seen_s: dict[str, float] = {}
         """When each tenant last had a request here."""
         self.closed = False
@@ -155,13 +157,15 @@ class FairAdmission:
             return []
         self._pass_time()
         room, now_s = self._room(), self._clock()
+        # A prediction may be wrong, so those let in are given more time; here is none.
+        patience = 1.0 if room.awaited else self._policy.patience
         # Nobody waits longer than it takes to serve everybody.
         whole_s = sum(t.cost for t in self._queue) / self._rate(room) + room.least_wait_s
         found = []
         for ticket in list(self._queue):
             if (
-                self._left_s(ticket, room, now_s) <= whole_s
-                and (late := self._lateness(ticket, room, share=1.0, patience=self._policy.patience)) is not None
+                self._left_s(ticket, room, now_s, patience) <= whole_s
+                and (late := self._lateness(ticket, room, share=1.0, patience=patience)) is not None
             ):
                 entry = self._entries[ticket]
                 error = self._refuse(ticket, *late, waited=True)
@@ -326,18 +330,14 @@ class FairAdmission:
         self.counts.rejected(Rejection.HOPELESS if waited else why, ticket.tenant)
         if why is Rejection.DEADLINE and ticket.deadline_s is not None and ticket.deadline_s <= self._clock():
             return DeadlineExceeded("the request's time ran out before its turn came")
-        retry_s = self._retry_after_s(ticket, over_s, self._room())
+        retry_s = self._retry_after_s(ticket, over_s, room := self._room())
+        why_late = "no decode worker takes requests" if room.awaited else "the cluster is overloaded"
         bound = "its deadline" if why is Rejection.DEADLINE else f"{self._policy.max_queue_s:g} s"
-        return Unavailable(f"the cluster is overloaded: the wait would be longer than {bound}", retry_after_s=retry_s)
+        return Unavailable(f"{why_late}: the wait would be longer than {bound}", retry_after_s=retry_s)
 
     def _retry_after_s(self, ticket: Ticket, over_s: float, room: ClusterRoom) -> float:
         """When there will be room, behind all who were told to come back before."""
-        rate, now_s = self._rate(room), self._clock()
-        self._owed_cost = max(0.0, self._owed_cost - rate * (now_s - self._owed_since_s))
-        self._owed_since_s = now_s
-        wait_s = over_s + self._owed_cost / rate
-        self._owed_cost += ticket.cost
-        return min(_LONGEST_RETRY_S, max(_SHORTEST_RETRY_S, wait_s))
+        return self._come_back.after_s(ticket.cost, over_s, rate=self._rate(room), now_s=self._clock())
 
     def _wait_s(self, ticket: Ticket, room: ClusterRoom) -> float:
         if not len(self._queue) and self._has_room(room, ticket):
@@ -345,8 +345,8 @@ class FairAdmission:
         ahead = self._queue.ahead_of(ticket, credit=self._credit(ticket, room))
         return (ahead.cost + ticket.cost) / self._rate(room) + room.least_wait_s
 
-    def _left_s(self, ticket: Ticket, room: ClusterRoom, now_s: float) -> float:
-        left_s = ticket.arrived_s + self._policy.patience * self._policy.max_queue_s - now_s
+    def _left_s(self, ticket: Ticket, room: ClusterRoom, now_s: float, patience: float) -> float:
+        left_s = ticket.arrived_s + patience * self._policy.max_queue_s - now_s
         if ticket.deadline_s is None:
             return left_s
         return min(left_s, ticket.deadline_s - now_s - _compute_s(ticket, room))
@@ -362,7 +362,9 @@ class FairAdmission:
         transit = InTransit(
             num_requests=len(self._transit), work_tokens=sum(entry.ticket.work_tokens for entry in self._transit)
         )
-        return look(self._view(), self._policy.room, transit, self._clock())
+        room = look(self._view(), self._policy.room, transit, self._clock())
+        self._awaited = not room.usable and self._is_due()
+        return replace(room, awaited=True) if self._awaited else room
 
     def _has_room(self, room: ClusterRoom, ticket: Ticket) -> bool:
         return self._lack(room, ticket) is None
@@ -379,7 +381,8 @@ class FairAdmission:
         return lack
 
     def _pass_time(self) -> None:
-        self._meter.passed(self._clock(), busy=len(self._queue) > 0)
+        # How fast the queue drains is not learned while there is nobody to drain it.
+        self._meter.passed(self._clock(), busy=len(self._queue) > 0 and not self._awaited)
 
     def _give_turn(self, entry: Entry) -> None:
         entry.waiting, entry.had_turn, entry.in_transit = False, True, True

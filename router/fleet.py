@@ -14,11 +14,13 @@ from types import TracebackType
 import grpc
 import grpc.aio
 
+from router.expected_workers import ExpectedWorkers
 from router.session import SessionListener, SessionSettings, WorkerSession
 from router.session_wire import ProtocolError
 from router.worker_view import WorkerKey
 from router.workers import WorkerRejected
 from tandem.registry import WorkerAddress, WorkerDirectory
+from tandem.roles import WorkerRole
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +52,16 @@ class WorkerFleet:
         settings: SessionSettings,
         rng: Random,
         backoff: Backoff | None = None,
+        expected: ExpectedWorkers | None = None,
     ) -> None:
+        """`expected` hears whom this reaches for."""
         self._directory = directory
         self._listener = listener
         self._channel_factory = channel_factory
         self._settings = settings
         self._rng = rng
         self._backoff = backoff or Backoff()
+        self._expected = expected
         self._stack = AsyncExitStack()
         self._follower: asyncio.Task[None] | None = None
         self._wanted: frozenset[WorkerAddress] = frozenset()
@@ -85,6 +90,8 @@ class WorkerFleet:
         async with asyncio.TaskGroup() as tasks:
             async for addresses in self._directory.watch():
                 self._wanted = addresses
+                if self._expected is not None:
+                    self._expected.named({one.address for one in addresses if one.role is WorkerRole.DECODE})
                 for gone in keepers.keys() - addresses - self._in_session.keys():
                     keepers.pop(gone).cancel()
                 for new in addresses - keepers.keys():
@@ -111,6 +118,8 @@ class WorkerFleet:
                 if session.info.role is not address.role:
                     return f"expected a {address.role.value} worker, found a {session.info.role.value} worker", False
                 self._in_session[address] = session.info.key
+                if self._expected is not None:
+                    self._expected.found(address.address, session.info.key)
                 try:
                     return await session.converse(self._listener), True
                 finally:

@@ -100,18 +100,25 @@ class PromptReads:
 
     async def _wait_for_worker(self, request: RoutedRequest, excluded: _Excluded, error: ServingError | None) -> None:
         """Until one comes that has not been asked. Raises what the last one said, or Unavailable after a while."""
-        if error is not None:
-            raise error
         registry, settings = self._around.placer.registry, self._around.settings
+        most_s = settings.rejoin_s
+        if error is not None:
+            if request.only_worker is not None or registry.live_decoders():
+                raise error
+            # Those that were here are leaving.
+            most_s = min(settings.max_queue_s, registry.worker_due_s())
+            if not most_s:
+                raise error
         changed = asyncio.Event()
         registry.watch(changed.set)
         try:
-            async with asyncio.timeout(settings.rejoin_s):
+            async with asyncio.timeout(most_s):
                 while self._choose(request, excluded) is None:
                     changed.clear()
                     await changed.wait()
         except TimeoutError:
-            told = f"no worker could read the prompt within {settings.rejoin_s:g} s (router.rejoin_s)"
+            bound = f" within {most_s:g} s (router.rejoin_s)" if error is None else ""
+            told = f"no worker could read the prompt{bound}"
             raise Unavailable(told, retry_after_s=settings.retry_after_s) from None
         finally:
             registry.unwatch(changed.set)

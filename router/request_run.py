@@ -86,6 +86,8 @@ class RequestRun:
         for choice in self._choices:
             choice.submit()
         self._hedges.start(self._mailbox)
+        self._watch_for_workers()
+        self._queue_for_room()
 
     async def step(self) -> Sequence[ChoiceDelta]:
         """Wait for the next thing to happen; what the client gets of it. Raises the errors of Generator."""
@@ -206,9 +208,24 @@ class RequestRun:
             timer.cancel()
             self._around.room.leave(self._queued[index])
 
+    @property
+    def _was_running(self) -> bool:
+        """Of what waits for a worker: whether one had it, so that it was promised to be gone on with."""
+        return any(choice.was_taken for choice in self._waiting(Waiting.FOR_WORKER))
+
+    def _wait_for_worker_s(self) -> float:
+        settings = self._around.settings
+        if self._was_running:
+            return settings.rejoin_s
+        return min(settings.max_queue_s, self._around.placer.registry.worker_due_s())
+
     def _deserted(self) -> Unavailable:
         settings = self._around.settings
-        told = f"the decode worker was lost, and none came to go on within {settings.rejoin_s:g} s (router.rejoin_s)"
+        if self._was_running:
+            bound = f"within {settings.rejoin_s:g} s (router.rejoin_s)"
+            told = f"the decode worker was lost, and none came to go on {bound}"
+        else:
+            told = "no decode worker takes requests, and the one that was expected has not come"
         return Unavailable(told, retry_after_s=settings.retry_after_s)
 
     def _watch_for_workers(self) -> None:
@@ -223,7 +240,7 @@ class RequestRun:
                 self._rejoin.cancel()
                 self._rejoin = None
         elif self._rejoin is None:
-            self._rejoin = self._mail_later(self._around.settings.rejoin_s, RejoinOver())
+            self._rejoin = self._mail_later(self._wait_for_worker_s(), RejoinOver())
 
     def _post(self, choice_index: int, attempt: int, event: AttemptEvent, *, is_twin: bool = False) -> None:
         reader = None if self._reader_is_slow or not self._mailbox.is_empty else self._reader

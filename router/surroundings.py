@@ -35,6 +35,8 @@ class DispatchSettings:
     """Per choice: tokens waiting for a slow reader before the request is cancelled."""
     rejoin_s: float = 60.0
     """How long a stream whose worker died waits for one to come (back) when none is left; see `router.rejoin_s`."""
+    max_queue_s: float = 60.0
+    """How long a request that no worker has taken waits for one that is expected; see `router.max_queue_s`."""
     retry_after_s: float = 1.0
     """What clients are told when no worker said anything better."""
     hedging: HedgingSettings | None = None
@@ -60,6 +62,6 @@ class Waiting(Enum):
     """What a choice that runs nowhere waits for."""
 
     FOR_WORKER = "for_worker"
-    """Its worker left and none is left: it continues when one joins, if that is soon."""
+    """None is left, or none yet: it goes on when one joins, if that is soon."""
     FOR_ROOM = "for_room"
     """Every worker is full: it tries again until its deadline."""

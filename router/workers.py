@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from router.booking import Booking
+from router.expected_workers import ExpectedWorkers
 from router.peer_load import NO_PEERS, PeerShare
 from router.pin_registry import PinRegistry, PinSite
 from router.pools import ClusterView
@@ -54,7 +55,12 @@ class ClusterStatus:
 class WorkerRegistry:
     """All live workers of both pools."""
 
-    def __init__(self, *, prefix_map: PrefixMap, clock: Callable[[], float], max_pins: int = 4096) -> None:
+    def __init__(
+        self, *, prefix_map: PrefixMap, clock: Callable[[], float], max_pins: int = 4096, rejoin_s: float = 60.0
+    ) -> None:
+        """`rejoin_s`: for how long a decode worker that went is expected back."""
+        self.expected = ExpectedWorkers(within_s=rejoin_s, clock=clock)
+        """Told by whoever reaches for workers of those that are not here."""
         self.prefix_map = prefix_map
         self._clock = clock
         self._workers: dict[WorkerId, WorkerRecord] = {}
@@ -89,6 +95,8 @@ class WorkerRegistry:
         )
         self._workers[key.worker_id] = WorkerRecord(info, port, slot=slot, now_s=self._clock())
         self._table.changed()
+        if info.role is WorkerRole.DECODE:
+            self.expected.joined(key)
         logger.info("%s worker %s joined with %d blocks", info.role.value, key.worker_id, info.num_blocks)
         self._tell_watchers()
 
@@ -98,6 +106,8 @@ class WorkerRegistry:
             return
         if worker.draining:
             self._left_in_order.append(key)
+        if worker.info.role is WorkerRole.DECODE:
+            self.expected.left(key, in_order=worker.draining)
         is_expected = worker.draining or reason == CLOSED_HERE
         del self._workers[key.worker_id]
         self._table.changed()
@@ -114,6 +124,12 @@ class WorkerRegistry:
             for worker in self._workers.values()
             if not worker.draining and worker.info.role is WorkerRole.DECODE
         }
+
+    def worker_due_s(self) -> float:
+        """For how long it is worth waiting for a decode worker that is expected; 0: none is."""
+        decoders = [worker for worker in self._workers.values() if worker.info.role is WorkerRole.DECODE]
+        leaving = sum(worker.draining for worker in decoders)
+        return self.expected.due_s(num_serving=len(decoders) - leaving, num_leaving=leaving)
 
     def went_in_order(self, key: WorkerKey) -> bool:
         """Whether a worker that is gone, or about to go, had been told to."""

@@ -196,7 +196,9 @@ class RouterConfig(DoorLocks, PromptCaching):
     every 0.25 s."""
     rejoin_s: Seconds = 60.0
     """For how long a stream whose decode worker died waits for one to come (back) when none is left; then it ends with
-    503. Restarting a worker, model and all, should take less. What would only begin then is refused at once."""
+    503. Restarting a worker, model and all, should take less. What would only begin then waits in line, for
+    `max_queue_s` at most, while a worker is expected: the last one was told to go, or one was lost, or named for the
+    first time, less than `rejoin_s` ago; else it is refused at once."""
     takeover_s: float = Field(default=10.0, ge=0.0, le=600.0)
     """For how long workers go on with the streams of a router that is gone, for their clients to come to another with a
     `Last-Event-ID`; 0: not at all, then such a stream is generated again."""

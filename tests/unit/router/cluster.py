@@ -125,6 +125,7 @@ def fleet_of(*workers: FakeWorker, registry: WorkerRegistry, settings: SessionSe
         settings=settings or session_settings(),
         rng=Random(1),
         backoff=Backoff(first_s=0.02, most_s=0.1),
+        expected=registry.expected,
     )
 
 

@@ -17,6 +17,7 @@ class Desk:
         self.workers = [snapshot()]
         self.places = 10**6
         self.num_refused = 0
+        self.is_due = False
         room = RoomPolicy(worker_backlog_s=0.1, max_running_per_worker=8)
         self.admission = FairAdmission(
             view=lambda: view_of(self.workers),
@@ -25,6 +26,7 @@ class Desk:
             policy=AdmissionPolicy(**{"room": room, "max_queue_s": 10.0, **policy}),
             clock=lambda: self.now_s,
             num_refused=lambda: self.num_refused,
+            is_due=lambda: self.is_due,
         )
 
     def fill(self) -> None:

@@ -28,6 +28,7 @@ async def gated(
             limiter=Limiter(limits or LimitsConfig(), clock=time.monotonic),
             policy=AdmissionPolicy(room=RoomPolicy(max_running_per_worker=running), **bounds),
             clock=time.monotonic,
+            is_due=lambda: core.registry.worker_due_s() > 0.0,
         )
         continuations = Continuations(most=passing, remembered_s=600.0, clock=time.monotonic)
         yield Gate(core.dispatcher, admission, core.registry, continuations), core

@@ -14,6 +14,7 @@ from router.frontend import MAX_PRIORITY
 from router.tenant_labels import MAX_TENANTS, TenantLabels
 from tandem.admission_config import LimitsConfig, TenantLimits
 from tandem.errors import Overloaded, RequestTooLarge, Unavailable
+from tandem.v1 import session_pb2 as pb
 from tests.fake_worker import FakeWorker, Submission, expected_tokens, hold
 from tests.unit.router.cluster import PROMPT, collect, routed
 from tests.unit.router.gates import gated, of
@@ -209,6 +210,7 @@ async def test_what_no_worker_took_costs_its_tenant_nothing() -> None:
         await asyncio.gather(full, return_exceptions=True)
         await worker.crash()
         await core.registry.until_live(0)
+        core.registry.expected.named(())
         with pytest.raises(Unavailable):
             await collect(gate.generate(of("a", 1)))
         account = gate.admission._limiter._account("a")
@@ -216,6 +218,34 @@ async def test_what_no_worker_took_costs_its_tenant_nothing() -> None:
         assert gate.admission._counters.counter("a") == 0.0
         assert "a" not in gate.admission.counts.tenants
         core.assert_idle()
+
+
+async def test_who_comes_while_the_last_worker_leaves_waits_for_its_successor() -> None:
+    leaving = FakeWorker("d0", script=hold)
+    async with gated(leaving) as (gate, core):
+        leaving.send(pb.WorkerMessage(draining=pb.Draining(reason="SIGTERM")))
+        await core.registry.until(lambda: not core.registry.live_decoders())
+        waiting = asyncio.create_task(collect(gate.generate(of("a", 0))))
+        await asyncio.sleep(0)
+        assert gate.admission.num_waiting == 1
+        await leaving.crash()
+        await core.registry.until_live(0)
+        gate._pump()
+        assert gate.admission.num_waiting == 1, "it is expected at its address"
+        async with FakeWorker("d0", incarnation=2, port=leaving.port):
+            assert (await waiting)[0] == expected_tokens(PROMPT, count=8, seed=3)
+        core.assert_idle()
+
+
+async def test_who_comes_when_nobody_is_expected_is_refused_at_once() -> None:
+    worker = FakeWorker("d0", script=hold)
+    async with gated(worker) as (gate, core):
+        await worker.crash()
+        await core.registry.until_live(0)
+        core.registry.expected.named(())
+        with pytest.raises(Unavailable, match="no decode worker is available"):
+            await collect(gate.generate(of("a", 0)))
+        assert gate.admission.num_inflight == 0
 
 
 async def test_who_leaves_at_its_turn_pays_nothing() -> None:

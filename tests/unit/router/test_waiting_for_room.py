@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from router.attempts import ChoiceProgress
+from router.surroundings import DispatchSettings
 from router.waiting_room import WaitingRoom
 from tandem.errors import DeadlineExceeded, Overloaded, Unavailable
 from tandem.v1 import session_pb2 as pb
@@ -118,15 +119,33 @@ async def test_a_new_worker_ends_the_wait_too() -> None:
             assert (await client)[0] == expected_tokens(PROMPT, count=8, seed=3)
 
 
-async def test_a_draining_worker_is_not_waited_for() -> None:
+async def test_the_successor_of_the_last_worker_is_waited_for_and_not_the_worker_itself() -> None:
     async def draining(submission: Submission) -> None:
         leaving.send(pb.WorkerMessage(draining=pb.Draining(reason="SIGTERM")))
         submission.refuse("Unavailable", "this worker is draining", retry_after_s=1.0)
 
     leaving = FakeWorker("d0", script=draining)
     async with cluster(leaving) as router:
-        with pytest.raises(Unavailable, match="draining"):
+        client = asyncio.create_task(collect(router.generate(routed())))
+        await router.registry.until(lambda: any(w.draining for w in router.registry.snapshots()))
+        await leaving.crash()
+        await router.registry.until_live(0)
+        async with FakeWorker("d0", incarnation=2, port=leaving.port):
+            assert (await client)[0] == expected_tokens(PROMPT, count=8, seed=3)
+        assert leaving.submissions.qsize() == 1
+        router.assert_idle()
+
+
+async def test_one_that_does_not_come_in_time_is_waited_for_no_longer() -> None:
+    async def draining(submission: Submission) -> None:
+        leaving.send(pb.WorkerMessage(draining=pb.Draining(reason="SIGTERM")))
+        submission.refuse("Unavailable", "this worker is draining", retry_after_s=1.0)
+
+    leaving = FakeWorker("d0", script=draining)
+    async with cluster(leaving, settings=DispatchSettings(max_queue_s=0.05)) as router:
+        with pytest.raises(Unavailable, match="the one that was expected has not come") as caught:
             await collect(router.generate(routed()))
+        assert caught.value.retry_after_s == 1.0
         assert leaving.submissions.qsize() == 1
 
 
