@@ -1,15 +1,29 @@
 # Both pools. `--target cpu` or `--target cuda`.
-#   docker build -f deploy/docker/worker.Dockerfile --target cuda -t tandem-worker .
-# TORCH_INDEX: where torch's build for the device is; the configured index where empty. EXTRAS: more locks, "ray nixl".
+#   docker build -f deploy/docker/worker.Dockerfile --target cuda --build-arg TORCH_INDEX=ADDRESS -t tandem-worker .
+# TORCH_INDEX: where torch's build for the device is; must be said, "configured" is pip's own index. EXTRAS: more locks, "ray nixl".
 # A digest makes it the same tomorrow: --build-arg BASE=python:3.12-slim-bookworm@sha256:…; see docs/images.md.
 ARG BASE=python:3.12-slim-bookworm
 # Of all files: an image is told apart by what is in it, not by when it was made.
 ARG SOURCE_DATE_EPOCH=1767225600
 
+# Without a word on it pip would take the build for GPUs, on many machines: better to ask now than after gigabytes.
+FROM ${BASE} AS index
+ARG TORCH_INDEX=""
+RUN test -n "$TORCH_INDEX" || { \
+        echo "TORCH_INDEX is empty. Say which package index has torch's build for the device of this image: PyTorch's" \
+            "installation page names one for CPUs (--target cpu) and one for each version of CUDA (--target cuda)." \
+            "Give it as --build-arg TORCH_INDEX=ADDRESS; for compose, export TORCH_INDEX=ADDRESS first." \
+            "If the index that pip is configured with here has that build, say TORCH_INDEX=configured." >&2; \
+        exit 1; \
+    }
+WORKDIR /said
+
 FROM ${BASE} AS dependencies
 ARG EXTRAS=""
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /build
+# Nothing but an order: what is asked there is asked before anything is fetched.
+COPY --from=index /said said
 COPY deploy/docker/locks locks
 # Tools stay here. What is installed has no pip of its own.
 RUN python3 -m venv tools \
@@ -27,8 +41,8 @@ ARG SOURCE_DATE_EPOCH
 ARG TORCH_VERSION=2.13.0
 ARG TORCH_INDEX=""
 COPY pyproject.toml deploy/docker/seal.sh ./
-RUN tools/bin/pip --python /opt/tandem/bin/python3 install --quiet ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} \
-        "torch==$TORCH_VERSION" \
+RUN case "$TORCH_INDEX" in configured) set -- ;; *) set -- --index-url "$TORCH_INDEX" ;; esac \
+    && tools/bin/pip --python /opt/tandem/bin/python3 install --quiet "$@" "torch==$TORCH_VERSION" \
     && tools/bin/pip --python /opt/tandem/bin/python3 check \
     && mkdir -p /opt/tandem/share/tandem \
     && tools/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \

@@ -3,15 +3,18 @@
 Parameters stand in the address, as those of other pages for people who look. The answers are files.
 """
 
+import asyncio
+
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from router.http.link import WhileConnected
 from router.profiles import Profiles
 from tandem.errors import InvalidRequest, NotAllowed
 from tandem.profiling.flame import flame_svg
 from tandem.profiling.sampler import PERIOD_S
-from tandem.profiling.stacks import collapsed, speedscope
+from tandem.profiling.stacks import StackTally, collapsed, speedscope
 
 SECONDS, STEPS = 10.0, 20
 _MAX_CHARS = 32
@@ -32,14 +35,12 @@ class ProfileRoutes:
         if shape not in ("speedscope", "collapsed", "svg"):
             raise InvalidRequest("format must be speedscope, collapsed or svg", param="format")
         seconds = _number(asked, "seconds", SECONDS)
-        tally = await self._profiles.of_router(seconds)
-        title = f"router, {seconds:g} s, {tally.num_samples} samples"
-        if shape == "svg":
-            return Response(flame_svg(tally, title=title), headers=_NOT_KEPT, media_type="image/svg+xml")
-        if shape == "collapsed":
-            return Response(collapsed(tally), headers=_NOT_KEPT, media_type="text/plain; charset=utf-8")
-        told = speedscope(tally, name=title, period_s=PERIOD_S)
-        return Response(orjson.dumps(told), headers=_NOT_KEPT, media_type="application/json")
+        async with WhileConnected(request.scope, request.receive):
+            tally = await self._profiles.of_router(seconds)
+            title = f"router, {seconds:g} s, {tally.num_samples} samples"
+            # Many stacks take long to draw, and the loop has streams to serve.
+            content, media_type = await asyncio.to_thread(_drawn, tally, shape, title)
+        return Response(content, headers=_NOT_KEPT, media_type=media_type)
 
     async def worker(self, request: Request) -> Response:
         """`?worker=`, `?steps=`, `?seconds=`. Raises NotAllowed, InvalidRequest, Overloaded, Unavailable."""
@@ -50,9 +51,19 @@ class ProfileRoutes:
         if steps != int(steps):
             raise InvalidRequest("steps must be an integer", param="steps")
         seconds = _number(asked, "seconds", SECONDS)
-        trace = await self._profiles.of_worker(worker_id, num_steps=int(steps), seconds=seconds)
+        async with WhileConnected(request.scope, request.receive):
+            trace = await self._profiles.of_worker(worker_id, num_steps=int(steps), seconds=seconds)
         headers = _NOT_KEPT | {STEPS_HEADER: str(trace.num_steps)}
         return Response(trace.content, headers=headers, media_type="application/gzip")
+
+
+def _drawn(tally: StackTally, shape: str, title: str) -> tuple[str | bytes, str]:
+    """With its media type."""
+    if shape == "svg":
+        return flame_svg(tally, title=title), "image/svg+xml"
+    if shape == "collapsed":
+        return collapsed(tally), "text/plain; charset=utf-8"
+    return orjson.dumps(speedscope(tally, name=title, period_s=PERIOD_S)), "application/json"
 
 
 def _parameters(request: Request, known: set[str]) -> dict[str, str]:

@@ -108,6 +108,23 @@ async def check_second_hand_off(
     assert any("attempt 1, cancelled" in line["message"] for line in told[first])
 
 
+async def read(
+    cluster: RunningCluster, prompt: list[int], headers: dict[str, str], got: Streamed, begun: asyncio.Event
+) -> str:
+    """A stream to its end, into `got`; its request's id."""
+    more = {"stream": True, "stream_options": {"include_usage": True}}
+    asking = cluster.http.stream("POST", "/v1/completions", json=body(prompt, LONG, **more), headers=headers)
+    async with asking as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line.removeprefix("data: "))
+                assert "error" not in chunk, chunk
+                for choice in chunk["choices"]:
+                    got.token_ids += choice.get("token_ids") or []
+                begun.set()
+        return response.headers["x-request-id"]
+
+
 async def check_lost_decoder(cluster: RunningCluster, receiver: OtlpReceiver, oracle, headers: dict[str, str]) -> None:
     """The only decode worker is told to stop, and dies before it has answered: its stream and all who came meanwhile
     wait for its successor, and nobody is refused. The attempt that goes on is the lost one's sibling.
@@ -115,20 +132,7 @@ async def check_lost_decoder(cluster: RunningCluster, receiver: OtlpReceiver, or
     prompt, got, begun = oracle.story(400, 200), Streamed(), asyncio.Event()
     trace_id, pid = headers["traceparent"].split("-")[1], cluster.pid("decode-0")
 
-    async def read() -> str:
-        more = {"stream": True, "stream_options": {"include_usage": True}}
-        asking = cluster.http.stream("POST", "/v1/completions", json=body(prompt, LONG, **more), headers=headers)
-        async with asking as response:
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    chunk = json.loads(line.removeprefix("data: "))
-                    assert "error" not in chunk, chunk
-                    for choice in chunk["choices"]:
-                        got.token_ids += choice.get("token_ids") or []
-                    begun.set()
-            return response.headers["x-request-id"]
-
-    stream = asyncio.create_task(read())
+    stream = asyncio.create_task(read(cluster, prompt, headers, got, begun))
     await begun.wait()
     cluster.local.kill("decode-0", signal.SIGTERM)
     await cluster.until(lambda: said(cluster, "worker decode-0 is draining"))

@@ -65,6 +65,34 @@ def test_a_router_needs_no_torch_to_be_built():
     assert "torch" in needed(read(FOLDER / "worker.Dockerfile"), "cpu")
 
 
+def _where_torch_is_said(index: str) -> subprocess.CompletedProcess[str]:
+    """What the step that asks for it does."""
+    [step] = [step for step in read(FOLDER / "worker.Dockerfile")["index"].steps if step.name == "RUN"]
+    variables = {"TORCH_INDEX": index}
+    return subprocess.run(["/bin/sh", "-c", *step.words], env=variables, capture_output=True, text=True, check=False)
+
+
+def test_who_does_not_say_where_torch_is_learns_at_once_what_to_do():
+    refused = _where_torch_is_said("")
+    assert refused.returncode == 1
+    for word in ("TORCH_INDEX is empty", "--build-arg TORCH_INDEX=ADDRESS", "compose", "TORCH_INDEX=configured"):
+        assert word in refused.stderr
+    for index in ("configured", "file:///srv/index"):
+        assert (_where_torch_is_said(index).returncode, _where_torch_is_said(index).stderr) == (0, "")
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_nothing_is_fetched_before_that_is_said(target):
+    stages = read(FOLDER / "worker.Dockerfile")
+    order = needed(stages, target)
+    fetching = [name for name in order if any("tools/bin/pip" in " ".join(step.words) for step in stages[name].steps)]
+    assert order[0] == "index"
+    assert fetching
+    first = stages[fetching[0]].steps
+    asks = next(i for i, step in enumerate(first) if step.flags.get("from") == "index")
+    assert asks < next(i for i, step in enumerate(first) if step.name == "RUN")
+
+
 def test_a_builder_is_sent_what_wheels_are_made_of_and_no_more():
     sent = context.files()
     assert {"pyproject.toml", "README.md", "LICENSE", "cluster/cli.py", "engine/kernels/cpu/csrc/simd.h"} <= set(sent)

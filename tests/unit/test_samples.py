@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from tandem import wire
 from tandem.config import ClusterConfig
+from tandem.v1 import common_pb2 as pb
 from tests.previous import release
 from tests.previous.release import Release, known
 from tests.previous.samples import collection as samples
@@ -55,6 +57,15 @@ def test_the_version_before_understands_what_is_said_here_with_fields_that_it_do
     assert sum(newer[name] != data for name, data in said.items()) > 60
     here = samples.read(said)
     assert lacking(here, previous.says_of(newer)) == []
+
+
+def test_errors_go_by_names_that_the_version_before_knows() -> None:
+    """A new one is put into `NEW_ERRORS`, and taken out when that version knows it (ADR 14)."""
+    known_there = {name.removeprefix("error/") for name in release.samples() if name.startswith("error/")}
+    assert len(known_there) > 10
+    sent = {wire.failure_to_pb(wire.failure_from_pb(pb.Failure(code=name))).code for name in wire._ERRORS}
+    assert sent <= known_there
+    assert {kind.__name__ for kind in wire.NEW_ERRORS}.isdisjoint(known_there)
 
 
 def test_fields_that_nobody_here_knows_change_nothing() -> None:

@@ -1,6 +1,7 @@
 """/debug/profile: for whom it is, what may be asked, and one at a time."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
@@ -43,13 +44,17 @@ class Worker(ProfilerServicer):
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, float]] = []
-        self.was_asked, self.go_on = asyncio.Event(), asyncio.Event()
+        self.was_asked, self.go_on, self.was_left = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.refuses: grpc.StatusCode | None = None
 
     async def Trace(self, request, context):
         self.asked.append((request.num_steps, request.timeout_s))
         self.was_asked.set()
-        await self.go_on.wait()
+        try:
+            await self.go_on.wait()
+        except asyncio.CancelledError:
+            self.was_left.set()
+            raise
         if self.refuses is not None:
             await context.abort(self.refuses, "because")
         yield pb.TracePart(content=b"one ", num_steps=3)
@@ -77,6 +82,31 @@ async def door(tokenizer, addresses, **bounds) -> AsyncIterator[httpx.AsyncClien
     app = create_app(parts.frontend, parts.generator, parts.ready, KEYED, parts.metrics, extras)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
         yield client
+
+
+async def hangs_up(client: httpx.AsyncClient, path: str, query: str, leaves: asyncio.Event) -> int:
+    """Ask, and leave before the answer; the status that nobody reads."""
+    sent: list[int] = []
+
+    async def receive():
+        await leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message.get("status", 0))
+
+    headers = [(name.lower().encode(), value.encode()) for name, value in OPERATOR.items()]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
+        "headers": headers,
+        "client": ("10.0.0.1", 1),
+    }
+    await client._transport.app(scope, receive, send)
+    return sent[0]
 
 
 async def test_operators_alone_may_look(tokenizer):
@@ -112,6 +142,56 @@ async def test_a_router_shows_itself(tokenizer, shape, media_type, begins):
     assert answer.headers["content-type"].startswith(media_type)
     assert answer.content.startswith(begins)
     assert b"event loop" in answer.content
+
+
+async def test_a_flame_graph_is_not_drawn_on_the_event_loop(tokenizer, monkeypatch):
+    drew = []
+
+    def draw(tally, *, title):
+        drew.append(threading.get_ident())
+        return title
+
+    monkeypatch.setattr("router.http.profile_routes.flame_svg", draw)
+    async with door(tokenizer, {}) as client:
+        answer = await client.post(ROUTER, params={"seconds": 0.01, "format": "svg"}, headers=OPERATOR)
+    assert answer.text.startswith("router, 0.01 s")
+    assert drew
+    assert drew != [threading.get_ident()]
+
+
+@pytest.mark.parametrize(
+    ("path", "query"), [(ROUTER, "seconds=60"), (WORKER, "worker=decode-0&seconds=60")], ids=["router", "worker"]
+)
+async def test_who_hangs_up_ends_what_was_asked_for(tokenizer, monkeypatch, path, query):
+    worker, sampling, stopped = Worker(), asyncio.Event(), threading.Event()
+
+    class Sampler:
+        """Takes as long as it may."""
+
+        def __init__(self, loop):
+            self._loop = loop
+
+        def run(self, _seconds):
+            self._loop.call_soon_threadsafe(sampling.set)
+            stopped.wait()
+
+        def stop(self):
+            stopped.set()
+
+    monkeypatch.setattr("router.profiles.StackSampler", Sampler)
+    async with serving(worker) as addresses, door(tokenizer, addresses) as client:
+        leaves = asyncio.Event()
+        looking = asyncio.create_task(hangs_up(client, path, query, leaves))
+        await (sampling if path == ROUTER else worker.was_asked).wait()
+        leaves.set()
+        assert await looking == 499
+        if path == WORKER:
+            await worker.was_left.wait()
+        else:
+            assert stopped.is_set()
+        worker.go_on.set()
+        again = await client.post(WORKER, params={"worker": "decode-0"}, headers=OPERATOR)
+        assert again.status_code == 200, "nobody's look is under way any more"
 
 
 @pytest.mark.parametrize(
