@@ -181,11 +181,11 @@ async def test_workers_are_replaced_in_place_under_load(cluster, oracle):
 
 @pytest.mark.slow
 async def test_a_stream_waits_while_the_only_decode_worker_is_replaced_in_place(hatchery, oracle):
-    """What is new is refused meanwhile and told when to come again; what the router took just before waits, too."""
+    """What is new waits as well, in line."""
     settings = {"decode__drain_s": SHORT_DRAIN_S, "transfer__succession_s": 1.0}
     prompt, said, had = oracle.story(9750, 100), [], []
     async with running(command=hatchery.command, **settings) as cluster:
-        begun, asked_meanwhile = asyncio.Event(), []
+        begun, waited = asyncio.Event(), []
 
         async def read():
             async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, trust_env=False) as http:
@@ -200,7 +200,7 @@ async def test_a_stream_waits_while_the_only_decode_worker_is_replaced_in_place(
         def tell(text):
             if text.startswith("starting one more"):
                 had.append(len(said))
-                asked_meanwhile.append(asyncio.create_task(ask_once(cluster, prompt)))
+                waited.append(asyncio.create_task(ask_once(cluster, prompt)))
 
         reading = asyncio.create_task(read())
         await begun.wait()
@@ -208,11 +208,9 @@ async def test_a_stream_waits_while_the_only_decode_worker_is_replaced_in_place(
         await reading
         assert 0 < had[0] < LONG_ANSWER, "the worker left in the middle"
         assert said == oracle.tokens(prompt, LONG_ANSWER)
-        (response,) = await asyncio.gather(*asked_meanwhile)
-        if response.status_code == 503:
-            assert int(response.headers["Retry-After"]) >= 1
-        else:
-            assert response.json()["choices"][0]["token_ids"] == said[:ANSWER]
+        (response,) = await asyncio.gather(*waited)
+        assert response.status_code == 200, response.text
+        assert response.json()["choices"][0]["token_ids"] == said[:ANSWER]
         assert len(await cluster.tokens(prompt, ANSWER)) == ANSWER
 
 
