@@ -61,7 +61,7 @@ class Margins:
 
     burstiness: float = 1.0
     """Squared coefficient of variation of times between arrivals: 1 is Poisson."""
-    late_share: float = 0.07
+    late_share: float = 0.09
     """Of prompts that the prefill pool may be too slow for: decode workers that have time read them instead."""
     spread: float = 1.0
     """Standard deviations above their mean number that decode workers are to hold of sequences."""
