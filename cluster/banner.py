@@ -15,8 +15,9 @@ from rich.text import Text
 from cluster.control import control_path
 from cluster.process_view import ProcessView
 from cluster.supervisor import Role
-from tandem.config import ClusterConfig, PoolConfig
+from tandem.config import ClusterConfig
 from tandem.hosts import join, reachable
+from tandem.pool_config import PoolConfig
 
 STOP_HINT = "Ctrl-C drains and stops; a second Ctrl-C kills"
 EXAMPLE_QUESTION = "Tell me a short story about a fox."

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from tandem.config_section import Section
+from tandem.pool_config import MAX_TENSOR_PARALLEL
 
 _NAME = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
 Name = Annotated[str, Field(pattern=rf"^({_NAME})?$", max_length=63)]
@@ -156,7 +157,8 @@ class PoolScaling(Section):
 
 class Pool(Placed):
     port: PodPort
-    nodesPerWorker: PositiveInt
+    nodesPerWorker: Annotated[int, Field(ge=1, le=MAX_TENSOR_PARALLEL)]
+    rankPort: PodPort
     gpu: Gpu
     rdma: Rdma
     resources: Resources

@@ -12,6 +12,7 @@ import typer
 from cluster.autoscale_cli import autoscale
 from cluster.doctor_cli import doctor
 from cluster.fleet_cli import abort, flip, restart, scale
+from cluster.follower_cli import follower
 from cluster.profile_cli import profile
 from cluster.simulate_cli import plan, simulate
 from tandem.errors import ConfigError
@@ -201,6 +202,9 @@ def prefill(config: RequiredConfig, index: IndexOption = 0) -> None:
 def decode(config: RequiredConfig, index: IndexOption = 0) -> None:
     """Become a decode worker: it writes answers."""
     _become(["decode_worker", "--config", str(config), "--index", str(index)])
+
+
+app.command(rich_help_panel=_PROCESSES)(follower)
 
 
 @app.command(rich_help_panel=_TALK)

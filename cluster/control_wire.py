@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from tandem.config import MAX_REPLICAS
+from tandem.pool_config import MAX_REPLICAS
 
 WorkerRoleName = Literal["prefill", "decode"]
 RoleName = Literal["prefill", "decode", "router"]

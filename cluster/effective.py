@@ -18,10 +18,11 @@ from pydantic import SecretStr
 
 from cluster.hub import download
 from cluster.supervisor import ProcessPlan, Role
-from tandem.config import ClusterConfig, PoolConfig, RouterConfig, dump
+from tandem.config import ClusterConfig, RouterConfig, dump
 from tandem.errors import ConfigError
 from tandem.hosts import hold, join, split
 from tandem.model_path import BUILTIN
+from tandem.pool_config import PoolConfig
 from tandem.setting_variables import ENV_PREFIX
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cluster.supervisor import Role
-from tandem.config import MAX_REPLICAS, ClusterConfig, PoolConfig, RouterConfig
+from tandem.config import ClusterConfig, RouterConfig
+from tandem.pool_config import MAX_REPLICAS, PoolConfig
 from tandem.price_config import PriceConfig
 from tandem.ray_config import RayConfig, RayPoolConfig
 

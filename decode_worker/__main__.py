@@ -13,6 +13,7 @@ from engine.assembly import assemble
 from engine.host import EngineHost
 from fabric.config import tcp_settings, transfer_settings
 from fabric.leaving import Legator, leave
+from fabric.nodes import node_group
 from fabric.region import region_of
 from fabric.service import FabricPlan, Spawn, open_fabric
 from fabric.trace_service import serve_traces
@@ -40,7 +41,8 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
     # Before the model is loaded: what cannot work is told at once.
     auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name)
     progress = load_progress(place.ready_fd)
-    parts = await asyncio.to_thread(assemble, engine_spec(config), pool=SharedPool, progress=progress)
+    nodes = node_group(config, WorkerRole.DECODE, place.index, host_name)
+    parts = await asyncio.to_thread(assemble, engine_spec(config, nodes), pool=SharedPool, progress=progress)
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         server = make_server(auth)

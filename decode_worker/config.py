@@ -1,13 +1,14 @@
 """From the cluster's configuration to what a decode worker needs."""
 
-from engine.assembly import EngineSpec
+from engine.ranks.nodes import NodeGroup
+from engine.spec import EngineSpec
 from tandem.config import ClusterConfig
 from tandem.model_path import model_directory
 from tandem.worker_config import cluster_secret, disk_folder, num_ranks
 
 
-def engine_spec(config: ClusterConfig) -> EngineSpec:
-    """The engine of one worker. Raises ConfigError."""
+def engine_spec(config: ClusterConfig, nodes: NodeGroup | None = None) -> EngineSpec:
+    """The engine of one worker; `nodes`: where its ranks are that are not on this machine. Raises ConfigError."""
     return EngineSpec(
         **config.engine_of(config.decode).model_dump() | {"disk_cache_path": disk_folder(config, "decode")},
         model_path=model_directory(config.model.path),
@@ -16,4 +17,5 @@ def engine_spec(config: ClusterConfig) -> EngineSpec:
         num_workers_here=num_ranks(config, config.decode),
         secret=cluster_secret(config),
         tensor_parallel_size=config.decode.tensor_parallel_size,
+        nodes=nodes,
     )

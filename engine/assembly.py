@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
-from pathlib import Path
+from functools import partial
 
 import torch
 
@@ -31,11 +31,12 @@ from engine.ranks.leader import open_ranks
 from engine.ranks.messages import PoolMemory, RankFacts, RankSetup
 from engine.ranks.ranks import Ranks, SoloRanks
 from engine.scheduler import Scheduler
+from engine.spec import EngineSpec
 from engine.tier_assembly import HostSlots, TierSizes, host_slots, open_disk, tier_spec
 from engine.tiers import HostTier
 from tandem.block_hash import BlockHasher
 from tandem.errors import ConfigError
-from tandem.kv_layout import AUTO_DTYPE, KVLayout
+from tandem.kv_layout import KVLayout
 from tandem.logs import configured_style
 
 _log = logging.getLogger(__name__)
@@ -45,44 +46,6 @@ _DEFAULT_CONTEXTS = 32
 _WORKSPACE_MARGIN = 1.25
 _RANK_TIMEOUT_S = 60.0
 """A rank that computes as long as this while others wait for it is taken for frozen."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSpec:
-    """What an engine is to be; the cluster's configuration says it (see tandem/config.py for each field)."""
-
-    model_path: Path
-    dtype: str
-    max_model_len: int | None
-    device: str
-    block_size: int
-    num_blocks: int | None
-    memory_bytes: int | None
-    max_batched_tokens: int
-    prefill_chunk_tokens: int
-    max_running_requests: int
-    max_waiting_requests: int
-    eviction: str
-    max_overtakes: int
-    priority_aging_s: float | None
-    num_threads: int | None
-    kernels: str
-    quantization: str
-    deterministic: bool
-    num_workers_here: int
-    """Ranks of all workers that share this machine, for the defaults of memory and threads."""
-    secret: bytes
-    tensor_parallel_size: int = 1
-    offload_bytes: int = 0
-    host_cache_bytes: int = 0
-    disk_cache_bytes: int = 0
-    disk_cache_path: Path | None = None
-    pipelined: str = "auto"
-    max_step_s: float | None = None
-    stall_s: float | None = None
-    kv_dtype: str = AUTO_DTYPE
-    pinned_share: float = 0.0
-    pinned_tenant_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +101,7 @@ def assemble(spec: EngineSpec, *, pool: Pool | None = None, progress: Progress |
 
     `pool` places a CPU pool in memory that peers can map. Raises ConfigError; RankLost when a rank dies meanwhile.
     """
-    device = _device(spec.device, spec.tensor_parallel_size)
+    device = _device(spec.device, spec.ranks_here)
     num_threads = spec.num_threads or max(1, num_processors() // max(1, spec.num_workers_here))
     if device.type == "cpu":
         torch.set_num_threads(num_threads)
@@ -179,7 +142,9 @@ def _open_ranks(spec: EngineSpec, config: ModelConfig, options: BackendOptions) 
             log_level=logging.getLevelName(logging.getLogger().getEffectiveLevel()),
             timeout_s=_RANK_TIMEOUT_S,
             log_format=configured_style(),
-        )
+            num_nodes=1 if spec.nodes is None else spec.nodes.num_nodes,
+        ),
+        spec.nodes,
     )
 
 
@@ -205,12 +170,14 @@ def _parts(
     ranks.use_pool(layout, budget.num_blocks, memory, num_host_slots=slots.num_slots)
     own = None if memory is None else memory.buffer[: budget.kv_bytes]
     cache = PagedKVCache(layout, num_blocks=budget.num_blocks, device=device, buffer=own)
-    runner = ModelRunner(model, cache, announce=ranks.announce, num_host_slots=slots.num_slots)
+    runner = _runner(model, cache, ranks, slots.num_slots)
     if size == 1:
         runner.record_graphs(max_rows=spec.max_running_requests, max_length=context)
     hasher = BlockHasher(spec.secret)
     engine_config = _engine_config(spec, context, budget.num_blocks, frozenset(config.eos_token_ids))
     scheduler, disk = _scheduler(spec, engine_config, hasher, runner, slots)
+    if ranks.mirror is not None:
+        scheduler.reservations.on_bound = ranks.mirror.comes
     return EngineParts(
         scheduler=scheduler,
         runner=runner,
@@ -228,6 +195,11 @@ def _parts(
             spec.model_path / "tokenizer.json", vocab_size=config.vocab_size, eos_token_ids=sorted(config.eos_token_ids)
         ),
     )
+
+
+def _runner(model: Decoder, cache: PagedKVCache, ranks: Ranks, num_host_slots: int) -> ModelRunner:
+    after = None if ranks.mirror is None else ranks.mirror.after
+    return ModelRunner(model, cache, announce=ranks.announce, num_host_slots=num_host_slots, on_computed=after)
 
 
 def _budget(
@@ -248,16 +220,21 @@ def _budget(
     offload_bytes = num_host_slots * layout.block_bytes if model.device.type == "cpu" else 0
     rest = max(0, limit_bytes - weights_bytes - offload_bytes) // layout.block_bytes
     workspace_bytes = _workspace_bytes(model, layout, spec, context, min(rest, max_blocks or rest), ranks)
-    budget = plan_memory(
+    plan = partial(
+        plan_memory,
         limit_bytes=limit_bytes,
         weights_bytes=weights_bytes,
         workspace_bytes=workspace_bytes,
         layout=layout,
         # A pool that was sized by hand may be smaller than one context: longer requests are then refused one by one.
         max_context=min(context, (spec.num_blocks or context) * spec.block_size),
-        max_blocks=max_blocks,
         offload_bytes=offload_bytes,
     )
+    if spec.nodes is not None and model.device.type == "cpu":
+        # This node holds every node's part of the pool; see engine.ranks.mirror.
+        most = plan().num_blocks // spec.nodes.num_nodes
+        max_blocks = min(most, max_blocks or most)
+    budget = plan(max_blocks=max_blocks)
     if spec.num_blocks is not None and budget.num_blocks < spec.num_blocks:
         raise ConfigError(
             f"engine.num_blocks is {spec.num_blocks}; memory holds {budget.num_blocks} ({budget.lines()[0]})"

@@ -7,9 +7,10 @@ so a prefix snapshot can never overtake, or be overtaken by, the events around i
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from engine.assembly import EngineParts
@@ -18,6 +19,7 @@ from engine.engine import Engine
 from engine.free_memory import resident_bytes
 from engine.guide import TokenGuide
 from engine.kv_events import KVEventBatch
+from engine.ranks.mirror import Mirror
 from engine.rates import RateMeter
 from engine.request import Request
 from engine.runner import Runner
@@ -28,6 +30,7 @@ from engine.tier_assembly import keep_cached
 from engine.wire import events_to_pb, load_to_pb, stored_to_pb, work_to_pb
 from engine.work_meter import WorkMeter
 from tandem.errors import InvalidRequest, ServingError
+from tandem.ids import BlockId
 from tandem.prefix_pin import PinOrder, PinTold
 from tandem.session_port import LOAD_PERIOD_S, EventSink
 from tandem.v1 import session_pb2 as pb
@@ -107,6 +110,17 @@ class EngineHost:
         not undo what the engine may have done already.
         """
         return asyncio.shield(asyncio.wrap_future(self._engine.call(fn)))
+
+    async def bring(self, blocks: Sequence[BlockId]) -> None:
+        """Before a peer reads these blocks, which nobody writes: have all ranks' parts of them in this worker's memory.
+
+        A part between each two steps, where there are many.
+        """
+        if (mirror := self.parts.ranks.mirror) is None:
+            return
+        for begin in range(0, len(blocks), mirror.most_blocks):
+            portion = tuple(blocks[begin : begin + mirror.most_blocks])
+            await self.call(partial(_bring, mirror, portion))
 
     def post(self, fn: Callable[[Scheduler], object]) -> None:
         """Run `fn` between two steps; a refusal is nobody's concern. Keeps its place among other calls."""
@@ -216,6 +230,10 @@ class EngineHost:
         for sink in self._ports():
             if changes is None or not sink.send_events(batch.first_seq, changes):
                 self.send_snapshot(sink)
+
+
+def _bring(mirror: Mirror, blocks: Sequence[BlockId], _: Scheduler) -> None:
+    mirror.bring(blocks)
 
 
 def _ignore(_output: StepOutput) -> None:

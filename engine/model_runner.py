@@ -38,11 +38,13 @@ class ModelRunner:
         num_threads: int | None = None,
         announce: Callable[[StepInputs], None] | None = None,
         num_host_slots: int = 0,
+        on_computed: Callable[[Batch], None] | None = None,
     ) -> None:
         """`num_threads`: for torch's CPU operators, process-wide; None leaves them as they are.
 
         `announce`: told of every step before it is computed here, so that the model's other ranks compute it too.
-        `num_host_slots`: places in host memory for blocks that batches offload.
+        `num_host_slots`: places in host memory for blocks that batches offload. `on_computed`: told of every batch once
+        the cache has what it computes, and nobody hears of its layers before.
         """
         if not kv_cache.serves(model.dtype) or kv_cache.tensor.device != model.device:
             raise ConfigError(
@@ -55,6 +57,7 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.blocks = BlockMover(kv_cache, num_host_slots=num_host_slots)
         self._announce = announce
+        self._on_computed = on_computed
         self._is_on_host = model.device.type == "cpu"
         self.graphs: StepGraphs | None = None
         self._queue = device_queue(model.device)
@@ -75,7 +78,10 @@ class ModelRunner:
             inputs = self._inputs.build(batch)
             if self._announce is not None:
                 self._announce(inputs)
-            logits, read = self._compute(inputs, on_layers if self._is_on_host else None)
+            tells_layers = self._is_on_host and self._on_computed is None
+            logits, read = self._compute(inputs, on_layers if tells_layers else None)
+            if self._on_computed is not None:
+                self._on_computed(batch)
             step = self._sample(logits, batch)
             return step if read is None else ComingRows(step, read, batch, self._queue)
 

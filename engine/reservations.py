@@ -14,7 +14,7 @@ by anybody until `release_quarantine`, whatever becomes of the sequence. One key
 retries under one transfer id makes the attempt part of the key.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.block_manager import BlockManager, PrefixMatch
@@ -72,6 +72,8 @@ class Reservations:
         self._reserved: dict[TransferId, _Reservation] = {}
         self._request_ids: set[RequestId] = set()
         self._quarantined: dict[TransferId, _Quarantine] = {}
+        self.on_bound: Callable[[Sequence[BlockId]], object] = _nobody
+        """Hears which blocks a peer may write from now on."""
 
     def __len__(self) -> int:
         return len(self._reserved)
@@ -129,6 +131,7 @@ class Reservations:
         if reservation.bound is None:
             reservation.bound = tuple(self._blocks.allocate_promised(reservation.grant.num_blocks))
             self._blocks.grow(reservation.request, reservation.bound)
+            self.on_bound(reservation.bound)
         return reservation.bound
 
     def commit(self, transfer_id: TransferId, first_token: int, *, num_cached_tokens: int | None = None) -> None:
@@ -213,3 +216,7 @@ class Reservations:
         """Every block reference that reservations and quarantines own, for audits."""
         held = [block for r in self._reserved.values() for block in r.request.block_table]
         return held + [block for q in self._quarantined.values() for block in q.references]
+
+
+def _nobody(_blocks: Sequence[BlockId]) -> None:
+    """All ranks see what a peer writes."""

@@ -71,6 +71,7 @@ class Lender:
                 raise Unavailable("nobody asks for it any longer")
             if loan.num_computed_tokens <= job.held_tokens:
                 raise Unavailable("no more of the prefix is held here")
+            await self._host.bring(tuple(loan.block_table))
         except BaseException:
             del self._loans[job.transfer_id]
             self._host.post(partial(_give_back, loan))

@@ -8,8 +8,10 @@ from contextlib import AsyncExitStack
 
 from engine.assembly import EngineParts, assemble
 from engine.host import EngineHost
+from engine.spec import EngineSpec
 from fabric.config import tcp_settings, transfer_settings
 from fabric.leaving import Legator, leave
+from fabric.nodes import node_group
 from fabric.region import region_of
 from fabric.service import FabricPlan, open_fabric
 from fabric.trace_service import serve_traces
@@ -38,7 +40,8 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
     started_s = time.monotonic()
     host_name, port = free_address(config.prefill, "prefill", place.index, stated=place.address)
     auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name)
-    parts = await asyncio.to_thread(_parts, config, place.ready_fd)
+    nodes = node_group(config, WorkerRole.PREFILL, place.index, host_name)
+    parts = await asyncio.to_thread(_parts, engine_spec(config, nodes), place.ready_fd)
     async with AsyncExitStack() as stack:
         region = _region(parts, stack)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
@@ -80,8 +83,8 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         await leave(worker, drain_s=config.prefill.drain_s, succession_s=config.transfer.succession_s)
 
 
-def _parts(config: ClusterConfig, ready_fd: int | None) -> EngineParts:
-    return assemble(engine_spec(config), pool=SharedPool, progress=load_progress(ready_fd))
+def _parts(spec: EngineSpec, ready_fd: int | None) -> EngineParts:
+    return assemble(spec, pool=SharedPool, progress=load_progress(ready_fd))
 
 
 def _identity(config: ClusterConfig, index: int, address: str) -> WorkerIdentity:

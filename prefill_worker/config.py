@@ -1,13 +1,14 @@
 """From the cluster's configuration to what a prefill worker needs."""
 
-from engine.assembly import EngineSpec
+from engine.ranks.nodes import NodeGroup
+from engine.spec import EngineSpec
 from tandem.config import ClusterConfig
 from tandem.model_path import model_directory
 from tandem.worker_config import cluster_secret, disk_folder, num_ranks
 
 
-def engine_spec(config: ClusterConfig) -> EngineSpec:
-    """The engine of one worker. Raises ConfigError."""
+def engine_spec(config: ClusterConfig, nodes: NodeGroup | None = None) -> EngineSpec:
+    """The engine of one worker; `nodes`: where its ranks are that are not on this machine. Raises ConfigError."""
     return EngineSpec(
         # Prompts under a hand-off are never preempted: nothing would ever be saved.
         **config.engine_of(config.prefill).model_dump()
@@ -18,4 +19,5 @@ def engine_spec(config: ClusterConfig) -> EngineSpec:
         num_workers_here=num_ranks(config, config.prefill),
         secret=cluster_secret(config),
         tensor_parallel_size=config.prefill.tensor_parallel_size,
+        nodes=nodes,
     )

@@ -23,9 +23,10 @@ from tandem.errors import ConfigError
 from tandem.hosts import checked_address
 from tandem.kv_agreement import cannot_travel_as
 from tandem.kv_layout import AUTO_DTYPE
-from tandem.lock_config import DoorLocks, Host
+from tandem.lock_config import DoorLocks
 from tandem.model_path import checked_name
 from tandem.plain_yaml import read_mapping
+from tandem.pool_config import BlockSize, CacheDtype, PoolConfig, Port, mistaken_nodes
 from tandem.price_config import PriceConfig
 from tandem.profile_config import ProfilingConfig
 from tandem.prompt_cache_config import PinnedShares, PromptCaching
@@ -40,13 +41,7 @@ def _switch(value: Any) -> Any:
     return ("on" if value else "off") if isinstance(value, bool) else value
 
 
-Port = Annotated[int, Field(ge=0, le=65535)]
-BlockSize = Literal[16, 32, 64]
-CacheDtype = Literal["auto", "int8", "fp8_e4m3"]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
-MAX_REPLICAS = 256
-"""Workers of one pool that one machine is asked to start."""
-MAX_TENSOR_PARALLEL = 64
 _MOST_TOLD = 16
 """Mistakes of one configuration."""
 
@@ -214,28 +209,6 @@ class RouterConfig(DoorLocks, PromptCaching):
     """Tokens waiting for a slow reader before its request is cancelled."""
 
 
-class PoolConfig(Section):
-    """One pool of workers."""
-
-    replicas: int = Field(default=1, ge=0, le=MAX_REPLICAS)
-    host: Host = "127.0.0.1"
-    """Where a worker of this pool listens."""
-    port: Port = 0
-    """Without `addresses`: at which port each worker listens, at a `host` of its own. Routers then hear of it from
-    Redis; so it is where nobody knows addresses beforehand, as in Kubernetes."""
-    addresses: tuple[str, ...] = ()
-    """host:port of each worker; `tandem up` fills it in, a hand-made cluster states it."""
-    tensor_parallel_size: int = Field(default=1, ge=1, le=MAX_TENSOR_PARALLEL)
-    """Ranks, each a process (on a GPU machine, with a GPU) of its own, that share the model of one worker."""
-    drain_s: Seconds = 30.0
-    """Most time to finish outstanding work after SIGTERM."""
-    block_size: BlockSize | None = None
-    """This pool's own `engine.block_size`."""
-    kv_dtype: CacheDtype | None = None
-    """This pool's own `engine.kv_dtype`. What the prefill pool caches in the model's dtype is converted on its way to
-    a decode pool that caches codes, and the other way round; codes are never made of other codes."""
-
-
 def _printable(value: SecretStr) -> SecretStr:
     if not all(" " <= letter <= "~" for letter in value.get_secret_value()):
         raise ValueError("a header's value is printable ASCII, without line breaks")
@@ -325,6 +298,15 @@ class ClusterConfig(Section):
                     checked_address(address)
                 except ValueError as error:
                     raise ValueError(f"{name}.addresses.{index}: {error}") from None
+        return self
+
+    @model_validator(mode="after")
+    def _nodes(self) -> Self:
+        for name, pool in (("prefill", self.prefill), ("decode", self.decode)):
+            if reason := mistaken_nodes(pool):
+                raise ValueError(f"{name}.{reason}")
+            if pool.nodes > 1 and self.ray.address is not None:
+                raise ValueError(f"{name}.nodes is {pool.nodes}: on Ray a worker's ranks are processes of one node")
         return self
 
     @model_validator(mode="after")

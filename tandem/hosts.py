@@ -7,6 +7,8 @@ import socket
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # compared with, never bound
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 _MAX_CHARS = 253
+DEAD_PEER_MS = 10_000
+"""A connection whose peer's machine does not acknowledge for so long has ended."""
 
 
 def reachable(host: str) -> str:
@@ -61,3 +63,20 @@ def hold(host: str, port: int) -> socket.socket:
         held.close()
         raise OSError(f"cannot listen on {join(host, port)}: {error.strerror}") from None
     return held
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or the name localhost, is of this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Small messages at once, and an end when the peer's machine is gone. Raises OSError."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_MS)

@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
-from tandem.config import ClusterConfig, PoolConfig
+from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.hosts import hold
+from tandem.pool_config import PoolConfig
+from tandem.roles import WorkerRole
 
 
 def cluster_secret(config: ClusterConfig) -> bytes:
@@ -20,7 +22,7 @@ def num_ranks(config: ClusterConfig, pool: PoolConfig) -> int:
     A worker with a host of its own shares it with nobody; where addresses are stated all may be of one machine.
     """
     if _has_own_host(pool):
-        return pool.tensor_parallel_size
+        return pool.ranks_per_node
     return sum(pool.replicas * pool.tensor_parallel_size for pool in (config.prefill, config.decode))
 
 
@@ -42,6 +44,19 @@ def listen_address(pool: PoolConfig, name: str, index: int) -> tuple[str, int]:
     if host in ("0.0.0.0", "[::]", "::", "*"):  # noqa: S104 - refused
         raise ConfigError(f"{name}.addresses: {host} is not where a peer can reach this worker; name one address")
     return host, int(port)
+
+
+def worker_host(config: ClusterConfig, role: WorkerRole, index: int) -> str:
+    """The host of a worker that is elsewhere. Raises ConfigError where each has its own, which nobody states."""
+    pool = config.prefill if role is WorkerRole.PREFILL else config.decode
+    if _has_own_host(pool):
+        raise ConfigError(f"{role.value}.port: workers have hosts of their own; say with --leader where this one is")
+    return listen_address(pool, role.value, index)[0]
+
+
+def rank_port(pool: PoolConfig, index: int) -> int:
+    """Where one worker of a pool of several nodes listens for its ranks on the others."""
+    return pool.rank_port if _has_own_host(pool) else pool.rank_port + index
 
 
 def free_address(pool: PoolConfig, name: str, index: int, *, stated: str | None = None) -> tuple[str, int]:

@@ -5,10 +5,6 @@ from typing import Protocol
 from torch import Tensor
 
 
-class RankLost(Exception):
-    """A rank has died, or does not answer: the group, and with it this process, cannot go on."""
-
-
 class ParallelGroup(Protocol):
     """The ranks of one tensor-parallel model, each its own process. Every rank makes the same calls in one order."""
 

@@ -1,12 +1,14 @@
-"""A ParallelGroup over torch.distributed: gloo between CPU processes, NCCL between GPUs, on one machine.
+"""A ParallelGroup over torch.distributed: gloo between CPU processes, NCCL between GPUs.
 
-The process group is made directly, not through `init_process_group`, so that nothing in the process is global. Its
-store is a file that only the ranks have open (see engine.ranks.leader), and gloo listens on the loopback device.
+The process group is made directly, not through `init_process_group`, so that nothing in the process is global. On one
+machine its store is a file that only the ranks have open (see engine.ranks.leader), and gloo listens on the loopback
+device. Over several (see engine.ranks.nodes) both listen at the address at which the ranks' nodes reach each other.
 """
 
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -14,12 +16,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.parallel.group import RankLost
+from engine.parallel.interfaces import interface_of
+from engine.parallel.link_store import Keys, LinkStore
+from engine.parallel.lost import RankLost
 
 _LOOPBACK = "127.0.0.1"
 _GLOO_THREADS = 1
 _SMALL_BYTES = 64 * 1024
 """Up to here gloo is faster at handing everybody every part than at a ring, measured with two and four ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverNodes:
+    """How a rank meets those of other nodes."""
+
+    keys: Keys
+    host: str
+    """Address of this node at which they reach it."""
 
 
 class _Work(Protocol):
@@ -43,19 +56,20 @@ class TorchGroup:
 
     def __init__(
         self,
-        store_fd: int,
+        store_fd: int | None,
         *,
         rank: int,
         size: int,
         device: torch.device,
         timeout_s: float,
         fixed_order: bool = False,
+        over_nodes: OverNodes | None = None,
     ) -> None:
         """Meet the other ranks: ends once all are here.
 
         `store_fd`: of an empty file that every rank has open; closed by `close`, and the caller's own when this
-        raises. `timeout_s` bounds the wait for the others, now and in every later call. `fixed_order`: sums do not
-        depend on a tensor's size. Raises RankLost.
+        raises. None: the ranks are on several nodes, `over_nodes` says how they meet. `timeout_s` bounds the wait for
+        the others, now and in every later call. `fixed_order`: sums do not depend on a tensor's size. Raises RankLost.
         """
         is_cuda = device.type == "cuda"
         self.rank = rank
@@ -65,7 +79,7 @@ class TorchGroup:
         self._device = device
         self._store_fd = store_fd
         self._backend: _Backend | None = None
-        backend = _Backend(store_fd)
+        backend = _Backend(store_fd, over_nodes)
         if (failure := backend.open(rank, size, timedelta(seconds=timeout_s), is_cuda=is_cuda)) is not None:
             raise RankLost(f"rank {rank} did not meet the others: {failure}")
         self._backend = backend
@@ -102,7 +116,8 @@ class TorchGroup:
         """Give everything up; the other ranks are gone, or about to be. Twice does no harm."""
         if self._backend is not None:
             self._leave()
-            os.close(self._store_fd)
+            if self._store_fd is not None:
+                os.close(self._store_fd)
 
     def _leave(self) -> None:
         backend, self._backend = self._backend, None
@@ -140,16 +155,16 @@ class _Backend:
     longer than its owner does, so the file belongs to whoever is the last; nobody keeps the group by itself.
     """
 
-    def __init__(self, store_fd: int) -> None:
-        self._fd = os.dup(store_fd)
+    def __init__(self, store_fd: int | None, over_nodes: OverNodes | None) -> None:
+        self._fd = None if store_fd is None else os.dup(store_fd)
+        self._over_nodes = over_nodes
         self._store: Any = None
         self.group: Any = None
 
     def open(self, rank: int, size: int, timeout: timedelta, *, is_cuda: bool) -> str | None:
         """Make the group; what went wrong, if anything did."""
         try:
-            self._store = dist.FileStore(f"/proc/self/fd/{self._fd}", size)  # type: ignore[attr-defined]
-            self._store.set_timeout(timeout)
+            self._store = self._open_store(size, timeout)
             self.group = (_nccl if is_cuda else _gloo)(self, rank, size, timeout)
         except RuntimeError as error:
             return str(error)
@@ -160,16 +175,29 @@ class _Backend:
         """For whoever makes the group."""
         return self._store
 
+    @property
+    def host(self) -> str:
+        """Address of this node for the group's own connections."""
+        return _LOOPBACK if self._over_nodes is None else self._over_nodes.host
+
+    def _open_store(self, size: int, timeout: timedelta) -> Any:
+        if self._over_nodes is not None:
+            return LinkStore(self._over_nodes.keys, timeout_s=timeout.total_seconds())
+        store: Any = dist.FileStore(f"/proc/self/fd/{self._fd}", size)  # type: ignore[attr-defined]
+        store.set_timeout(timeout)
+        return store
+
     def __del__(self) -> None:
         self.group = None
         self._store = None
-        os.close(self._fd)
+        if self._fd is not None:
+            os.close(self._fd)
 
 
 def _gloo(backend: _Backend, rank: int, size: int, timeout: timedelta) -> _Collectives:
     group: Any = dist.ProcessGroupGloo
     options = group._Options()  # the only way to name a device, without which gloo asks the resolver for one
-    options._devices = [group.create_device(hostname=_LOOPBACK)]
+    options._devices = [group.create_device(hostname=backend.host)]
     options._threads = _GLOO_THREADS
     options._timeout = timeout
     made: _Collectives = group(backend.store, rank, size, options)
@@ -177,6 +205,9 @@ def _gloo(backend: _Backend, rank: int, size: int, timeout: timedelta) -> _Colle
 
 
 def _nccl(backend: _Backend, rank: int, size: int, timeout: timedelta) -> _Collectives:
+    if backend.host != _LOOPBACK and "NCCL_SOCKET_IFNAME" not in os.environ:
+        # NCCL is told of interfaces, not of addresses; left alone it takes the first that it finds.
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(backend.host)}"
     group: Any = dist.ProcessGroupNCCL
     options = group.Options()
     options._timeout = timeout

@@ -1,4 +1,8 @@
-"""`python -m engine.ranks --control-fd N --parent-pid P`: one rank of a worker; only rank 0 starts it."""
+"""`python -m engine.ranks --parent-pid P …`: one rank of a worker, started by rank 0 or by its node's starter.
+
+On rank 0's node it is given its connections (`--control-fd`, and `--pulse-fd` with `--host` in a group that spans
+nodes); elsewhere what it needs to come to rank 0 (`--join-fd`: a file with the group, in which is the secret).
+"""
 
 import argparse
 import ctypes
@@ -19,14 +23,22 @@ def die_with_parent(parent_pid: int) -> None:
 def main() -> int:
     """The command line of a rank, down to its exit code."""
     parser = argparse.ArgumentParser(prog="engine.ranks", description="one rank of a tensor-parallel worker")
-    parser.add_argument("--control-fd", type=int, required=True, help="a connected socket to rank 0")
-    parser.add_argument("--parent-pid", type=int, required=True, help="process id of rank 0")
+    way = parser.add_mutually_exclusive_group(required=True)
+    way.add_argument("--control-fd", type=int, help="a connected socket to rank 0")
+    way.add_argument("--join-fd", type=int, help="a file with the group whose rank 0 is on another node")
+    parser.add_argument("--pulse-fd", type=int, help="with --control-fd: another such socket")
+    parser.add_argument("--host", help="address of this node for the ranks of others")
+    parser.add_argument("--rank", type=int, help="with --join-fd: which one this is")
+    parser.add_argument("--parent-pid", type=int, required=True, help="process id of whoever started it")
     args = parser.parse_args()
     die_with_parent(args.parent_pid)
-    # Not before: torch takes seconds to load, and nobody is to outlive rank 0 in them.
-    from engine.ranks.follower import serve_rank
+    # Not before: torch takes seconds to load, and nobody is to outlive its parent in them.
+    from engine.ranks.follower import join_and_serve, serve_rank
+    from engine.ranks.joining import given_link
 
-    return serve_rank(args.control_fd)
+    if args.join_fd is not None:
+        return join_and_serve(args.join_fd, args.rank, source=args.host)
+    return serve_rank(given_link(args.control_fd, args.pulse_fd, args.host))
 
 
 if __name__ == "__main__":

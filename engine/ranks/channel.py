@@ -1,21 +1,23 @@
-"""Framed messages between rank 0 and one other rank over a pair of connected Unix sockets.
+"""Framed messages between rank 0 and one other rank: over a pair of connected Unix sockets, or between nodes in TLS.
 
 A socket pair has no name that anybody else could connect to; the kernel closes it with its process, so the end of the
 stream is the end of the peer. A frame is one byte of kind, four of length, then the payload; descriptors travel beside
-the payload's first byte.
+the payload's first byte. Between nodes (see engine.ranks.door) the kernel says as much of a connection, and no
+descriptor travels.
 """
 
 import array
 import socket
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import IntEnum
 
-from engine.parallel.group import RankLost
+from engine.parallel.lost import RankLost
 from tandem.errors import ConfigError
 
 _HEADER = struct.Struct("<BI")
-_MAX_PAYLOAD_BYTES = 1 << 30
+MOST_PAYLOAD_BYTES = 1 << 30
 _MAX_FDS = 1
 
 
@@ -42,14 +44,42 @@ class Kind(IntEnum):
     """<- it is there."""
     STEP = 10
     """-> see engine.ranks.step_wire."""
+    HELLO = 11
+    """<- JSON: who comes from another node; see engine.ranks.greeting, also for the next four."""
+    CHALLENGE = 12
+    """-> JSON: proof that this is the leader, and what the other is to prove."""
+    PROOF = 13
+    """<- the proof."""
+    WELCOME = 14
+    """-> taken in."""
+    ASK = 15
+    """<- JSON, on a rank's second connection: a pulse, or something of the store; see engine.ranks.pulse."""
+    ANSWER = 16
+    """-> JSON."""
+    PLACE = 17
+    """-> blocks that came from elsewhere; see engine.ranks.mirror_wire, also for the next two."""
+    FETCH = 18
+    """-> which blocks rank 0 wants to have, too."""
+    BLOCKS = 19
+    """<- their content."""
 
 
 class Channel:
     """One end. Used by one thread."""
 
-    def __init__(self, sock: socket.socket, peer: str) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        peer: str,
+        *,
+        carries_descriptors: bool = True,
+        most_bytes: int = MOST_PAYLOAD_BYTES,
+    ) -> None:
+        """`most_bytes`: of a payload; who is not known yet is not believed when it announces much."""
         self._socket = sock
         self._peer = peer
+        self._carries_descriptors = carries_descriptors
+        self.most_bytes = most_bytes
         self._header = bytearray(_HEADER.size)
         self._payload = bytearray()
 
@@ -75,7 +105,7 @@ class Channel:
             if fds is None:
                 return None
             number, size = _HEADER.unpack(self._header)
-            if size > _MAX_PAYLOAD_BYTES:
+            if size > self.most_bytes:
                 raise RankLost(f"{self._peer} announces {size} bytes")
             if len(self._payload) < size:
                 self._payload = bytearray(size)
@@ -108,7 +138,21 @@ class Channel:
         """The peer sees the end."""
         self._socket.close()
 
+    @property
+    def peer(self) -> str:
+        """Who is at the other end, for messages."""
+        return self._peer
+
+    def hang_up(self) -> None:
+        """End both directions, from any thread; whoever waits is woken. `close` is still to come."""
+        with suppress(OSError):
+            # Not SSLSocket's own method: that one forgets the cipher, and who reads next gets ciphertext.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
     def _fill_header(self) -> Sequence[int] | None:
+        if not self._carries_descriptors:
+            filled = self._fill(memoryview(self._header))
+            return () if filled == len(self._header) else None
         ancillary_size = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
         count, ancillary, _flags, _address = self._socket.recvmsg_into([self._header], ancillary_size)
         fds = array.array("i")

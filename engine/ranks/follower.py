@@ -4,45 +4,69 @@ import json
 import logging
 import mmap
 import os
-import socket
+import signal
 
 import torch
 
 from engine.backends.select import select_backend
 from engine.dry_run import PeakMemory, give_back
+from engine.free_memory import free_memory_bytes
 from engine.kv_cache import PagedKVCache
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
-from engine.parallel.group import RankLost
-from engine.parallel.torch_group import TorchGroup
+from engine.parallel.lost import RankLost
+from engine.parallel.torch_group import OverNodes, TorchGroup
 from engine.ranks.channel import Channel, Kind
+from engine.ranks.joining import REFUSED, RankLink, knock
 from engine.ranks.messages import PoolPlan, RankFacts, RankSetup
+from engine.ranks.mirror_wire import Planes, content, decode_blocks, put
+from engine.ranks.nodes import NodeGroup
+from engine.ranks.pulse import Pulse
 from engine.ranks.step_wire import decode_step
 from tandem.errors import ConfigError
 from tandem.logs import configure
 
 _log = logging.getLogger(__name__)
-_REFUSED = 2
 
 
-def serve_rank(control_fd: int) -> int:
-    """Follow rank 0 at the other end of this socket to the end; the exit code."""
-    channel = Channel(socket.socket(fileno=control_fd), "rank 0")
+def join_and_serve(join_fd: int, rank: int, *, source: str | None) -> int:
+    """Come to rank 0 on another node and follow it to the end; the exit code.
+
+    `join_fd`: of a file with the NodeGroup; closed here. `source`: see `knock`.
+    """
+    with os.fdopen(join_fd, "rb") as file:
+        group = NodeGroup.from_json(file.read())
+    configure("info", f"rank-{rank}")
+    try:
+        link = knock(group, rank, source)
+    except ConfigError as refusal:
+        _log.critical("%s", refusal)
+        return REFUSED
+    # From now on this process ends with rank 0, which may have work to finish first.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return serve_rank(link)
+
+
+def serve_rank(link: RankLink) -> int:
+    """Follow rank 0 at the other end of this link to the end; the exit code."""
+    channel = link.steps
+    pulse = None if link.pulse is None else Pulse(link.pulse)
     try:
         channel.send(Kind.READY)
         payload, store_fd = channel.expect(Kind.SETUP)
         setup = RankSetup.from_json(payload)
         configure(setup.log_level, f"rank-{setup.rank}", setup.log_format)
-        return _follow(channel, setup, store_fd)
+        over_nodes = None if pulse is None or link.host is None else OverNodes(keys=pulse.keys, host=link.host)
+        return _follow(channel, setup, store_fd, over_nodes)
     except RankLost as lost:
         # Rank 0, too, sees every death, and says which; this may be the echo of another rank's.
         _log.warning("%s", lost)
         return 1
 
 
-def _follow(channel: Channel, setup: RankSetup, store_fd: int | None) -> int:
-    if store_fd is None:
+def _follow(channel: Channel, setup: RankSetup, store_fd: int | None, over_nodes: OverNodes | None) -> int:
+    if store_fd is None and over_nodes is None:
         raise RankLost("the set-up came without the group's store")
     device = setup.backend.device
     if device.type == "cuda":
@@ -57,17 +81,25 @@ def _follow(channel: Channel, setup: RankSetup, store_fd: int | None) -> int:
             device=device,
             timeout_s=setup.timeout_s,
             fixed_order=setup.backend.deterministic,
+            over_nodes=over_nodes,
         )
-        free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+        free_bytes = _free_bytes(setup, device)
         model = load_model(setup.model_path, backend=select_backend(setup.backend), group=group)
     except ConfigError as refusal:
         channel.send(Kind.REFUSED, str(refusal).encode())
         channel.receive()  # rank 0 ends the group; an earlier exit would look like a death
-        return _REFUSED
+        return REFUSED
     facts = RankFacts(weights_bytes=model.weights_bytes, fingerprint=model.fingerprint, free_bytes=free_bytes)
     channel.send(Kind.LOADED, facts.to_json())
     _Follower(channel, model).run()
     return 0
+
+
+def _free_bytes(setup: RankSetup, device: torch.device) -> int | None:
+    """Memory that is this rank's alone, before its weights; None where that is rank 0's to know."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return None if setup.is_beside_rank_0 else free_memory_bytes() // setup.ranks_per_node
 
 
 class _Follower:
@@ -98,6 +130,14 @@ class _Follower:
                 case Kind.POOL:
                     self._use(PoolPlan.from_json(payload), fd)
                     self._channel.send(Kind.POOL_READY)
+                case Kind.PLACE:
+                    planes = self._planes()
+                    blocks, data = decode_blocks(payload, num_blocks=planes.shape[1])
+                    put(planes, blocks, data)
+                case Kind.FETCH:
+                    planes = self._planes()
+                    blocks, _ = decode_blocks(payload, num_blocks=planes.shape[1])
+                    self._channel.send(Kind.BLOCKS, content(planes, blocks))
                 case _:
                     raise RankLost(f"rank 0 sent {kind.name}")
 
@@ -105,6 +145,12 @@ class _Follower:
         if self._runner is None:
             raise RankLost("rank 0 sent a step before there was a pool")
         self._runner.compute(decode_step(payload))
+
+    def _planes(self) -> Planes:
+        """The pool's bytes, which rank 0 mirrors: where it does, they are in host memory."""
+        if self._runner is None or self._model.device.type != "cpu":
+            raise RankLost("rank 0 mirrors a pool that is not in host memory")
+        return self._runner.kv_cache.blocks.numpy()
 
     def _use(self, plan: PoolPlan, fd: int | None) -> None:
         memory = None if fd is None else _part(plan, fd)

@@ -2,22 +2,26 @@
 
 What is said and what is summed go different ways. Words travel over a socket pair per rank: an idle rank sleeps in
 `read` for as long as nobody asks anything, and the end of the stream is the end of rank 0. Sums go through the group.
+Ranks of other nodes are not started here: they come (engine.ranks.door), and then are told the same.
 """
 
 import json
 import logging
 import os
-import socket
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
-from engine.parallel.group import RankLost
+from engine.parallel.lost import RankLost
 from engine.parallel.torch_group import TorchGroup
-from engine.ranks.channel import Channel, Kind
+from engine.ranks.arrivals import Arrivals
+from engine.ranks.channel import Kind
+from engine.ranks.channels import Channels
+from engine.ranks.ending import GroupEnd
 from engine.ranks.messages import PoolMemory, PoolPlan, RankFacts, RankSetup
-from engine.ranks.processes import RankCommand, RankProcesses
+from engine.ranks.mirror import Mirror
+from engine.ranks.nodes import NodeGroup
+from engine.ranks.processes import RankProcesses
 from engine.ranks.ranks import Ranks, SoloRanks
 from engine.ranks.step_wire import encode_step
 from engine.step_inputs import StepInputs
@@ -31,24 +35,43 @@ _EXIT_S = 0.9
 """For this process to end by itself once a rank has died. A GPU that waits for the dead would keep it for ever."""
 
 
-def open_ranks(setup: RankSetup) -> Ranks:
-    """The ranks beside this one, started and met; `setup` is rank 0's own. Raises RankLost, OSError."""
-    return SoloRanks() if setup.size == 1 else Leader(setup)
+def open_ranks(setup: RankSetup, nodes: NodeGroup | None = None) -> Ranks:
+    """The ranks beside this one, started and met; `setup` is rank 0's own, `nodes` says where those elsewhere are.
+
+    Raises RankLost, OSError, ConfigError.
+    """
+    return SoloRanks() if setup.size == 1 else Leader(setup, nodes)
 
 
 class Leader:
     """See Ranks. Used by one thread at a time, `watch` and `close` apart."""
 
-    def __init__(self, setup: RankSetup) -> None:
+    def __init__(self, setup: RankSetup, nodes: NodeGroup | None = None) -> None:
         with ExitStack() as undo:
-            self._channels = _Channels(setup.size)
+            self._end = GroupEnd(exit_s=_EXIT_S)
+            self._channels = Channels()
             undo.callback(self._channels.close)
-            self._processes = RankProcesses(self._channels.commands(), exit_s=_EXIT_S)
+            self._end.watch(lambda _lost: self._channels.hang_up())
+            arrivals = None if nodes is None else Arrivals(nodes, self._end)
+            if arrivals is not None:
+                undo.callback(arrivals.close)
+            self._arrivals = arrivals
+            self._mirror: Mirror | None = None
+            num_here = setup.size if nodes is None else nodes.ranks_per_node
+            commands = self._channels.open_pairs(range(1, num_here), arrivals)
+            self._processes = RankProcesses(commands, self._end)
             undo.callback(self._processes.close)
             self._channels.close_far_ends()
+            if arrivals is not None:
+                self._channels.add(arrivals.gather())
             self.group = self._meet(setup)
             undo.pop_all()
-        _log.info("%d ranks, pids %s", setup.size, [os.getpid(), *self._processes.pids.values()])
+        _log.info("%d ranks, pids here %s", setup.size, [os.getpid(), *self._processes.pids.values()])
+
+    @property
+    def mirror(self) -> Mirror | None:
+        """See Ranks."""
+        return self._mirror
 
     @property
     def pids(self) -> Mapping[int, int]:
@@ -86,19 +109,25 @@ class Leader:
         plan = PoolPlan(layout=layout, num_blocks=num_blocks, num_host_slots=num_host_slots)
         self._send_plans(Kind.POOL, plan, None if memory is None else memory.fd)
         self._channels.collect(Kind.POOL_READY)
+        if memory is not None and (elsewhere := self._channels.elsewhere):
+            self._mirror = Mirror(elsewhere, plan, memory.buffer)
         self._channels.set_timeout(self._timeout_s)
 
     def announce(self, inputs: StepInputs) -> None:
         """See Ranks."""
+        if self._mirror is not None:
+            self._mirror.before(inputs)
         self._channels.send(Kind.STEP, encode_step(inputs))
 
     def watch(self, listener: Callable[[RankLost], None]) -> None:
         """See Ranks."""
-        self._processes.watch(listener)
+        self._end.watch(listener)
 
     def close(self) -> None:
         """See Ranks."""
         self._processes.close()
+        if self._arrivals is not None:
+            self._arrivals.close()
         self._channels.close()
         self.group.close()
 
@@ -108,8 +137,9 @@ class Leader:
         self._channels.collect(Kind.READY)
         # To load a model and to zero a pool take their time; a death ends the wait.
         self._channels.set_timeout(None)
+        over_nodes = None if self._arrivals is None else self._arrivals.over_nodes()
         # Without a name: nobody else can open it, and nothing is left behind.
-        store_fd = os.memfd_create("tandem-ranks", os.MFD_CLOEXEC)
+        store_fd = os.memfd_create("tandem-ranks", os.MFD_CLOEXEC) if over_nodes is None else None
         try:
             self._channels.send_each(Kind.SETUP, lambda rank: setup.of_rank(rank).to_json(), fd=store_fd)
             return TorchGroup(
@@ -119,9 +149,11 @@ class Leader:
                 device=setup.of_rank(0).backend.device,
                 timeout_s=setup.timeout_s,
                 fixed_order=setup.backend.deterministic,
+                over_nodes=over_nodes,
             )
         except BaseException:
-            os.close(store_fd)
+            if store_fd is not None:
+                os.close(store_fd)
             raise
 
     def _send_plans(self, kind: Kind, plan: PoolPlan, fd: int | None) -> None:
@@ -129,50 +161,3 @@ class Leader:
             return replace(plan, layout=replace(plan.layout, tp_rank=rank)).to_json()
 
         self._channels.send_each(kind, of_rank, fd=fd)
-
-
-class _Channels:
-    """A channel to every other rank."""
-
-    def __init__(self, size: int) -> None:
-        pairs = {rank: socket.socketpair() for rank in range(1, size)}
-        self._far_ends = {rank: pair[1] for rank, pair in pairs.items()}
-        self._channels = {rank: Channel(pair[0], f"rank {rank}") for rank, pair in pairs.items()}
-
-    def commands(self) -> list[RankCommand]:
-        """How each rank is started with its end."""
-        prefix = [sys.executable, "-m", "engine.ranks", "--parent-pid", str(os.getpid()), "--control-fd"]
-        return [
-            RankCommand(rank=rank, argv=[*prefix, str(end.fileno())], fd=end.fileno())
-            for rank, end in self._far_ends.items()
-        ]
-
-    def close_far_ends(self) -> None:
-        """Once the processes have them: a death closes the last copy."""
-        for end in self._far_ends.values():
-            end.close()
-
-    def set_timeout(self, timeout_s: float | None) -> None:
-        """How long to wait for a rank to speak or to listen."""
-        for channel in self._channels.values():
-            channel.set_timeout(timeout_s)
-
-    def send(self, kind: Kind, payload: bytes = b"") -> None:
-        """The same to all."""
-        for channel in self._channels.values():
-            channel.send(kind, payload)
-
-    def send_each(self, kind: Kind, payload: Callable[[int], bytes], *, fd: int | None) -> None:
-        """To each rank its own."""
-        for rank, channel in self._channels.items():
-            channel.send(kind, payload(rank), fd=fd)
-
-    def collect(self, kind: Kind) -> Sequence[memoryview]:
-        """One answer of each, in order of rank. Raises ConfigError when one refuses."""
-        return [channel.expect(kind)[0] for channel in self._channels.values()]
-
-    def close(self) -> None:
-        """Close every end that is open here."""
-        self.close_far_ends()
-        for channel in self._channels.values():
-            channel.close()

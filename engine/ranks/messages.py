@@ -24,12 +24,24 @@ class RankSetup:
     timeout_s: float
     """How long one rank waits for another: to start a collective, to listen."""
     log_format: str = "text"
+    num_nodes: int = 1
+    """Machines over which the ranks are spread, as many on each, in order."""
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The same on every node."""
+        return self.size // self.num_nodes
+
+    @property
+    def is_beside_rank_0(self) -> bool:
+        """On the same node."""
+        return self.rank < self.ranks_per_node
 
     def of_rank(self, rank: int) -> "RankSetup":
         """The same for another rank: on a machine with GPUs, on its own."""
         options = self.backend
         if options.device.type == "cuda":
-            options = replace(options, device=torch.device("cuda", rank))
+            options = replace(options, device=torch.device("cuda", rank % self.ranks_per_node))
         return replace(self, rank=rank, backend=options)
 
     def to_json(self) -> bytes:

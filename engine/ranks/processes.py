@@ -5,18 +5,16 @@ ends (PR_SET_PDEATHSIG), so nobody survives rank 0; and its pidfd wakes the thre
 is doing. One death ends the others, so that no collective waits for the dead.
 """
 
-import logging
 import os
 import select
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.parallel.group import RankLost
-
-_log = logging.getLogger(__name__)
+from engine.parallel.lost import RankLost
+from engine.ranks.ending import GroupEnd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,26 +23,24 @@ class RankCommand:
 
     rank: int
     argv: Sequence[str]
-    fd: int
-    """The descriptor that it inherits."""
+    fds: Sequence[int]
+    """The descriptors that it inherits."""
 
 
 class RankProcesses:
     """Ranks 1 and up of one group."""
 
-    def __init__(self, commands: Sequence[RankCommand], *, exit_s: float) -> None:
-        """Start them. `exit_s`: after a death this process must end by itself within that time, or it is ended.
+    def __init__(self, commands: Sequence[RankCommand], end: GroupEnd) -> None:
+        """Start them. `end` is told of the first death, and closed with them.
 
         Raises OSError when one cannot be started.
         """
         self._commands = commands
-        self._exit_s = exit_s
+        self._end = end
         self._lock = threading.Lock()
-        self._listener: Callable[[RankLost], None] = _nobody
-        self._lost: RankLost | None = None
+        self._is_wanted_end = False
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._started = threading.Event()
-        self._closing = threading.Event()
         self._error: OSError | None = None
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._pid_fds: dict[int, int] = {}
@@ -61,25 +57,22 @@ class RankProcesses:
         return {rank: child.pid for rank, child in self._children.items()}
 
     @property
-    def lost(self) -> RankLost | None:
-        """The death that ended the group, if one did."""
-        with self._lock:
-            return self._lost
+    def statuses(self) -> Mapping[int, int]:
+        """How each rank that was reaped ended, as `subprocess` says it."""
+        return {rank: child.returncode for rank, child in self._children.items() if child.returncode is not None}
 
-    def watch(self, listener: Callable[[RankLost], None]) -> None:
-        """Tell `listener` of the first death, on any thread; at once when it is known already."""
-        with self._lock:
-            self._listener = listener
-            lost = self._lost
-        if lost is not None:
-            listener(lost)
+    def send(self, signum: signal.Signals) -> None:
+        """Signal every rank that has not ended."""
+        for child in self._children.values():
+            child.send_signal(signum)
 
     def close(self) -> None:
         """Kill and reap every rank: they hold nothing that outlives them."""
         with self._lock:
-            if self._closing.is_set():
+            if self._is_wanted_end:
                 return
-            self._closing.set()
+            self._is_wanted_end = True
+        self._end.close()
         os.eventfd_write(self._stop_fd, 1)
         self._thread.join()
         os.close(self._stop_fd)
@@ -89,7 +82,7 @@ class RankProcesses:
             for command in self._commands:
                 # A session of its own: a terminal's Ctrl-C is rank 0's business.
                 child = subprocess.Popen(  # noqa: S603  # our own module, no shell
-                    command.argv, stdin=subprocess.DEVNULL, pass_fds=(command.fd,), start_new_session=True
+                    command.argv, stdin=subprocess.DEVNULL, pass_fds=tuple(command.fds), start_new_session=True
                 )
                 self._children[command.rank] = child
                 self._pid_fds[os.pidfd_open(child.pid)] = command.rank
@@ -112,26 +105,14 @@ class RankProcesses:
         for fd in (self._stop_fd, *self._pid_fds):
             poll.register(fd, select.POLLIN)
         woken = {fd for fd, _ in poll.poll()}
-        return None if self._closing.is_set() else self._pid_fds[min(woken)]
+        return None if self._is_wanted_end else self._pid_fds[min(woken)]
 
     def _tell(self, rank: int) -> None:
         child = self._children[rank]
-        lost = RankLost(f"rank {rank} (pid {child.pid}) {_describe(child.returncode)}")
-        _log.critical("%s: this worker cannot go on without it", lost)
-        with self._lock:
-            self._lost = lost
-            listener = self._listener
-        listener(lost)
-        if not self._closing.wait(self._exit_s):
-            _log.critical("this process did not end by itself")
-            os._exit(1)
+        self._end.tell(RankLost(f"rank {rank} (pid {child.pid}) {_describe(child.returncode)}"))
 
 
 def _describe(status: int) -> str:
     if status >= 0:
         return f"exited with code {status}"
     return f"was ended by {signal.Signals(-status).name}"
-
-
-def _nobody(_lost: RankLost) -> None:
-    """Until `watch` says who listens; `lost` tells them."""

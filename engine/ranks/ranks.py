@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from engine.parallel.group import ParallelGroup, RankLost, SoloGroup
+from engine.parallel.group import ParallelGroup, SoloGroup
+from engine.parallel.lost import RankLost
 from engine.ranks.messages import PoolMemory, RankFacts
+from engine.ranks.mirror import Mirror
 from engine.step_inputs import StepInputs
 from tandem.kv_layout import KVLayout
 
@@ -18,6 +20,11 @@ class Ranks(Protocol):
     @property
     def group(self) -> ParallelGroup:
         """Of all ranks, this one included."""
+        ...
+
+    @property
+    def mirror(self) -> Mirror | None:
+        """What keeps other nodes' parts of the pool in rank 0's memory, once there is a pool; None: nothing has to."""
         ...
 
     def wait_loaded(self, own: RankFacts) -> RankFacts:
@@ -62,6 +69,7 @@ class SoloRanks:
 
     def __init__(self) -> None:
         self.group = SoloGroup()
+        self.mirror: Mirror | None = None
 
     def wait_loaded(self, own: RankFacts) -> RankFacts:
         """See Ranks."""

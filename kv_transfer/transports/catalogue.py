@@ -16,7 +16,6 @@ from kv_transfer.transports import communicator, nixl_agent
 from kv_transfer.transports.cuda_ipc_receiver import CudaIpcReceiver
 from kv_transfer.transports.cuda_ipc_sender import CudaIpcSender
 from kv_transfer.transports.device_sharing import CudaSharing, DeviceSharing
-from kv_transfer.transports.dial import is_loopback
 from kv_transfer.transports.host import has_rdma
 from kv_transfer.transports.memory import MemoryFabric, MemoryReceiver, MemorySender
 from kv_transfer.transports.nixl_receiver import NixlReceiver
@@ -29,6 +28,7 @@ from kv_transfer.transports.tcp_settings import PLAIN, TcpSettings
 from kv_transfer.transports.torch_dist_receiver import TorchDistReceiver
 from kv_transfer.transports.torch_dist_sender import TorchDistSender
 from tandem.errors import ConfigError
+from tandem.hosts import is_loopback
 
 _T = TypeVar("_T")
 AUTO = "auto"

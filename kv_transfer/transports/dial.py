@@ -5,17 +5,15 @@ The advert comes over the authenticated link between the workers, so whoever kno
 
 import json
 import socket
-from ipaddress import ip_address
 
 from kv_transfer.transports import claim_wire
 from kv_transfer.transports.claim_wire import Kind
 from kv_transfer.transports.grants import TOKEN_BYTES
 from tandem.errors import TransferError
+from tandem.hosts import is_loopback, keep_alive
 
 CONNECT_S = 5.0
 BACKLOG = 256
-DEAD_PEER_MS = 10_000
-"""A connection whose peer's machine does not acknowledge for so long has ended."""
 
 
 def listen(host: str) -> socket.socket:
@@ -38,14 +36,6 @@ def stays_here(advert: bytes) -> bool:
         return False
 
 
-def is_loopback(host: str) -> bool:
-    """Whether an address, or the name localhost, is of this machine alone."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def dial(advert: bytes) -> socket.socket:
     """A connection on which the secret was said; its time limit is still CONNECT_S. Raises TransferError."""
     host, port, secret = _parse(advert)
@@ -60,15 +50,6 @@ def dial(advert: bytes) -> socket.socket:
     except OSError as error:
         raise TransferError(f"{host}:{port}: {error}") from None
     return sock
-
-
-def keep_alive(sock: socket.socket) -> None:
-    """Small messages at once, and an end when the peer's machine is gone. Raises OSError."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_MS)
 
 
 def _parse(advert: bytes) -> tuple[str, int, bytes]:

@@ -14,9 +14,10 @@ from kv_transfer.messages import TransportOffer
 from kv_transfer.region import KVRegion
 from kv_transfer.transports import claim_wire
 from kv_transfer.transports.claims import ClaimReceiver, Writer
-from kv_transfer.transports.dial import advert_of, is_loopback, keep_alive, listen
+from kv_transfer.transports.dial import advert_of, listen
 from kv_transfer.transports.nixl_agent import NixlAgent
 from tandem.errors import TransferError
+from tandem.hosts import is_loopback, keep_alive
 
 NAME = "nixl"
 SHUT_OUT_S = 2.0

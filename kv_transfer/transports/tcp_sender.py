@@ -20,9 +20,9 @@ from kv_transfer.transports.grants import TOKEN_BYTES
 from kv_transfer.transports.tcp_channel import Channel, PlainChannel, receive_exactly, send_exactly
 from kv_transfer.transports.tcp_settings import NAME, PLAIN, STALL_S, TcpSettings
 from kv_transfer.transports.tcp_stream import TcpStream
-from kv_transfer.transports.tcp_tls import tls_reason
 from kv_transfer.transports.tcp_wire import Header, Kind
 from tandem.errors import TransferError
+from tandem.mutual_tls import tls_reason
 
 CONNECT_S = 5.0
 """For all streams together, handshakes included."""

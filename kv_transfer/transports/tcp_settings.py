@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from kv_transfer.transports.tcp_tls import TlsFiles, TlsIdentity
+from kv_transfer.transports.tcp_tls import TlsIdentity
+from tandem.mutual_tls import TlsFiles
 
 NAME = "tcp"
 STALL_S = 5.0

@@ -10,25 +10,14 @@ import socket
 import ssl
 import threading
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from select import POLLIN, POLLOUT
 
 from kv_transfer.transports.tcp_channel import hang_up, peek, waiter
 from kv_transfer.transports.tcp_pieces import Piece
-from tandem.certificates import first_certificate, read_pem, shake_hands, show, trust
-from tandem.errors import ConfigError
+from tandem.certificates import first_certificate
+from tandem.mutual_tls import MutualTls, TlsFiles
 
 _SETTING = "transfer.tls"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TlsFiles:
-    """PEM files of one worker: its certificate (and what lies between it and the authority), its key, the authority."""
-
-    cert: Path
-    key: Path
-    ca: Path
 
 
 class TlsIdentity:
@@ -38,29 +27,15 @@ class TlsIdentity:
         """Reads the files and shakes hands with itself. Raises ConfigError that names the file and what is wrong."""
         self.fingerprint = hashlib.sha256(first_certificate(files.cert, f"{_SETTING}.cert")).digest()
         """SHA-256 of the certificate in DER."""
-        read_pem(files.key, f"{_SETTING}.key")
-        self._server = _context(ssl.PROTOCOL_TLS_SERVER, files)
-        # Tickets would let a peer come back without its certificate being looked at.
-        self._server.num_tickets = 0
-        self._client = _context(ssl.PROTOCOL_TLS_CLIENT, files)
-        self._try(files)
+        self._tls = MutualTls(files, _SETTING)
 
     def serve(self, sock: socket.socket) -> "TlsChannel":
         """A channel for an accepted socket, which it owns; nothing is said yet. Raises OSError."""
-        return TlsChannel(self._server.wrap_socket(_ready(sock), server_side=True, do_handshake_on_connect=False))
+        return TlsChannel(self._tls.server.wrap_socket(_ready(sock), server_side=True, do_handshake_on_connect=False))
 
     def dial(self, sock: socket.socket) -> "TlsChannel":
         """A channel for a connected socket, which it owns; nothing is said yet. Raises OSError."""
-        return TlsChannel(self._client.wrap_socket(_ready(sock), do_handshake_on_connect=False))
-
-    def _try(self, files: TlsFiles) -> None:
-        try:
-            shake_hands(self._client, self._server)
-        except ssl.SSLCertVerificationError as error:
-            reason = f"{files.cert} is not good for {files.ca}: {error.verify_message}"
-            raise ConfigError(f"{_SETTING}.cert: {reason}") from None
-        except ssl.SSLError as error:
-            raise ConfigError(f"{_SETTING}: no handshake is possible: {error.reason}") from None
+        return TlsChannel(self._tls.client.wrap_socket(_ready(sock), do_handshake_on_connect=False))
 
 
 class TlsChannel:
@@ -177,27 +152,7 @@ class TlsChannel:
         self._sock.close()
 
 
-def tls_reason(error: ssl.SSLError) -> str:
-    """Why a handshake failed, for people."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"the peer's certificate is refused: {error.verify_message}"
-    if error.reason == "TLSV1_ALERT_PROTOCOL_VERSION":
-        return "the peer speaks no TLS 1.3, and transfer.tls is set here"
-    return f"TLS: {error.reason or error}"
-
-
 def _ready(sock: socket.socket) -> socket.socket:
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
-
-
-def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
-    context = ssl.SSLContext(protocol)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # Fingerprints instead: see the module's docstring.
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_REQUIRED
-    trust(context, files.ca, f"{_SETTING}.ca")
-    show(context, files.cert, files.key, _SETTING)
-    return context

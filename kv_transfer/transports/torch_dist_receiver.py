@@ -21,11 +21,12 @@ from kv_transfer.transports.accepting import accepted, begins
 from kv_transfer.transports.claims import HELLO_S, MAX_WRITERS, hang_up
 from kv_transfer.transports.communicator import RECEIVER, Communicator, CommunicatorBroken, Rendezvous, over_gloo
 from kv_transfer.transports.device_lane import between_devices, entrance
-from kv_transfer.transports.dial import advert_of, keep_alive, listen
+from kv_transfer.transports.dial import advert_of, listen
 from kv_transfer.transports.grants import TOKEN_BYTES, Grant, GrantTable
 from kv_transfer.transports.torch_dist_intakes import DeviceIntake, HostIntake, Intake
 from kv_transfer.transports.torch_dist_wire import MAX_PAYLOAD_BYTES, Header, Kind, Meeting
 from tandem.errors import TransferError
+from tandem.hosts import keep_alive
 
 NAME = "torch_dist"
 STALL_S = 5.0

@@ -87,6 +87,9 @@ def needed(release: Rendered, config: ClusterConfig) -> set[Edge]:
     for one in workers:
         for other, port in workers.items():
             edges |= {Edge(one, other, (port, port)), Edge(one, other, kv)}
+    for name, pool in pools.items():
+        if pool.replicas and pool.nodes > 1:
+            edges |= _group(name, values, (pool.rank_port, pool.rank_port), kv)
     clients = OUTSIDE if values["networkPolicy"]["clients"] else ANYWHERE
     edges |= {Edge(clients, "router", (port, port)) for port in doors}
     for one in ("router", *workers):
@@ -99,6 +102,16 @@ def needed(release: Rendered, config: ClusterConfig) -> set[Edge]:
             edges.add(Edge(OUTSIDE, "planner", (9100, 9100)))
     if values["test"]["enabled"]:
         edges |= {Edge("test", "router", (doors[0], doors[0])), *_dns("test")}
+    return edges
+
+
+def _group(worker: str, values: Object, rank_port: Ports, summed: Ports) -> set[Edge]:
+    """A worker and its other nodes: these come to it, and all of them sum with each other."""
+    node, policy = f"{worker}-node", values["networkPolicy"]
+    edges = {Edge(node, worker, rank_port), Edge(node, node, summed), *_dns(node)}
+    edges |= {Edge(node, worker, summed), Edge(worker, node, summed)}
+    if values["model"]["source"] == "hub":
+        edges.add(Edge(node, OUTSIDE if policy["hub"] else ANYWHERE, (443, 443)))
     return edges
 
 

@@ -13,7 +13,12 @@ from tests.chart.rendering import Rendered
 Object = Mapping[str, Any]
 _VOLUMES = {"configMap", "secret", "emptyDir", "persistentVolumeClaim", "projected"}
 _SECRETS = {"CLUSTER_SECRET": "7" * 20, "REDIS_PASSWORD": "0123", "REDIS_URL": "rediss://u:p@cache.example.com:6380/2"}
-_TOLD = _SECRETS | {"OTLP_HEADERS": '{"authorization": "Bearer x"}', "POD_INDEX": "1"}
+_TOLD = _SECRETS | {
+    "OTLP_HEADERS": '{"authorization": "Bearer x"}',
+    "POD_INDEX": "1",
+    "GROUP_INDEX": "1",
+    "NODE_INDEX": "2",
+}
 POD_IP = "fd00::12"
 
 

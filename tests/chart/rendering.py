@@ -1,6 +1,7 @@
 """The chart through the real Helm engine, and what it renders as objects."""
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,8 @@ class Rendered:
             if one["kind"] in WORKLOADS:
                 pod = one if one["kind"] == "Pod" else one["spec"]["template"]
                 yield pod["metadata"]["labels"]["app.kubernetes.io/component"], pod
+            elif one["kind"] == "LeaderWorkerSet":
+                yield from _of_group(one, index=0)
 
     def pod(self, component: str) -> Object:
         return next(pod for name, pod in self.pods() if name == component)
@@ -67,3 +70,12 @@ def render(values: Mapping[str, Any], path: Path = CHART, *, namespace: str = NA
         if one is not None
     ]
     return Rendered(objects=tuple(objects), values=loaded.merge_values(dict(values)), sources=sources)
+
+
+def _of_group(one: Object, *, index: int) -> Iterator[tuple[str, Object]]:
+    """A worker's first pod and one of its others, with what the operator adds to their labels."""
+    for worker, name in enumerate(("leaderTemplate", "workerTemplate")):
+        pod = deepcopy(one["spec"]["leaderWorkerTemplate"][name])
+        added = {"name": one["metadata"]["name"], "group-index": str(index), "worker-index": str(worker)}
+        pod["metadata"]["labels"] |= {f"leaderworkerset.sigs.k8s.io/{key}": value for key, value in added.items()}
+        yield pod["metadata"]["labels"]["app.kubernetes.io/component"], pod

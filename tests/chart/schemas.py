@@ -13,19 +13,32 @@ from referencing import Registry, Resource
 
 KUBERNETES = ("1.31.0", "1.32.0", "1.33.0")
 _OWN_GROUPS = ("apps/v1", "v1", "policy/v1", "autoscaling/v2")
+_CUSTOM = ("gateway.", "leaderworkerset.")
+"""Groups of custom resources that are named as Kubernetes' own are."""
 Object = Mapping[str, Any]
 
 
 def mistakes(one: Object, version: str) -> Iterator[str]:
     """What is wrong with an object, each beginning with its name and the place."""
     name = f"{one['kind']}/{one['metadata']['name']}"
+    for pod in _pods_within(one):
+        # Of a custom resource that holds pods they are checked as Kubernetes' own.
+        known = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "within"}, "template": pod}
+        for error in _validator("PodTemplate", "v1", version).iter_errors(known):
+            yield f"{name} for {version}: {'.'.join(map(str, error.path))}: {error.message}"
     for error in _validator(one["kind"], one["apiVersion"], version).iter_errors(_checked(one)):
         yield f"{name} for {version}: {'.'.join(map(str, error.path))}: {error.message}"
 
 
+def _pods_within(one: Object) -> Iterator[Object]:
+    if one["kind"] == "LeaderWorkerSet":
+        template = one["spec"]["leaderWorkerTemplate"]
+        yield from (template["leaderTemplate"], template["workerTemplate"])
+
+
 def is_custom(one: Object) -> bool:
     api = one["apiVersion"]
-    return (api not in _OWN_GROUPS and not api.partition("/")[0].endswith(".k8s.io")) or "gateway." in api
+    return (api not in _OWN_GROUPS and not api.partition("/")[0].endswith(".k8s.io")) or api.startswith(_CUSTOM)
 
 
 def _checked(one: Object) -> Any:

@@ -40,7 +40,7 @@ SPOILT = [
     ("_signals.tpl", "tandem_worker_backlog_tokens", "tandem_worker_backlog", "keda", _PROMETHEUS),
     ("autoscaling.yaml", '"tandem_pool_waiting_tokens"', '"tandem_pool_tokens"', "hpa", _PROMETHEUS),
     ("_config.tpl", "(int .root.Values.terminationMarginSeconds)", "0", "defaults", checks.test_graces_add_up),
-    ("workers.yaml", "(mul 256 $ranks)", "64", "ranks on a CPU", _SIZES),
+    ("_workers.tpl", "(mul 256 (int .ranks))", "64", "ranks on a CPU", _SIZES),
     ("router.yaml", "path: /readyz", "path: /health", "defaults", checks.test_probes_allow_each_phase_its_time),
     ("planner.yaml", "resources: [statefulsets/scale]", "resources: [statefulsets]", "planned", _RIGHTS),
     ("planner.yaml", "{{ $full }}-decode]", "{{ $full }}-router]", "planned", _RIGHTS),
@@ -48,6 +48,9 @@ SPOILT = [
     ("planner.yaml", "--hold-s=", "--hold=", "planned", _ASKED),
     ("workers.yaml", "(not $.Values.planner.enabled)", "true", "planned", _ASKED),
     ("networkpolicy.yaml", "{port: 6443, protocol: TCP}", "{port: 6444, protocol: TCP}", "planned", _EDGES),
+    ("nodepolicies.yaml", "{{ int $pool.rankPort }}", "7999", "workers over nodes", _EDGES),
+    ("workers.yaml", "startupPolicy: LeaderCreated", "startupPolicy: Leader", "workers over nodes", _OBJECTS),
+    ("_workers.tpl", "command: [tandem, follower", "commands: [tandem, follower", "workers over nodes", _OBJECTS),
     ("_pod.tpl", "\"'$(CLUSTER_SECRET)'\"", "$(CLUSTER_SECRET)", "defaults", None),
 ]  # fmt: skip
 

@@ -220,7 +220,7 @@ def test_exactly_the_needed_edges_are_open(release: Rendered, config: ClusterCon
 def test_each_process_reads_the_configuration_that_is_meant(
     release: Rendered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    roles = {component for component, _ in release.pods()} - {"redis", "test", "planner"}
+    roles = {component for component, _ in release.pods()} & {"router", "prefill", "decode"}
     assert {"router", "decode"} <= roles
     for role in roles:
         told = read_by(release, role, tmp_path, monkeypatch)
@@ -231,7 +231,7 @@ def test_each_process_reads_the_configuration_that_is_meant(
             continue
         pool = getattr(told, role)
         assert listen_address(pool, role, 1) == (f"[{POD_IP}]", release.values[role]["port"])
-        assert num_ranks(told, pool) == pool.tensor_parallel_size
+        assert num_ranks(told, pool) == pool.ranks_per_node
         assert told.engine.device == ("cuda" if release.values[role]["gpu"]["enabled"] else "cpu")
 
 
@@ -242,11 +242,12 @@ def test_files_that_the_configuration_names_are_mounted(release: Rendered, confi
     files += [config.router.audit_log.path] if config.router.audit_log else []
     _assert_mounted(router, [*files, config.redis.ca])
     for role, pod in release.pods():
-        if role not in ("prefill", "decode"):
+        if role.removesuffix("-node") not in ("prefill", "decode"):
             continue
         tls = config.transfer.tls
         _assert_mounted(pod, [tls.cert, tls.key, tls.ca] if tls else [])
-        _assert_mounted(pod, [config.redis.ca, config.engine.disk_cache_path])
+        if not role.endswith("-node"):
+            _assert_mounted(pod, [config.redis.ca, config.engine.disk_cache_path])
         if config.model.path != "builtin":
             assert mount_of(pod, "/models") is not None
 
@@ -266,6 +267,8 @@ def test_graces_add_up(release: Rendered, config: ClusterConfig) -> None:
         [container] = pod["spec"]["containers"]
         pre = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
         assert (pre > 0) == (role == "router")
+        # A worker's other nodes stay for its drain.
+        role = role.removesuffix("-node")
         drain = config.prefill.drain_s if role == "prefill" else config.decode.drain_s
         assert pod["spec"]["terminationGracePeriodSeconds"] >= pre + math.ceil(drain) + margin
         stated = release.values[role].get("terminationGracePeriodSeconds")
@@ -277,6 +280,9 @@ def test_probes_allow_each_phase_its_time(release: Rendered) -> None:
         if role in ("redis", "test", "planner"):
             continue
         [container] = pod["spec"]["containers"]
+        if role.endswith("-node"):
+            assert not {"startupProbe", "livenessProbe", "readinessProbe", "lifecycle", "ports"} & container.keys()
+            continue
         startup = container["startupProbe"]
         assert startup["periodSeconds"] * startup["failureThreshold"] >= release.values[role]["startupSeconds"]
         if role == "router":
@@ -288,10 +294,10 @@ def test_probes_allow_each_phase_its_time(release: Rendered) -> None:
 
 def test_memory_gpus_and_shared_memory_fit_the_ranks(release: Rendered, config: ClusterConfig) -> None:
     for role in ("prefill", "decode"):
-        ranks = getattr(config, role).tensor_parallel_size
+        ranks = getattr(config, role).ranks_per_node
         values = release.values[role]
         for component, pod in release.pods():
-            if component != role:
+            if component.removesuffix("-node") != role:
                 continue
             [container] = pod["spec"]["containers"]
             limits = container["resources"]["limits"]

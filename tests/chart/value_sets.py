@@ -28,6 +28,28 @@ GOOD: dict[str, Values] = {
         "decode": {"gpu": {"enabled": True}},
     },
     "ranks on a CPU": {"config": {"prefill": {"tensor_parallel_size": 2}, "decode": {"tensor_parallel_size": 4}}},
+    "workers over nodes": {
+        "config": {
+            "prefill": {"tensor_parallel_size": 4},
+            "decode": {"tensor_parallel_size": 6, "replicas": 2},
+            "transfer": {"isolated_network": True},
+        },
+        "prefill": {"nodesPerWorker": 2},
+        "decode": {"nodesPerWorker": 3, "rankPort": 7301, "rdma": {"enabled": True}},
+        "tls": {"kv": _ISSUED},
+        "model": {"source": "hub", "hub": {"id": "org/name"}},
+    },
+    "workers over nodes, of GPUs, that grow": {
+        "config": {
+            "prefill": {"replicas": 0},
+            "decode": {"tensor_parallel_size": 16, "replicas": 2},
+            "transfer": {"isolated_network": True},
+        },
+        "decode": {"nodesPerWorker": 2, "gpu": {"enabled": True}, "autoscaling": _HPA | {"maxReplicas": 3}},
+        "tls": {"kv": {"enabled": True, "existingSecret": "k"}},
+        "monitoring": _WATCHED,
+        "priorityClasses": {"create": True},
+    },
     "stated shm": {"config": {"decode": {"tensor_parallel_size": 2}}, "decode": {"shmSize": "2Gi"}},
     "other GPUs": {
         "prefill": {"gpu": {"enabled": True, "resource": "amd.com/gpu"}, "runtimeClassName": "nvidia"},
@@ -174,6 +196,7 @@ IN_CI = (
     "70b-2p4d",
     "tls of cert-manager",
     "gateway",
+    "workers over nodes",
     "named clients",
     "hpa",
 )
@@ -200,7 +223,27 @@ BAD: dict[str, tuple[Values, str]] = {
         {"requireDigests": True},
         "requireDigests: the image tandem-router has no digest",
     ),
-    "a group over nodes": ({"decode": {"nodesPerWorker": 2}}, "decode.nodesPerWorker: 2"),
+    "ranks that no nodes share": (
+        {"config": {"decode": {"tensor_parallel_size": 2}}, "decode": {"nodesPerWorker": 3}},
+        "decode.nodesPerWorker: 3: it must divide",
+    ),
+    "nodes in the clear": (
+        {"config": {"decode": {"tensor_parallel_size": 2}}, "decode": {"nodesPerWorker": 2}},
+        "decode.nodesPerWorker: 2: what a worker tells its ranks",
+    ),
+    "nodes on everybody's network": (
+        {"config": {"decode": {"tensor_parallel_size": 2}}, "decode": {"nodesPerWorker": 2}, "tls": {"kv": _ISSUED}},
+        "decode.nodesPerWorker: 2: gloo and NCCL",
+    ),
+    "a planner of groups": (
+        {
+            "config": {"decode": {"tensor_parallel_size": 2}, "transfer": {"isolated_network": True}},
+            "decode": {"nodesPerWorker": 2},
+            "tls": {"kv": _ISSUED},
+            "planner": {"enabled": True},
+        },
+        "planner.enabled: decode.nodesPerWorker is 2",
+    ),
     "several GPUs hand over": (
         {"config": {"decode": {"tensor_parallel_size": 2}}, "decode": {"gpu": {"enabled": True}}},
         "config.decode.tensor_parallel_size: 2",

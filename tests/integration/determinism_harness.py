@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from engine.assembly import EngineParts, EngineSpec, assemble
+from engine.assembly import EngineParts, assemble
 from engine.request import Batch, Request, SampledToken
 from engine.scheduler import Scheduler
+from engine.spec import EngineSpec
 from kv_transfer.transports.shared_pool import SharedPool
 from tandem.block_hash import root_hash
 from tandem.ids import RequestId

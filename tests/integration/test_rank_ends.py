@@ -14,7 +14,7 @@ import torch
 
 from engine.assembly import assemble
 from engine.backends.options import BackendOptions
-from engine.parallel.group import RankLost
+from engine.parallel.lost import RankLost
 from engine.ranks import leader as leading
 from engine.ranks.leader import Leader
 from engine.ranks.messages import RankSetup

@@ -7,9 +7,10 @@ import yaml
 
 from kv_transfer.wire import MAX_LEASE_S, MIN_LEASE_S
 from tandem.api_key import entry_of
-from tandem.config import MAX_REPLICAS, dump, load
+from tandem.config import dump, load
 from tandem.errors import ConfigError
 from tandem.plain_yaml import PlainLoader
+from tandem.pool_config import MAX_REPLICAS
 from tandem.worker_session import LOAD_PERIOD_S
 
 

@@ -9,8 +9,9 @@ import pytest
 import decode_worker.__main__
 import prefill_worker.__main__
 import router.__main__
-from tandem.config import ClusterConfig, PoolConfig, load
+from tandem.config import ClusterConfig, load
 from tandem.hosts import hold
+from tandem.pool_config import PoolConfig
 from tandem.process import Lifetime, RouterPlace, WorkerPlace
 from tandem.worker_config import free_address
 

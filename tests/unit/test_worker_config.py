@@ -3,8 +3,9 @@
 import pytest
 from pydantic import SecretStr
 
-from tandem.config import ClusterConfig, PoolConfig
+from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
+from tandem.pool_config import PoolConfig
 from tandem.worker_config import cluster_secret, listen_address, num_ranks
 
 

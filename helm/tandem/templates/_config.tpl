@@ -13,6 +13,13 @@
       "prefill" (dict "port" (int $v.prefill.port))
       "decode" (dict "port" (int $v.decode.port))
       "redis" (dict) -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $pool := index $v $role -}}
+{{- if gt (int $pool.nodesPerWorker) 1 -}}
+{{- $_ := set (index $own $role) "nodes" (int $pool.nodesPerWorker) -}}
+{{- $_ := set (index $own $role) "rank_port" (int $pool.rankPort) -}}
+{{- end -}}
+{{- end -}}
 {{- if $v.secrets.apiKeys.enabled -}}
 {{- $_ := set $own.router "api_keys_file" "/etc/tandem/api-keys/api-keys.yaml" -}}
 {{- end -}}
@@ -151,9 +158,7 @@ builtin
 
 {{/* A dict of `root`, `c`, `name`, `pool` (the chart's values), `settings` (the configuration's). */}}
 {{- define "tandem.checkPool" -}}
-{{- if gt (int .pool.nodesPerWorker) 1 -}}
-{{- fail (printf "%s.nodesPerWorker: %d: the ranks of a worker are processes of one host (docs/adr/0008), so no group can span nodes" .name (int .pool.nodesPerWorker)) -}}
-{{- end -}}
+{{- include "tandem.checkNodes" . -}}
 {{- if and .pool.gpu.enabled (gt (int .settings.tensor_parallel_size) 1) (gt (int .c.prefill.replicas) 0) -}}
 {{- fail (printf "config.%s.tensor_parallel_size: %d: KV in the memory of several GPUs cannot be handed over yet: one GPU per worker, or config.prefill.replicas: 0" .name (int .settings.tensor_parallel_size)) -}}
 {{- end -}}
@@ -188,6 +193,29 @@ builtin
 {{- end -}}
 {{- if and (eq $auto.mode "hpa") (not .root.Values.monitoring.rules.enabled) -}}
 {{- fail (printf "%s.autoscaling.mode: hpa reads recorded metrics: set monitoring.rules.enabled" .name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The same dict: a worker over several nodes. */}}
+{{- define "tandem.checkNodes" -}}
+{{- $nodes := int .pool.nodesPerWorker -}}
+{{- $ranks := int .settings.tensor_parallel_size -}}
+{{- if gt $nodes 1 -}}
+{{- if ne (mod $ranks $nodes) 0 -}}
+{{- fail (printf "%s.nodesPerWorker: %d: it must divide config.%s.tensor_parallel_size, which is %d" .name $nodes .name $ranks) -}}
+{{- end -}}
+{{- if not .root.Values.tls.kv.enabled -}}
+{{- fail (printf "%s.nodesPerWorker: %d: what a worker tells its ranks on other nodes needs tls.kv.enabled" .name $nodes) -}}
+{{- end -}}
+{{- if not .c.transfer.isolated_network -}}
+{{- fail (printf "%s.nodesPerWorker: %d: gloo and NCCL neither encrypt nor authenticate what ranks sum; config.transfer.isolated_network: true says that nobody else reaches that network" .name $nodes) -}}
+{{- end -}}
+{{- if .root.Values.planner.enabled -}}
+{{- fail (printf "planner.enabled: %s.nodesPerWorker is %d, and it sizes StatefulSets alone; take %s.autoscaling" .name $nodes .name) -}}
+{{- end -}}
+{{- if eq (int .pool.rankPort) (int .pool.port) -}}
+{{- fail (printf "%s.rankPort and %s.port are both %d" .name .name (int .pool.port)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

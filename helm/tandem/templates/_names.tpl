@@ -77,6 +77,15 @@ The size that a pool has now, where somebody else sizes it: a field that a manif
 default, which is 1. Nothing where there is no cluster to ask, as in `helm template`, or no such pool yet.
 */}}
 {{- define "tandem.liveReplicas" -}}
-{{- $live := lookup "apps/v1" .kind .root.Release.Namespace .name }}
+{{- $live := lookup (.api | default "apps/v1") .kind .root.Release.Namespace .name }}
 {{- with $live }}{{ with .spec }}{{ with .replicas }}replicas: {{ int . }}{{ end }}{{ end }}{{ end }}
 {{- end }}
+
+{{/* A dict of `pool`, `name`: what scales it, as a scaleTargetRef. */}}
+{{- define "tandem.scaleTarget" -}}
+{{- if gt (int .pool.nodesPerWorker) 1 -}}
+{apiVersion: leaderworkerset.x-k8s.io/v1, kind: LeaderWorkerSet, name: {{ .name }}}
+{{- else -}}
+{apiVersion: apps/v1, kind: StatefulSet, name: {{ .name }}}
+{{- end -}}
+{{- end -}}

@@ -8,8 +8,7 @@
 {{/* A dict of `root`, `c`: what routers and workers both reach. */}}
 {{- define "tandem.sharedEgress" -}}
 {{- $v := .root.Values -}}
-- to: {{- toYaml $v.networkPolicy.dns | nindent 4 }}
-  ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}]
+{{ include "tandem.modelEgress" .root }}
 {{- if $v.redis.enabled }}
 - to:
     - podSelector:
@@ -27,10 +26,24 @@
   {{- end }}
   ports: [{port: {{ regexFind ":[0-9]+$" . | trimPrefix ":" | default (ternary "443" "80" (hasPrefix "https:" .)) }}, protocol: TCP}]
 {{- end }}
+{{- end -}}
+
+{{/* Root context: names, and where the model is fetched. */}}
+{{- define "tandem.modelEgress" -}}
+{{- $v := .Values -}}
+- to: {{- toYaml $v.networkPolicy.dns | nindent 4 }}
+  ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}]
 {{- if eq $v.model.source "hub" }}
 - {{- with $v.networkPolicy.hub }}
   to: {{- toYaml . | nindent 4 }}
   {{- end }}
   ports: [{port: 443, protocol: TCP}]
 {{- end }}
+{{- end -}}
+
+{{/* A dict of `root`, `component`, `name` (of the set), `index`: the pods of one component in one group, as its operator labels them. */}}
+{{- define "tandem.groupSelector" -}}
+{{ include "tandem.selector" . }}
+leaderworkerset.sigs.k8s.io/name: {{ .name }}
+leaderworkerset.sigs.k8s.io/group-index: {{ .index | quote }}
 {{- end -}}

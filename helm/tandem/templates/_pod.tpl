@@ -47,7 +47,7 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- if .pool.priorityClassName }}
 priorityClassName: {{ .pool.priorityClassName }}
 {{- else if .root.Values.priorityClasses.create }}
-priorityClassName: {{ include "tandem.priorityClass" . }}
+priorityClassName: {{ include "tandem.priorityClass" (dict "root" .root "component" (.priority | default .component)) }}
 {{- end }}
 {{- if or (ne .pool.spread.nodes "none") (ne .pool.spread.zones "none") }}
 topologySpreadConstraints:
@@ -64,12 +64,15 @@ topologySpreadConstraints:
 {{- end -}}
 
 {{/* Root context: what only a secret may hold, for every process. Quoted, so that YAML makes no number of it. */}}
-{{- define "tandem.secretEnv" -}}
+{{- define "tandem.clusterSecretEnv" -}}
 - name: CLUSTER_SECRET
   valueFrom:
     secretKeyRef: {name: {{ include "tandem.clusterSecret" . }}, key: {{ .Values.secrets.cluster.key }}}
 - name: TANDEM_SECRET
   value: "'$(CLUSTER_SECRET)'"
+{{- end -}}
+{{- define "tandem.secretEnv" -}}
+{{ include "tandem.clusterSecretEnv" . }}
 {{- if .Values.redis.enabled }}
 - name: REDIS_PASSWORD
   valueFrom:

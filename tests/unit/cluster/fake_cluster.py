@@ -11,8 +11,9 @@ from cluster.launcher import Command
 from cluster.local import LocalCluster
 from cluster.supervisor import ProcessPlan
 from cluster.up import run_with
-from tandem.config import ClusterConfig, PoolConfig, RouterConfig
+from tandem.config import ClusterConfig, RouterConfig
 from tandem.errors import ConfigError
+from tandem.pool_config import PoolConfig
 
 FAKE = Path(__file__).with_name("fake_process.py")
 

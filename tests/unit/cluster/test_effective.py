@@ -21,9 +21,10 @@ from cluster.effective import (
 )
 from cluster.process_view import ProcessView
 from cluster.supervisor import ProcessPlan, ProcessState, Role
-from tandem.config import ClusterConfig, ModelConfig, PoolConfig, RouterConfig, load
+from tandem.config import ClusterConfig, ModelConfig, RouterConfig, load
 from tandem.errors import ConfigError
 from tandem.hosts import split
+from tandem.pool_config import PoolConfig
 
 FREE = RouterConfig(port=0, grpc_port=0)
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from engine import assembly
-from engine.assembly import EngineSpec, _engine_config, _is_pipelined, assemble
+from engine.assembly import _engine_config, _is_pipelined, assemble
 from engine.models.decoder import Decoder
+from engine.spec import EngineSpec
 from tandem.errors import ConfigError
 from tandem.model_path import BUILTIN, model_directory
 

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.assembly import EngineParts, EngineSpec, assemble
+from engine.assembly import EngineParts, assemble
 from engine.block_file import SUFFIX
 from engine.engine import Engine
 from engine.host import EngineHost
 from engine.preemption import MeasuredRates
 from engine.request import Request
+from engine.spec import EngineSpec
 from engine.step import StepOutput
 from engine.tier_assembly import keep_cached
 from engine.tier_costs import MAX_WAIT_S, MIN_WAIT_S, TierCosts

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from engine.assembly import EngineSpec, assemble
+from engine.assembly import assemble
 from engine.host import EngineHost
 from engine.request import Request
 from engine.scheduler import Scheduler
+from engine.spec import EngineSpec
 from engine.tier_counts import TierCounts
 from fabric import lending
 from fabric.lending import Lender

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import trustme
 
-from kv_transfer.transports.tcp_tls import TlsFiles
+from tandem.mutual_tls import TlsFiles
 
 
 class Authority:

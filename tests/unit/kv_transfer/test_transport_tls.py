@@ -27,9 +27,10 @@ from kv_transfer.transports import tcp_wire
 from kv_transfer.transports.tcp_receiver import TcpReceiver
 from kv_transfer.transports.tcp_sender import TcpSender
 from kv_transfer.transports.tcp_settings import TcpSettings
-from kv_transfer.transports.tcp_tls import TlsFiles, TlsIdentity
+from kv_transfer.transports.tcp_tls import TlsIdentity
 from tandem.errors import ConfigError, TransferError
 from tandem.ids import TransferId
+from tandem.mutual_tls import TlsFiles
 from tests.unit.kv_transfer.certificates import Authority
 from tests.unit.kv_transfer.transport_peer import PAIRING, block_views, box, landing, make_region, order
 
@@ -299,7 +300,7 @@ def test_a_sender_whose_certificate_expired_meanwhile_is_told(
 ) -> None:
     identity = TlsIdentity(files)
     old = authority.issue(tmp_path, not_after=PAST)
-    identity._client.load_cert_chain(old.cert, old.key)
+    identity._tls.client.load_cert_chain(old.cert, old.key)
     for _ in range(10):  # in whichever order both sides come to speak
         with pytest.raises(TransferError, match="CERTIFICATE_EXPIRED"):
             TcpSender(source, settings=TcpSettings(tls=identity)).connect(secured.offer(), PAIRING)

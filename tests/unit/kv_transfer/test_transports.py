@@ -22,9 +22,10 @@ from kv_transfer.transports import tcp_receiver, tcp_sender
 from kv_transfer.transports.catalogue import NAMES, candidates, open_receivers, open_senders
 from kv_transfer.transports.memory import MemoryFabric
 from kv_transfer.transports.tcp_settings import TcpSettings
-from kv_transfer.transports.tcp_tls import TlsFiles, TlsIdentity
+from kv_transfer.transports.tcp_tls import TlsIdentity
 from tandem.errors import TransferError
 from tandem.ids import TransferId
+from tandem.mutual_tls import TlsFiles
 from tests.unit.kv_transfer.certificates import Authority
 from tests.unit.kv_transfer.device_fakes import HostSharing, on_device
 from tests.unit.kv_transfer.transport_needs import open_files, require

@@ -17,10 +17,11 @@ from kv_transfer.transport import WriteOrder
 from kv_transfer.transports.catalogue import candidates, open_receivers, open_senders
 from kv_transfer.transports.shared_pool import SharedPool
 from kv_transfer.transports.tcp_settings import TcpSettings
-from kv_transfer.transports.tcp_tls import TlsFiles, TlsIdentity
+from kv_transfer.transports.tcp_tls import TlsIdentity
 from tandem.errors import TransferError
 from tandem.ids import BlockId, TransferId
 from tandem.kv_layout import KVLayout
+from tandem.mutual_tls import TlsFiles
 
 LAYOUT = KVLayout(model_fingerprint="m", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4)
 PAIRING = Pairing.of(LAYOUT, LAYOUT, wire_dtype=LAYOUT.dtype)

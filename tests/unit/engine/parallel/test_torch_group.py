@@ -5,7 +5,8 @@ import os
 import pytest
 import torch
 
-from engine.parallel.group import RankLost, SoloGroup
+from engine.parallel.group import SoloGroup
+from engine.parallel.lost import RankLost
 from engine.parallel.torch_group import TorchGroup
 from tests.unit.engine.parallel.thread_ranks import run_ranks
 

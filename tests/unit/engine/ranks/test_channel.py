@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from engine.parallel.group import RankLost
+from engine.parallel.lost import RankLost
 from engine.ranks.channel import Channel, Kind
 from tandem.errors import ConfigError
 

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from engine.ranks.ending import GroupEnd
 from engine.ranks.processes import RankCommand, RankProcesses
 
 WAIT_S = 20.0
@@ -23,47 +24,48 @@ def pipe():
         os.close(fd)
 
 
-def start(pipe, *codes: str) -> RankProcesses:
+def start(pipe, *codes: str) -> tuple[RankProcesses, GroupEnd]:
     """One child per program; this process keeps no write end of the pipe."""
     commands = [
-        RankCommand(rank=rank, argv=[sys.executable, "-S", "-c", code], fd=pipe[1])
+        RankCommand(rank=rank, argv=[sys.executable, "-S", "-c", code], fds=(pipe[1],))
         for rank, code in enumerate(codes, 1)
     ]
-    made = RankProcesses(commands, exit_s=WAIT_S)
+    end = GroupEnd(exit_s=WAIT_S)
+    made = RankProcesses(commands, end)
     os.close(pipe.pop())
-    return made
+    return made, end
 
 
 SLEEP = "import time; time.sleep(1000)"
 
 
 def test_one_death_ends_all_and_is_told_once(pipe) -> None:
-    processes = start(pipe, SLEEP, SLEEP, SLEEP)
+    processes, end = start(pipe, SLEEP, SLEEP, SLEEP)
     told = queue.SimpleQueue()
-    processes.watch(told.put)
+    end.watch(told.put)
     os.kill(processes.pids[2], signal.SIGKILL)
     lost = told.get(timeout=WAIT_S)
     assert str(lost) == f"rank 2 (pid {processes.pids[2]}) was ended by SIGKILL"
     assert os.read(pipe[0], 1) == b"", "a child is left"
     again = queue.SimpleQueue()
-    processes.watch(again.put)
+    end.watch(again.put)
     assert again.get(timeout=WAIT_S) is lost, "who listens late is told at once"
     processes.close()
     assert told.empty()
 
 
 def test_an_exit_is_a_death_whatever_its_code(pipe) -> None:
-    processes = start(pipe, SLEEP, "raise SystemExit(0)")
+    processes, end = start(pipe, SLEEP, "raise SystemExit(0)")
     told = queue.SimpleQueue()
-    processes.watch(told.put)
+    end.watch(told.put)
     assert "rank 2" in str(told.get(timeout=WAIT_S))
     processes.close()
 
 
 def test_closing_kills_and_tells_nobody(pipe) -> None:
-    processes = start(pipe, SLEEP, "import signal; signal.signal(15, signal.SIG_IGN); " + SLEEP)
+    processes, end = start(pipe, SLEEP, "import signal; signal.signal(15, signal.SIG_IGN); " + SLEEP)
     told = queue.SimpleQueue()
-    processes.watch(told.put)
+    end.watch(told.put)
     processes.close()
     processes.close()
     assert os.read(pipe[0], 1) == b""
@@ -72,11 +74,11 @@ def test_closing_kills_and_tells_nobody(pipe) -> None:
 
 def test_what_cannot_be_started_ends_the_rest(pipe) -> None:
     commands = [
-        RankCommand(rank=1, argv=[sys.executable, "-S", "-c", SLEEP], fd=pipe[1]),
-        RankCommand(rank=2, argv=["/nonexistent/python"], fd=pipe[1]),
+        RankCommand(rank=1, argv=[sys.executable, "-S", "-c", SLEEP], fds=(pipe[1],)),
+        RankCommand(rank=2, argv=["/nonexistent/python"], fds=(pipe[1],)),
     ]
     with pytest.raises(FileNotFoundError):
-        RankProcesses(commands, exit_s=WAIT_S)
+        RankProcesses(commands, GroupEnd(exit_s=WAIT_S))
     os.close(pipe.pop())
     assert os.read(pipe[0], 1) == b""
 
@@ -84,8 +86,9 @@ def test_what_cannot_be_started_ends_the_rest(pipe) -> None:
 def test_a_process_that_does_not_end_by_itself_is_ended() -> None:
     code = (
         "import sys, threading; from engine.ranks.processes import RankCommand, RankProcesses\n"
-        "command = RankCommand(rank=1, argv=[sys.executable, '-S', '-c', 'raise SystemExit(3)'], fd=2)\n"
-        "RankProcesses([command], exit_s=0.05); threading.Event().wait()\n"
+        "from engine.ranks.ending import GroupEnd\n"
+        "command = RankCommand(rank=1, argv=[sys.executable, '-S', '-c', 'raise SystemExit(3)'], fds=(2,))\n"
+        "RankProcesses([command], GroupEnd(exit_s=0.05)); threading.Event().wait()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 1

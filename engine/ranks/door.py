@@ -1,0 +1,180 @@
+"""Where rank 0 listens for the ranks of other nodes; open only until all have come.
+
+Whoever connects is on a thread of its own and has a few seconds to prove itself, so that nobody holds up the others.
+A rank that comes again while others are awaited is a new process: it takes the place of the one before.
+"""
+
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from engine.parallel.lost import RankLost
+from engine.ranks.channel import Channel
+from engine.ranks.greeting import MOST_BYTES, Caller, Purpose, admit, unlike, welcome
+from engine.ranks.nodes import NodeGroup
+from tandem.hosts import join, keep_alive
+from tandem.mutual_tls import tls_reason
+
+_log = logging.getLogger(__name__)
+_GREETING_S = 10.0
+_MAX_CALLERS = 128
+"""At once; a group has at most 64 ranks with two connections each."""
+_TELL_S = 30.0
+_ACCEPT_PAUSE_S = 0.1
+
+
+@dataclass(slots=True, kw_only=True)
+class _Comer:
+    """What one process of a rank has opened so far."""
+
+    token: str
+    steps: Channel
+
+
+class NodeDoor:
+    """Listens from its construction on."""
+
+    def __init__(self, group: NodeGroup, on_pulse: Callable[[Channel], None]) -> None:
+        """`on_pulse` gets each rank's second connection, on any thread. Raises OSError, ConfigError."""
+        self._group = group
+        self._on_pulse = on_pulse
+        self._tls = group.open_tls()
+        family = socket.AF_INET6 if ":" in group.host else socket.AF_INET
+        self._server = socket.create_server((group.host, group.port), family=family, backlog=_MAX_CALLERS)
+        self.host = str(self._server.getsockname()[0])
+        """This node's address, for what the ranks sum."""
+        self.port = int(self._server.getsockname()[1])
+        self._changed = threading.Condition()
+        self._places = threading.BoundedSemaphore(_MAX_CALLERS)
+        self._comers: dict[int, _Comer] = {}
+        self._whole: dict[int, Channel] = {}
+        self._failure: RankLost | None = None
+        self._is_closing = False
+        threading.Thread(target=self._accept, name="tandem-rank-door", daemon=True).start()
+
+    def gather(self) -> dict[int, Channel]:
+        """Wait until every rank of another node is here; the connections for steps, which are then the caller's.
+
+        Raises RankLost when they do not come in time, or `fail` was called.
+        """
+        wanted = set(self._group.elsewhere)
+        left_s = self._group.join_s
+        with self._changed:
+            while (missing := wanted - self._whole.keys()) and self._failure is None:
+                if left_s <= 0.0:
+                    raise RankLost(f"ranks {_named(missing)} have not come within {self._group.join_s:.0f} s")
+                _log.info("waits at %s for ranks %s of other nodes", join(self.host, self.port), _named(missing))
+                self._changed.wait_for(self._is_settled, min(left_s, _TELL_S))
+                left_s -= _TELL_S
+            if self._failure is not None:
+                raise self._failure
+            whole, self._whole = self._whole, {}
+            return whole
+
+    def fail(self, lost: RankLost) -> None:
+        """A rank that was here is gone: nobody else is worth waiting for. From any thread."""
+        with self._changed:
+            self._failure = self._failure or lost
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Listen no longer; hang up on whoever was not handed over."""
+        with self._changed:
+            self._is_closing = True
+            left = [*self._whole.values(), *(comer.steps for comer in self._comers.values())]
+            self._whole.clear()
+            self._comers.clear()
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        for channel in left:
+            channel.close()
+
+    def _is_settled(self) -> bool:
+        return self._failure is not None or not set(self._group.elsewhere) - self._whole.keys()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, address = self._server.accept()
+            except OSError as error:
+                if self._is_closing:
+                    return
+                # Out of descriptors or memory: that passes.
+                _log.warning("no rank can be taken in now: %s", error)
+                with self._changed:
+                    self._changed.wait(_ACCEPT_PAUSE_S)
+                continue
+            name = join(str(address[0]), int(address[1]))
+            if not self._places.acquire(blocking=False):
+                _log.warning("%s is turned away: %d others are being looked at", name, _MAX_CALLERS)
+                sock.close()
+                continue
+            try:
+                threading.Thread(target=self._greet, args=(sock, name), name="tandem-rank-caller", daemon=True).start()
+            except RuntimeError as error:  # no more threads now
+                _log.warning("%s is turned away: %s", name, error)
+                sock.close()
+                self._places.release()
+
+    def _greet(self, sock: socket.socket, name: str) -> None:
+        try:
+            self._take(sock, name)
+        except ssl.SSLError as error:
+            _log.warning("%s is turned away: %s", name, tls_reason(error))
+            sock.close()
+        except (OSError, RankLost) as error:
+            _log.warning("%s is turned away: %s", name, error)
+            sock.close()
+        finally:
+            self._places.release()
+
+    def _take(self, sock: socket.socket, name: str) -> None:
+        keep_alive(sock)
+        sock.settimeout(_GREETING_S)
+        if self._tls is not None:
+            sock = self._tls.server.wrap_socket(sock, server_side=True)
+        channel = Channel(sock, name, carries_descriptors=False, most_bytes=MOST_BYTES)
+        try:
+            caller, token = admit(channel, self._group.secret, self._refusal)
+            # Where it comes from tells people which node it is.
+            known = Channel(sock, f"rank {caller.rank} at {name}", carries_descriptors=False)
+            self._enter(caller, token, known)
+        except BaseException:
+            sock.close()
+            raise
+
+    def _refusal(self, caller: Caller) -> str | None:
+        return unlike(caller, size=self._group.size, num_nodes=self._group.num_nodes)
+
+    def _enter(self, caller: Caller, token: str, channel: Channel) -> None:
+        """Keep a connection; with its second one a rank is here."""
+        with self._changed:
+            if self._is_closing:
+                raise RankLost("the group has begun without it")
+            if caller.purpose is Purpose.STEPS:
+                before = self._comers.pop(caller.rank, None)
+                if before is not None:
+                    before.steps.close()
+                welcome(channel, token)
+                self._comers[caller.rank] = _Comer(token=token, steps=channel)
+                return
+            comer = self._comers.get(caller.rank)
+            if comer is None or comer.token != caller.token:
+                raise RankLost(f"{channel.peer} is not the process that opened the other connection")
+            if caller.rank in self._whole:
+                raise RankLost(f"{channel.peer} is here already")
+            welcome(channel, token)
+            del self._comers[caller.rank]
+            self._whole[caller.rank] = comer.steps
+            self._changed.notify_all()
+        _log.info("%s has come", channel.peer)
+        self._on_pulse(channel)
+
+
+def _named(ranks: set[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))

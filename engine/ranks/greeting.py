@@ -1,0 +1,121 @@
+"""What is said first on a connection between nodes: both ends prove that they know the cluster's secret.
+
+TLS has said before that both are workers of one authority; on the loopback device, where there may be none, this alone
+keeps another user's process out. The secret is never sent: each end answers the other's random number with a keyed
+hash over all that was said so far. Nothing large is read from whoever has not proven itself.
+"""
+
+import hmac
+import json
+import secrets
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from engine.parallel.lost import RankLost
+from engine.ranks.channel import Channel, Kind
+from tandem.errors import ConfigError
+
+MOST_BYTES = 4096
+"""Of a message in a greeting."""
+_VERSION = 1
+_NONCE_BYTES = 32
+
+
+class Purpose(StrEnum):
+    """What one of a rank's two connections is for."""
+
+    STEPS = "steps"
+    """What rank 0 tells and asks, see Kind."""
+    PULSE = "pulse"
+    """What the rank asks: whether rank 0 lives, and what the store has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who comes."""
+
+    rank: int
+    size: int
+    num_nodes: int
+    purpose: Purpose
+    token: str = ""
+    """With PULSE: what the leader said on the rank's other connection, so that the two are of one process."""
+    version: int = _VERSION
+
+
+def greet(channel: Channel, caller: Caller, secret: bytes) -> str:
+    """The follower's side; the token that the leader gives. Raises RankLost, ConfigError when one is refused."""
+    hello = json.dumps(asdict(caller) | {"nonce": secrets.token_hex(_NONCE_BYTES)}).encode()
+    channel.send(Kind.HELLO, hello)
+    challenge = _mapping(channel.expect(Kind.CHALLENGE)[0])
+    said = hello + str(challenge.get("nonce", "")).encode()
+    if not hmac.compare_digest(str(challenge.get("proof", "")), _proof(secret, "leader", said)):
+        raise ConfigError(f"{channel.peer} does not know this cluster's secret")
+    channel.send(Kind.PROOF, _proof(secret, "follower", said).encode())
+    return bytes(channel.expect(Kind.WELCOME)[0]).decode(errors="replace")
+
+
+def admit(channel: Channel, secret: bytes, refusal: Callable[[Caller], str | None]) -> tuple[Caller, str]:
+    """The leader's side, up to the welcome: who came, and the token that was given.
+
+    `refusal`: why somebody who knows the secret is not taken all the same. Raises RankLost.
+    """
+    payload, _ = channel.expect(Kind.HELLO)
+    hello = bytes(payload)
+    caller = _caller(hello)
+    nonce = secrets.token_hex(_NONCE_BYTES)
+    said = hello + nonce.encode()
+    channel.send(Kind.CHALLENGE, json.dumps({"nonce": nonce, "proof": _proof(secret, "leader", said)}).encode())
+    answer, _ = channel.expect(Kind.PROOF)
+    if not hmac.compare_digest(bytes(answer), _proof(secret, "follower", said).encode()):
+        channel.send(Kind.REFUSED, b"the secret is another one than here")
+        raise RankLost(f"{channel.peer} does not know this cluster's secret")
+    if (reason := refusal(caller)) is not None:
+        channel.send(Kind.REFUSED, reason.encode())
+        raise RankLost(f"{channel.peer} is not taken: {reason}")
+    return caller, caller.token or secrets.token_hex(_NONCE_BYTES)
+
+
+def welcome(channel: Channel, token: str) -> None:
+    """The last word of a greeting. Raises RankLost."""
+    channel.send(Kind.WELCOME, token.encode())
+
+
+def unlike(caller: Caller, *, size: int, num_nodes: int) -> str | None:
+    """Why a caller is not of such a group; None when it is."""
+    if caller.version != _VERSION:
+        return f"it speaks version {caller.version} of this link, rank 0 version {_VERSION}"
+    if (caller.size, caller.num_nodes) != (size, num_nodes):
+        return (
+            f"it is of {caller.size} ranks over {caller.num_nodes} nodes, "
+            f"rank 0 of {size} over {num_nodes}: tensor_parallel_size and nodes must be the same on all nodes"
+        )
+    if not size // num_nodes <= caller.rank < size:
+        return f"rank {caller.rank} is of rank 0's own node"
+    return None
+
+
+def _caller(hello: bytes) -> Caller:
+    values = _mapping(memoryview(hello))
+    try:
+        rank, size, num_nodes, version = (int(values[name]) for name in ("rank", "size", "num_nodes", "version"))
+        purpose, token = Purpose(values["purpose"]), str(values["token"])
+    except (KeyError, TypeError, ValueError):
+        raise RankLost("somebody came who is no rank") from None
+    return Caller(rank=rank, size=size, num_nodes=num_nodes, purpose=purpose, token=token, version=version)
+
+
+def _mapping(payload: memoryview) -> dict[str, Any]:
+    try:
+        values = json.loads(bytes(payload))
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise RankLost("a greeting is not understood")
+    return values
+
+
+def _proof(secret: bytes, who: str, said: bytes) -> str:
+    return hmac.new(secret, b"tandem ranks/" + who.encode() + b"/" + said, "sha256").hexdigest()

@@ -1,0 +1,52 @@
+"""What an engine is to be; whoever has the cluster's configuration says it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.ranks.nodes import NodeGroup
+from tandem.kv_layout import AUTO_DTYPE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """What an engine is to be; the cluster's configuration says it (see tandem/config.py for each field)."""
+
+    model_path: Path
+    dtype: str
+    max_model_len: int | None
+    device: str
+    block_size: int
+    num_blocks: int | None
+    memory_bytes: int | None
+    max_batched_tokens: int
+    prefill_chunk_tokens: int
+    max_running_requests: int
+    max_waiting_requests: int
+    eviction: str
+    max_overtakes: int
+    priority_aging_s: float | None
+    num_threads: int | None
+    kernels: str
+    quantization: str
+    deterministic: bool
+    num_workers_here: int
+    """Ranks of all workers that share this machine, for the defaults of memory and threads."""
+    secret: bytes
+    tensor_parallel_size: int = 1
+    offload_bytes: int = 0
+    host_cache_bytes: int = 0
+    disk_cache_bytes: int = 0
+    disk_cache_path: Path | None = None
+    pipelined: str = "auto"
+    max_step_s: float | None = None
+    stall_s: float | None = None
+    kv_dtype: str = AUTO_DTYPE
+    pinned_share: float = 0.0
+    pinned_tenant_share: float = 0.0
+    nodes: NodeGroup | None = None
+    """Where the ranks are that are not on this machine."""
+
+    @property
+    def ranks_here(self) -> int:
+        """Of this worker, on this machine."""
+        return self.tensor_parallel_size if self.nodes is None else self.nodes.ranks_per_node

@@ -1,0 +1,30 @@
+"""From the cluster's configuration to what the ranks of a worker need that are on several nodes. Loads no torch."""
+
+from pathlib import Path
+
+from engine.ranks.nodes import NodeGroup
+from tandem.config import ClusterConfig
+from tandem.errors import ConfigError
+from tandem.mutual_tls import TlsFiles
+from tandem.roles import WorkerRole
+from tandem.worker_config import cluster_secret, rank_port
+
+
+def node_group(config: ClusterConfig, role: WorkerRole, index: int, host: str) -> NodeGroup | None:
+    """The nodes of one worker whose first rank is at `host`; None when it is all on one. Raises ConfigError."""
+    pool = config.prefill if role is WorkerRole.PREFILL else config.decode
+    if pool.nodes == 1:
+        return None
+    tls = config.transfer.tls
+    try:
+        return NodeGroup(
+            num_nodes=pool.nodes,
+            size=pool.tensor_parallel_size,
+            host=host.strip("[]"),
+            port=rank_port(pool, index),
+            secret=cluster_secret(config),
+            tls=None if tls is None else TlsFiles(cert=Path(tls.cert), key=Path(tls.key), ca=Path(tls.ca)),
+            isolated_network=config.transfer.isolated_network,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{role.value}.{error}") from None

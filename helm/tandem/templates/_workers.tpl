@@ -1,0 +1,147 @@
+{{/* Pods of a pool; their dict: `root`, `component`, `pool` (the chart's values), `settings` (the configuration's). */}}
+
+{{/* The pod that is a worker; of a worker over several nodes the first. */}}
+{{- define "tandem.workerPod" -}}
+{{- $c := include "tandem.effective" .root | fromYaml -}}
+{{- $nodes := int .pool.nodesPerWorker -}}
+{{- $ranks := div (int .settings.tensor_parallel_size) $nodes -}}
+metadata: {{- include "tandem.podMetadata" . | nindent 2 }}
+spec:
+  serviceAccountName: {{ include "tandem.fullname" .root }}-{{ .component }}
+  {{- include "tandem.podSecurity" .root | nindent 2 }}
+  {{- include "tandem.scheduling" . | nindent 2 }}
+  {{- with .pool.runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
+  terminationGracePeriodSeconds: {{ include "tandem.grace" (dict "root" .root "name" .component "pre" 0 "drain" .settings.drain_s "stated" .pool.terminationGracePeriodSeconds) }}
+  {{- include "tandem.fetch" (dict "root" .root "image" .root.Values.images.worker "tokenizerOnly" false) | nindent 2 }}
+  containers:
+    - name: {{ .component }}
+      image: {{ include "tandem.image" (dict "image" .root.Values.images.worker "root" .root) }}
+      imagePullPolicy: {{ .root.Values.images.worker.pullPolicy }}
+      # SIGTERM is the drain: the worker tells routers by its sessions, so there is nothing to wait for before.
+      command: [tandem, {{ .component }}]
+      args: [--config, /etc/tandem/cluster/cluster.yaml, --index, $(POD_INDEX)]
+      env:
+        - name: POD_IP
+          valueFrom: {fieldRef: {fieldPath: status.podIP}}
+        - name: POD_INDEX
+          valueFrom: {fieldRef: {fieldPath: "metadata.labels['{{ ternary "leaderworkerset.sigs.k8s.io/group-index" "apps.kubernetes.io/pod-index" (gt $nodes 1) }}']"}}
+        # Where it listens, and what its notice in Redis says.
+        - {name: TANDEM_{{ upper .component }}__HOST, value: "'$(POD_IP)'"}
+        - {name: TANDEM_ENGINE__DEVICE, value: {{ ternary "cuda" "cpu" .pool.gpu.enabled }}}
+        - {name: HOME, value: /tmp}
+        - {name: XDG_CACHE_HOME, value: /cache}
+        - {name: TRITON_CACHE_DIR, value: /cache/triton}
+        - {name: PYTHONUNBUFFERED, value: "1"}
+        {{- include "tandem.secretEnv" .root | nindent 8 }}
+      ports:
+        - {name: grpc, containerPort: {{ int .pool.port }}, protocol: TCP}
+        {{- if gt $nodes 1 }}
+        - {name: ranks, containerPort: {{ int .pool.rankPort }}, protocol: TCP}
+        {{- end }}
+      # Nobody listens before the weights are loaded and the largest steps were tried: this is how long that may take.
+      startupProbe:
+        grpc: {port: {{ int .pool.port }}}
+        periodSeconds: 5
+        timeoutSeconds: 3
+        failureThreshold: {{ div (add (int .pool.startupSeconds) 4) 5 }}
+      # The event loop turns. An engine that hangs in a step ends its worker by itself (engine.stall_s).
+      livenessProbe:
+        grpc: {port: {{ int .pool.port }}}
+        periodSeconds: 10
+        timeoutSeconds: 5
+        failureThreshold: 3
+      # It takes work; whether tokens come out is what the routers' canaries ask.
+      readinessProbe:
+        grpc: {port: {{ int .pool.port }}}
+        periodSeconds: 5
+        timeoutSeconds: 3
+        failureThreshold: 2
+      securityContext: {{- include "tandem.containerSecurity" .root | nindent 8 }}
+      resources: {{- include "tandem.workerResources" (dict "pool" .pool "ranks" $ranks) | nindent 8 }}
+      volumeMounts:
+        {{- include "tandem.workerMounts" (dict "root" .root "pool" .pool "ranks" $ranks) | nindent 8 }}
+        {{- if $c.engine.disk_cache_path }}
+        - {name: disk-cache, mountPath: {{ $c.engine.disk_cache_path }}}
+        {{- end }}
+  volumes:
+    {{- include "tandem.workerVolumes" (dict "root" .root "pool" .pool "ranks" $ranks) | nindent 4 }}
+    {{- if and $c.engine.disk_cache_path (not .pool.diskCache.storageClass) }}
+    - name: disk-cache
+      emptyDir: {sizeLimit: {{ .pool.diskCache.size }}}
+    {{- end }}
+{{- end -}}
+
+{{/* Also `role`: the pool that this node's worker is of. */}}
+{{- define "tandem.nodePod" -}}
+{{- $nodes := int .pool.nodesPerWorker -}}
+{{- $ranks := div (int .settings.tensor_parallel_size) $nodes -}}
+metadata: {{- include "tandem.podMetadata" . | nindent 2 }}
+spec:
+  serviceAccountName: {{ include "tandem.fullname" .root }}-{{ .role }}
+  {{- include "tandem.podSecurity" .root | nindent 2 }}
+  {{- include "tandem.scheduling" (set . "priority" .role) | nindent 2 }}
+  {{- with .pool.runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
+  # As long as the worker's: its ranks here stay until its drain is over.
+  terminationGracePeriodSeconds: {{ include "tandem.grace" (dict "root" .root "name" .role "pre" 0 "drain" .settings.drain_s "stated" .pool.terminationGracePeriodSeconds) }}
+  {{- include "tandem.fetch" (dict "root" .root "image" .root.Values.images.worker "tokenizerOnly" false) | nindent 2 }}
+  containers:
+    - name: node
+      image: {{ include "tandem.image" (dict "image" .root.Values.images.worker "root" .root) }}
+      imagePullPolicy: {{ .root.Values.images.worker.pullPolicy }}
+      # Nothing listens here, so there is nothing to probe: a rank that dies or hangs is its worker's end, which sees it.
+      command: [tandem, follower, {{ .role }}]
+      args:
+        - --config=/etc/tandem/cluster/cluster.yaml
+        - --index=$(GROUP_INDEX)
+        - --node=$(NODE_INDEX)
+        - --leader=$(LWS_LEADER_ADDRESS)
+        - --host=$(POD_IP)
+      env:
+        - name: POD_IP
+          valueFrom: {fieldRef: {fieldPath: status.podIP}}
+        - name: GROUP_INDEX
+          valueFrom: {fieldRef: {fieldPath: "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']"}}
+        - name: NODE_INDEX
+          valueFrom: {fieldRef: {fieldPath: "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']"}}
+        - {name: HOME, value: /tmp}
+        - {name: XDG_CACHE_HOME, value: /cache}
+        - {name: TRITON_CACHE_DIR, value: /cache/triton}
+        - {name: PYTHONUNBUFFERED, value: "1"}
+        {{- include "tandem.clusterSecretEnv" .root | nindent 8 }}
+      securityContext: {{- include "tandem.containerSecurity" .root | nindent 8 }}
+      resources: {{- include "tandem.workerResources" (dict "pool" .pool "ranks" $ranks) | nindent 8 }}
+      volumeMounts:
+        {{- include "tandem.workerMounts" (dict "root" .root "pool" .pool "ranks" $ranks) | nindent 8 }}
+  volumes:
+    {{- include "tandem.workerVolumes" (dict "root" .root "pool" .pool "ranks" $ranks) | nindent 4 }}
+{{- end -}}
+
+{{/* A dict of `root`, `pool`, `ranks` (in this pod): what computing needs, on a worker's every node. */}}
+{{- define "tandem.workerMounts" -}}
+{{ include "tandem.mounts" .root }}
+- {name: cache, mountPath: /cache}
+{{- if or (gt (int .ranks) 1) .pool.rdma.enabled }}
+- {name: shm, mountPath: /dev/shm}
+{{- end }}
+{{- if .root.Values.tls.kv.enabled }}
+- {name: kv-tls, mountPath: /etc/tandem/kv-tls, readOnly: true}
+{{- end }}
+{{- end -}}
+{{- define "tandem.workerVolumes" -}}
+{{ include "tandem.volumes" (dict "root" .root "size" .root.Values.model.cache.size) }}
+- name: cache
+  emptyDir: {sizeLimit: {{ .root.Values.kernelCacheSize }}}
+{{- if or (gt (int .ranks) 1) .pool.rdma.enabled }}
+# gloo, NCCL and UCX meet here. KV pools do not: they are memfds, which count as the container's memory alone.
+- name: shm
+  emptyDir: {medium: Memory, sizeLimit: {{ .pool.shmSize | default (printf "%dMi" (mul 256 (int .ranks))) }}}
+{{- end }}
+{{- if .root.Values.tls.kv.enabled }}
+- name: kv-tls
+  secret: {secretName: {{ include "tandem.kvTlsSecret" .root }}, defaultMode: 0440}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,64 @@
+"""One pool of workers in the cluster's configuration."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tandem.config_section import Seconds, Section
+from tandem.lock_config import Host
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+BlockSize = Literal[16, 32, 64]
+CacheDtype = Literal["auto", "int8", "fp8_e4m3"]
+MAX_REPLICAS = 256
+"""Workers of one pool that one machine is asked to start."""
+MAX_TENSOR_PARALLEL = 64
+
+
+class PoolConfig(Section):
+    """One pool of workers."""
+
+    replicas: int = Field(default=1, ge=0, le=MAX_REPLICAS)
+    host: Host = "127.0.0.1"
+    """Where a worker of this pool listens."""
+    port: Port = 0
+    """Without `addresses`: at which port each worker listens, at a `host` of its own. Routers then hear of it from
+    Redis; so it is where nobody knows addresses beforehand, as in Kubernetes."""
+    addresses: tuple[str, ...] = ()
+    """host:port of each worker; `tandem up` fills it in, a hand-made cluster states it."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=MAX_TENSOR_PARALLEL)
+    """Ranks, each a process (on a GPU machine, with a GPU) of its own, that share the model of one worker."""
+    nodes: int = Field(default=1, ge=1, le=MAX_TENSOR_PARALLEL)
+    """Machines over which the ranks of one worker are spread, as many on each: it divides `tensor_parallel_size`. The
+    worker itself runs on the first; on each other one runs `tandem follower`. Beyond one machine that needs
+    `transfer.tls` and `transfer.isolated_network`."""
+    rank_port: Port = 0
+    """With several `nodes`: where a worker listens, at its own host, for its ranks on the others. Workers whose
+    `addresses` are stated, and may share a machine, add their index."""
+    drain_s: Seconds = 30.0
+    """Most time to finish outstanding work after SIGTERM."""
+    block_size: BlockSize | None = None
+    """This pool's own `engine.block_size`."""
+    kv_dtype: CacheDtype | None = None
+    """This pool's own `engine.kv_dtype`. What the prefill pool caches in the model's dtype is converted on its way to
+    a decode pool that caches codes, and the other way round; codes are never made of other codes."""
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Of one worker on one machine."""
+        return self.tensor_parallel_size // self.nodes
+
+
+def mistaken_nodes(pool: PoolConfig) -> str | None:
+    """Why workers of the pool cannot be spread over nodes as it says; begins with the field. None: they can."""
+    if pool.tensor_parallel_size % pool.nodes:
+        return f"nodes is {pool.nodes}: it must divide tensor_parallel_size, which is {pool.tensor_parallel_size}"
+    if pool.nodes == 1:
+        return None
+    if not pool.rank_port:
+        return f"nodes is {pool.nodes}: rank_port must say where a worker listens for its ranks on other nodes"
+    if pool.rank_port == pool.port:
+        return f"rank_port is {pool.rank_port}, which is port, too"
+    if pool.rank_port + pool.replicas > 65536:
+        return f"rank_port is {pool.rank_port}: with one for each of {pool.replicas} workers it goes beyond 65535"
+    return None

@@ -1,0 +1,99 @@
+"""Pools whose workers are spread over pods: the group, who is in it, and who reaches whom."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli import app
+from engine.ranks.nodes import NodeGroup
+from fabric.nodes import node_group
+from tandem.roles import WorkerRole
+from tests.chart.pods import POD_IP, environment, read_by
+from tests.chart.rendering import Rendered, render
+from tests.chart.value_sets import GOOD
+
+POOLS = [
+    ("workers over nodes", "prefill"),
+    ("workers over nodes", "decode"),
+    ("workers over nodes, of GPUs, that grow", "decode"),
+]
+_LABEL = "leaderworkerset.sigs.k8s.io"
+
+
+@pytest.fixture(params=POOLS, ids=lambda pool: "-".join(pool))
+def pool(request: pytest.FixtureRequest) -> tuple[Rendered, str, dict[str, Any]]:
+    """A release, the pool's name, and its set."""
+    values, role = request.param
+    release = render(GOOD[values])
+    return release, role, release.named("LeaderWorkerSet", f"-{role}")
+
+
+def test_the_first_pod_waits_for_the_others_and_ends_with_them(
+    pool: tuple[Rendered, str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, role, one = pool
+    group = node_group(read_by(release, role, tmp_path, monkeypatch), WorkerRole(role), 1, POD_IP)
+    assert group is not None
+    spec = one["spec"]["leaderWorkerTemplate"]
+    assert spec["size"] == group.num_nodes == release.values[role]["nodesPerWorker"]
+    assert spec["restartPolicy"] == "RecreateGroupOnPodRestart"
+    [worker] = spec["leaderTemplate"]["spec"]["containers"]
+    assert {"name": "ranks", "containerPort": group.port, "protocol": "TCP"} in worker["ports"]
+    assert not [made for made in release.of("StatefulSet") if made["metadata"]["name"] == one["metadata"]["name"]]
+    assert ("replicas" in one["spec"]) == (release.values[role]["autoscaling"]["mode"] == "none")
+
+
+def test_the_other_pods_command_follows_that_worker(
+    pool: tuple[Rendered, str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, role, one = pool
+    waits = node_group(read_by(release, role, tmp_path, monkeypatch), WorkerRole(role), 1, POD_IP)
+    there = read_by(release, f"{role}-node", tmp_path, monkeypatch)
+    [node] = one["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
+    fields = {
+        made["name"]: made["valueFrom"]["fieldRef"]["fieldPath"]
+        for made in node["env"]
+        if "fieldRef" in made.get("valueFrom", {})
+    }
+    # The operator's own labels say which group this is, and which of its nodes.
+    assert fields["GROUP_INDEX"] == f"metadata.labels['{_LABEL}/group-index']"
+    assert fields["NODE_INDEX"] == f"metadata.labels['{_LABEL}/worker-index']"
+    told = environment(node) | {"NODE_INDEX": "1", "LWS_LEADER_ADDRESS": "chat-0.chat"}
+    arguments = [re.sub(r"\$\((\w+)\)", lambda found: told[found[1]], arg) for arg in node["args"]]
+    seen: list[NodeGroup] = []
+    monkeypatch.setattr("engine.ranks.starter.NodeStarter.run", lambda self: seen.append(self._group) or 0)
+    monkeypatch.setattr("tandem.config.load", lambda _path: there)
+    arguments[0] = f"--config={tmp_path / 'cluster.yaml'}"
+    done = CliRunner().invoke(app, [*node["command"][1:], *arguments])
+    assert done.exit_code == 0, done.output
+    assert waits is not None
+    assert seen == [replace(waits, host="chat-0.chat")]
+
+
+def test_groups_do_not_reach_each_other(pool: tuple[Rendered, str, dict[str, Any]]) -> None:
+    release, role, one = pool
+    name = one["metadata"]["name"]
+    policies = [
+        made for made in release.of("NetworkPolicy") if f"{name}-" in made["metadata"]["name"] and _groups(made)
+    ]
+    scaling = release.values[role]["autoscaling"]
+    most = scaling["maxReplicas"] if scaling["mode"] != "none" else one["spec"]["replicas"]
+    assert {index for policy in policies for index in _groups(policy)} == {str(index) for index in range(most)}
+    for policy in policies:
+        spec = policy["spec"]
+        own = spec["podSelector"]["matchLabels"]
+        peers = [peer for rule in spec["ingress"] for peer in rule["from"]]
+        peers += [peer for rule in spec["egress"] for peer in rule["to"]]
+        assert peers
+        for peer in peers:
+            labels = peer["podSelector"]["matchLabels"]
+            assert all(labels[f"{_LABEL}/{key}"] == own[f"{_LABEL}/{key}"] for key in ("name", "group-index"))
+
+
+def _groups(policy: dict[str, Any]) -> set[str]:
+    labels = policy["spec"]["podSelector"]["matchLabels"]
+    return {labels[f"{_LABEL}/group-index"]} if f"{_LABEL}/group-index" in labels else set()

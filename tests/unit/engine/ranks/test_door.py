@@ -1,0 +1,213 @@
+"""Ranks of other nodes come in, and nobody else does: by TLS, by the secret, by what they say they are."""
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.parallel.lost import RankLost
+from engine.ranks import joining
+from engine.ranks.channel import Channel, Kind
+from engine.ranks.door import NodeDoor
+from engine.ranks.greeting import Purpose
+from engine.ranks.joining import RankLink, knock
+from engine.ranks.nodes import NodeGroup
+from engine.ranks.pulse import PulseDesk
+from tandem.errors import ConfigError
+from tests.integration.nodes import OTHER_HOST, group
+from tests.unit.kv_transfer.certificates import Authority
+
+WAIT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that knocks in vain knocks again at once."""
+    monkeypatch.setattr(joining, "_AGAIN_S", 0.01)
+
+
+@pytest.fixture
+def lost() -> list[RankLost]:
+    return []
+
+
+@pytest.fixture
+def desk(lost: list[RankLost]) -> Iterator[PulseDesk]:
+    made = PulseDesk(lost.append)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> NodeGroup:
+    return group(size=4, num_nodes=2, tls=Authority().issue(tmp_path))
+
+
+@pytest.fixture
+def door(given: NodeGroup, desk: PulseDesk) -> Iterator[NodeDoor]:
+    made = NodeDoor(given, desk.serve)
+    yield made
+    made.close()
+
+
+class Guests:
+    """Ranks that come, and both ends of what they opened, which are closed in the end."""
+
+    def __init__(self, given: NodeGroup) -> None:
+        self.given = given
+        self.channels: list[Channel] = []
+
+    def come(self, *ranks: int) -> list[RankLink]:
+        with ThreadPoolExecutor(len(ranks)) as threads:
+            links = list(threads.map(lambda rank: knock(self.given, rank, OTHER_HOST), ranks))
+        for link in links:
+            self.channels += [link.steps, link.pulse]
+        return links
+
+    def connect(self, rank: int, purpose: Purpose, token: str = "") -> str:
+        """One connection; the token that the door gives."""
+        channel, given, _ = joining._connect(self.given, rank, None, self.given.open_tls(), purpose, token)
+        self.channels.append(channel)
+        return given
+
+    def gathered(self, door: NodeDoor) -> dict[int, Channel]:
+        found = door.gather()
+        self.channels += found.values()
+        return found
+
+
+@pytest.fixture
+def guests(given: NodeGroup) -> Iterator[Guests]:
+    made = Guests(given)
+    yield made
+    for channel in made.channels:
+        channel.close()
+
+
+def test_all_ranks_of_other_nodes_come_and_talk(guests: Guests, door: NodeDoor, given: NodeGroup) -> None:
+    links = guests.come(3, 2)
+    channels = guests.gathered(door)
+    assert sorted(channels) == [2, 3]
+    for link, rank in zip(links, (3, 2), strict=True):
+        link.steps.send(Kind.READY, b"x" * 100_000)
+        assert bytes(channels[rank].expect(Kind.READY)[0]) == b"x" * 100_000
+        assert link.host == OTHER_HOST
+
+
+def test_nobody_comes_once_all_are_there(guests: Guests, door: NodeDoor, given: NodeGroup) -> None:
+    guests.come(2, 3)
+    guests.gathered(door)
+    door.close()
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection((given.host, given.port))
+
+
+def test_what_others_say_of_the_group_must_agree(door: NodeDoor, given: NodeGroup) -> None:
+    with pytest.raises(ConfigError, match="of 6 ranks over 2 nodes"):
+        knock(replace(given, size=6), 3, None)
+    with pytest.raises(ConfigError, match="rank 1 is of rank 0's own node"):
+        knock(given, 1, None)
+
+
+def test_another_secret_is_refused(door: NodeDoor, given: NodeGroup) -> None:
+    with pytest.raises(ConfigError, match="does not know this cluster's secret"):
+        knock(replace(given, secret=b"another secret !"), 2, None)
+
+
+def test_a_stranger_who_answers_in_the_leaders_place_is_not_believed(given: NodeGroup) -> None:
+    with socket.create_server((given.host, 0)) as server, ThreadPoolExecutor(1) as threads:
+        there = replace(given, port=server.getsockname()[1], tls=None)
+        coming = threads.submit(knock, there, 2, None)
+        sock, _ = server.accept()
+        channel = Channel(sock, "stranger", carries_descriptors=False)
+        channel.expect(Kind.HELLO)
+        channel.send(Kind.CHALLENGE, b'{"nonce": "00", "proof": "00"}')
+        with pytest.raises(ConfigError, match="does not know this cluster's secret"):
+            coming.result(timeout=WAIT_S)
+        channel.close()
+
+
+@pytest.mark.parametrize("stranger", ["another authority", "no TLS"])
+def test_who_has_no_certificate_of_the_authority_is_turned_away(
+    guests: Guests, stranger: str, door: NodeDoor, given: NodeGroup, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    tls = Authority().issue(other) if stranger == "another authority" else None
+    tried = threading.Semaphore(0)
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "is turned away" in record.getMessage():
+                tried.release()
+
+    watcher = Told()
+    logging.getLogger("engine.ranks.door").addHandler(watcher)
+    try:
+        with pytest.raises((OSError, RankLost)):
+            joining._come(replace(given, tls=tls), 2, None, replace(given, tls=tls).open_tls())
+        assert tried.acquire(timeout=WAIT_S)
+    finally:
+        logging.getLogger("engine.ranks.door").removeHandler(watcher)
+    guests.come(2, 3)
+    assert sorted(guests.gathered(door)) == [2, 3], "who belongs here came in all the same"
+
+
+def test_a_caller_who_says_nothing_holds_nobody_up(guests: Guests, door: NodeDoor, given: NodeGroup) -> None:
+    with socket.create_connection((given.host, given.port)), socket.create_connection((given.host, given.port)):
+        guests.come(2, 3)
+        assert sorted(guests.gathered(door)) == [2, 3]
+
+
+def test_the_second_connection_must_be_of_the_same_process(guests: Guests, door: NodeDoor, given: NodeGroup) -> None:
+    token = guests.connect(2, Purpose.STEPS)
+    other = guests.connect(2, Purpose.STEPS)
+    assert token != other
+    with pytest.raises(RankLost):
+        guests.connect(2, Purpose.PULSE, token)
+    guests.connect(2, Purpose.PULSE, other)
+    guests.come(3)
+    assert sorted(guests.gathered(door)) == [2, 3]
+
+
+def test_a_rank_that_goes_before_all_are_there_ends_the_wait(
+    guests: Guests, given: NodeGroup, lost: list[RankLost]
+) -> None:
+    desk = PulseDesk(lambda gone: door.fail(gone))
+    door = NodeDoor(given, desk.serve)
+    [link] = guests.come(2)
+    link.pulse.close()
+    with pytest.raises(RankLost, match=r"rank 2 at 127\.0\.0\.2:\d+ has ended"):
+        guests.gathered(door)
+    door.close()
+    desk.close()
+
+
+def test_ranks_that_do_not_come_are_named(guests: Guests, given: NodeGroup, desk: PulseDesk) -> None:
+    door = NodeDoor(replace(given, join_s=0.0), desk.serve)
+    with pytest.raises(RankLost, match="ranks 2, 3 have not come within 0 s"):
+        guests.gathered(door)
+    door.close()
+
+
+def test_what_is_said_in_the_clear_stays_on_this_machine(given: NodeGroup) -> None:
+    with pytest.raises(ConfigError, match=r"nodes is 2: beyond this machine \(at 10.0.0.1\) that needs transfer.tls"):
+        replace(given, host="10.0.0.1", tls=None)
+    with pytest.raises(ConfigError, match=r"needs transfer.isolated_network: true"):
+        replace(given, host="decode-0.decode")
+    there = replace(given, host="decode-0.decode", isolated_network=True)
+    assert NodeGroup.from_json(there.to_json()) == there
+
+
+def test_a_group_has_as_many_ranks_on_each_node(given: NodeGroup) -> None:
+    assert list(given.ranks_of(1)) == list(given.elsewhere) == [2, 3]
+    for node in (0, 2):
+        with pytest.raises(ConfigError, match=f"there is no node {node}"):
+            given.ranks_of(node)
+    with pytest.raises(ConfigError, match="5 ranks cannot be spread evenly over 2 nodes"):
+        replace(given, size=5)
