@@ -132,7 +132,8 @@ class TransferConfig(Section):
     RDMA and `isolated_network` is set nixl (an extra: `pip install tandem-serve[nixl]`); else tcp."""
     isolated_network: bool = False
     """Nobody but this cluster can reach the network between its workers. nixl and torch_dist neither encrypt nor
-    authenticate what they move, so off a single machine they start only with `true`."""
+    authenticate what they move, nor do gloo and NCCL between the ranks of a worker on several `nodes`: off a single
+    machine they start only with `true`."""
     lease_s: float = Field(default=2.0, ge=0.5, le=3600.0)
     """A hand-off whose peer is silent this long is given up. A live peer speaks every 0.1 s at best, so a much shorter
     lease would end by itself."""

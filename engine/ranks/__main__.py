@@ -42,4 +42,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    # At once: torch's threads may still ask Python objects, such as the store, of an interpreter that is going.
+    os._exit(code)

@@ -22,6 +22,7 @@ from engine.ranks.messages import PoolMemory, PoolPlan, RankFacts, RankSetup
 from engine.ranks.mirror import Mirror
 from engine.ranks.nodes import NodeGroup
 from engine.ranks.processes import RankProcesses
+from engine.ranks.pulse import START_S
 from engine.ranks.ranks import Ranks, SoloRanks
 from engine.ranks.step_wire import encode_step
 from engine.step_inputs import StepInputs
@@ -29,8 +30,6 @@ from tandem.errors import ConfigError
 from tandem.kv_layout import KVLayout
 
 _log = logging.getLogger(__name__)
-_START_S = 120.0
-"""For a process to begin: most of it is importing torch."""
 _EXIT_S = 0.9
 """For this process to end by itself once a rank has died. A GPU that waits for the dead would keep it for ever."""
 
@@ -133,7 +132,7 @@ class Leader:
 
     def _meet(self, setup: RankSetup) -> TorchGroup:
         self._timeout_s = setup.timeout_s
-        self._channels.set_timeout(_START_S)
+        self._channels.set_timeout(START_S)
         self._channels.collect(Kind.READY)
         # To load a model and to zero a pool take their time; a death ends the wait.
         self._channels.set_timeout(None)

@@ -19,6 +19,8 @@ _log = logging.getLogger(__name__)
 PULSE_S = 2.0
 SILENCE_S = 20.0
 """Many times what a process needs that is loading torch or a model on a busy machine."""
+START_S = 120.0
+"""For a process to begin: most of it is importing torch."""
 _EXIT_S = 1.0
 """For a rank that hears of the end on its other connection to end by itself."""
 
@@ -49,11 +51,17 @@ class Pulse:
 class PulseDesk:
     """Rank 0's side: a thread for each other rank, which mostly sleeps."""
 
-    def __init__(self, on_lost: Callable[[RankLost], None], *, silence_s: float = SILENCE_S) -> None:
-        """`on_lost` hears of the first rank that is gone, on one of the threads; not of an end by `close`."""
+    def __init__(
+        self, on_lost: Callable[[RankLost], None], *, silence_s: float = SILENCE_S, start_s: float = START_S
+    ) -> None:
+        """`on_lost` hears of the first rank that is gone, on one of the threads; not of an end by `close`.
+
+        `start_s`: silence that is borne before a rank's first question.
+        """
         self.keys = KeyBoard()
         self._on_lost = on_lost
         self._silence_s = silence_s
+        self._start_s = start_s
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._channels: list[Channel] = []
@@ -61,7 +69,6 @@ class PulseDesk:
 
     def serve(self, channel: Channel) -> None:
         """Answer one more rank from now on; owns the channel."""
-        channel.set_timeout(self._silence_s)
         thread = threading.Thread(target=self._run, args=(channel,), name="tandem-pulses", daemon=True)
         with self._lock:
             if self._is_over:
@@ -91,7 +98,9 @@ class PulseDesk:
 
     def _run(self, channel: Channel) -> None:
         try:
+            channel.set_timeout(self._start_s)
             while (message := channel.receive()) is not None:
+                channel.set_timeout(self._silence_s)
                 if message[0] is not Kind.ASK:
                     raise RankLost(f"{channel.peer} sent {message[0].name}, not a question")
                 answer = self.keys.answer(json.loads(bytes(message[1])))

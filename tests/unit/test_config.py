@@ -56,6 +56,18 @@ from tandem.worker_session import LOAD_PERIOD_S
             "engine: {disk_cache_path: x, disk_cache_bytes: 1, host_cache_bytes: 1}\ndecode: {tensor_parallel_size: 2}",
             "engine.disk_cache_path with tensor_parallel_size 2",
         ),
+        (
+            "decode: {tensor_parallel_size: 4, nodes: 3, rank_port: 1}",
+            "decode.nodes is 3: it must divide tensor_parallel_size, which is 4",
+        ),
+        ("prefill: {tensor_parallel_size: 4, nodes: 2}", "prefill.nodes is 2: rank_port must say"),
+        ("decode: {tensor_parallel_size: 2, nodes: 2, port: 7, rank_port: 7}", "decode.rank_port is 7, which is port"),
+        ("decode: {tensor_parallel_size: 2, nodes: 2, rank_port: 65535, replicas: 2}", "goes beyond 65535"),
+        ("decode: {nodes: 65, tensor_parallel_size: 65}", "decode.nodes: Input should be less than or equal to 64"),
+        (
+            "{ray: {address: auto}, decode: {tensor_parallel_size: 2, nodes: 2, rank_port: 7}}",
+            "decode.nodes is 2: on Ray",
+        ),
         ("? []\n: 1\n? []\n: 2", "a key is a list or a mapping (line 1)"),
         ("? {a: 1}\n: 1", "a key is a list or a mapping (line 1)"),
         ("router: {api_keys: ['']}", "router.api_keys.0.key: a key has 1 to 512"),

@@ -3,10 +3,12 @@
 import pytest
 from pydantic import SecretStr
 
+from fabric.nodes import node_group
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.pool_config import PoolConfig
-from tandem.worker_config import cluster_secret, listen_address, num_ranks
+from tandem.roles import WorkerRole
+from tandem.worker_config import cluster_secret, listen_address, num_ranks, rank_port, worker_host
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "*"])
@@ -52,3 +54,25 @@ def test_a_host_of_its_own_is_shared_with_nobody() -> None:
         prefill=PoolConfig(replicas=3, port=7000), decode=PoolConfig(replicas=2, tensor_parallel_size=2, port=7000)
     )
     assert (num_ranks(apart, apart.prefill), num_ranks(apart, apart.decode)) == (1, 2)
+
+
+def test_a_workers_ranks_on_other_nodes_find_it() -> None:
+    spread = {"tensor_parallel_size": 4, "nodes": 2, "rank_port": 7100}
+    stated = PoolConfig(addresses=("10.0.0.2:4001", "10.0.0.2:4002"), replicas=2, **spread)
+    own = PoolConfig(host="10.1.2.3", port=7000, **spread)
+    # Workers that may share a machine share no port; those of hosts of their own all have the same.
+    assert [rank_port(stated, 0), rank_port(stated, 1), rank_port(own, 5)] == [7100, 7101, 7100]
+    config = ClusterConfig(prefill=own, decode=stated)
+    assert worker_host(config, WorkerRole.DECODE, 1) == "10.0.0.2"
+    with pytest.raises(ConfigError, match="say with --leader where this one is"):
+        worker_host(config, WorkerRole.PREFILL, 0)
+    assert num_ranks(config, own) == 2
+
+
+def test_what_ranks_tell_each_other_beyond_this_machine_is_not_in_the_clear() -> None:
+    pool = PoolConfig(tensor_parallel_size=2, nodes=2, rank_port=7100)
+    config = ClusterConfig(decode=pool, secret=SecretStr("0123456789abcdef"))
+    assert node_group(config, WorkerRole.PREFILL, 0, "10.0.0.2") is None
+    assert node_group(config, WorkerRole.DECODE, 0, "[::1]").host == "::1"
+    with pytest.raises(ConfigError, match=r"decode.nodes is 2: beyond this machine .* needs transfer.tls"):
+        node_group(config, WorkerRole.DECODE, 0, "10.0.0.2")

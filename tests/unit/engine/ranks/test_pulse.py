@@ -42,6 +42,14 @@ def test_a_rank_that_falls_silent_is_given_up(ends) -> None:
     assert told.empty()
 
 
+def test_a_rank_that_never_begins_is_given_up(ends) -> None:
+    told = queue.SimpleQueue()
+    desk = PulseDesk(told.put, silence_s=WAIT_S, start_s=SILENCE_S)
+    desk.serve(ends[0])
+    assert "rank 1 does not answer" in str(told.get(timeout=WAIT_S))
+    desk.close()
+
+
 def test_a_rank_gives_up_a_leader_that_falls_silent(ends) -> None:
     ended = queue.SimpleQueue()
     Pulse(ends[1], silence_s=SILENCE_S, end_process=ended.put)

@@ -1,0 +1,118 @@
+"""An engine whose ranks are on two nodes: the same tokens, the same KV, and an end when one is gone or frozen."""
+
+import os
+import queue
+import signal
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+
+from engine.assembly import assemble
+from engine.parallel.lost import RankLost
+from engine.ranks import leader as leading
+from engine.ranks.door import NodeDoor
+from engine.ranks.leader import Leader
+from engine.ranks.pulse import SILENCE_S, PulseDesk
+from kv_transfer.transports.shared_pool import SharedPool
+from tandem.sampling import SamplingParams
+from tests.integration.nodes import OTHER_HOST, another_node, group
+from tests.integration.test_rank_ends import setup
+from tests.integration.test_ranks import BUILTIN, ODD, say, spec
+
+WAIT_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process stands for a worker; it must not be ended because a test is slow to close its ranks."""
+    monkeypatch.setattr(leading, "_EXIT_S", 120.0)
+
+
+def ranks_of(starter) -> list[psutil.Process]:
+    """Processes of that node."""
+    return [child for child in psutil.Process(starter.pid).children() if "engine.ranks" in child.cmdline()]
+
+
+def test_two_nodes_say_and_keep_what_one_does() -> None:
+    given = group(size=4)
+    greedy = SamplingParams(temperature=0.0)
+    alone = assemble(spec(BUILTIN, 4), pool=SharedPool)
+    with another_node(given) as starter:
+        together = assemble(spec(BUILTIN, 4, nodes=given), pool=SharedPool)
+        try:
+            assert together.budget.num_blocks == alone.budget.num_blocks == 40
+            for params in (greedy, ODD):
+                assert say(together, params) == say(alone, params)
+            mirror = together.ranks.mirror
+            assert mirror is not None
+            assert alone.ranks.mirror is None
+            expected = bytes(alone.kv_memory())
+            assert bytes(together.kv_memory()) != expected, "what the other node has written is there alone"
+            mirror.bring(range(40))
+            assert bytes(together.kv_memory()) == expected
+            # The other way: what a peer has put here, in blocks that it was given, is there before a step reads it.
+            moved = together.kv_memory()
+            moved[:] = bytes(len(moved))
+            mirror.comes(range(40))
+            assert say(together, greedy) == say(alone, greedy)
+            mirror.bring(range(40))
+            assert bytes(together.kv_memory()) == bytes(alone.kv_memory())
+            assert len(ranks_of(starter)) == 2
+        finally:
+            together.ranks.close()
+            alone.ranks.close()
+
+
+@pytest.mark.slow
+def test_a_node_that_freezes_is_noticed_though_no_kernel_tells() -> None:
+    given = group()
+    with another_node(given) as starter:
+        leader = Leader(replace(setup(2), num_nodes=2), given)
+        try:
+            told: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
+            leader.watch(told.put)
+            [rank] = ranks_of(starter)
+            os.kill(rank.pid, signal.SIGSTOP)
+            started = time.monotonic()
+            assert f"rank 1 at {OTHER_HOST}" in str(told.get(timeout=2 * SILENCE_S + WAIT_S))
+            print(f"noticed after {time.monotonic() - started:.1f} s")
+        finally:
+            leader.close()
+
+
+@pytest.mark.slow
+def test_a_death_on_another_node_ends_the_group_and_the_node_comes_to_the_next() -> None:
+    given = group(size=4)
+    with another_node(given) as starter:
+        leader = Leader(replace(setup(4), num_nodes=2), given)
+        try:
+            told: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
+            leader.watch(told.put)
+            before = ranks_of(starter)
+            os.kill(before[1].pid, signal.SIGKILL)
+            # Its neighbour ends with it, at once: either may be seen first.
+            assert f"at {OTHER_HOST}" in str(told.get(timeout=WAIT_S))
+            with pytest.raises(RankLost):
+                leader.group.all_reduce_(torch.ones(4))
+        finally:
+            leader.close()
+        again = Leader(replace(setup(4), num_nodes=2), given)
+        assert not {rank.pid for rank in before} & {rank.pid for rank in ranks_of(starter)}
+        starter.terminate()
+        again.close()
+        assert starter.wait(WAIT_S) == 0
+
+
+@pytest.mark.slow
+def test_a_node_that_knows_another_secret_gives_up_and_says_so() -> None:
+    given = group()
+    desk = PulseDesk(pytest.fail)
+    door = NodeDoor(given, desk.serve)
+    with another_node(replace(given, secret=b"another secret..")) as starter:
+        assert starter.wait(WAIT_S) == 2
+        assert "rank 0 does not know this cluster's secret" in starter.stderr.read()
+    door.close()
+    desk.close()
