@@ -8,9 +8,11 @@ import torch
 from engine import assembly
 from engine.assembly import _engine_config, _is_pipelined, assemble
 from engine.models.decoder import Decoder
+from engine.ranks.ranks import SoloRanks
 from engine.spec import EngineSpec
 from tandem.errors import ConfigError
 from tandem.model_path import BUILTIN, model_directory
+from tests.integration.nodes import group
 
 SPEC = EngineSpec(
     model_path=model_directory(BUILTIN),
@@ -58,6 +60,14 @@ def test_who_states_no_limit_gets_a_share_of_what_may_still_be_taken(monkeypatch
     assert (alone, shared) == (int(0.8 * (1 << 30)), int(0.8 * (1 << 29)))
     with pytest.raises(ConfigError, match="1073741824 bytes of memory are free"):
         assemble(replace(SPEC, offload_bytes=2 << 30))
+
+
+def test_the_first_of_several_nodes_has_room_for_the_kv_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "_workspace_bytes", lambda *_: 1 << 20)
+    monkeypatch.setattr(assembly, "open_ranks", lambda *_: SoloRanks())
+    here = assemble(replace(SPEC, num_blocks=None)).budget.num_blocks
+    spread = assemble(replace(SPEC, num_blocks=None, nodes=group(size=4, num_nodes=4))).budget.num_blocks
+    assert spread == here // 4 > 0
 
 
 def test_a_context_beyond_the_models_is_refused() -> None:
