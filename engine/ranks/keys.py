@@ -107,5 +107,8 @@ class RemoteKeys:
             self._channel.set_timeout(self._silence_s + min(waits_s, MOST_WAIT_S))
             self._channel.send(Kind.ASK, json.dumps(question).encode())
             payload, _ = self._channel.expect(Kind.ANSWER)
-            answer: dict[str, Any] = json.loads(bytes(payload))
+            try:
+                answer: dict[str, Any] = json.loads(bytes(payload))
+            except ValueError:
+                raise RankLost(f"{self._channel.peer} answers what nobody understands") from None
             return answer

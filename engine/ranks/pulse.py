@@ -108,6 +108,8 @@ class PulseDesk:
             self._lose(RankLost(f"{channel.peer} has ended"))
         except RankLost as lost:
             self._lose(lost)
+        except ValueError:  # no JSON
+            self._lose(RankLost(f"{channel.peer} asks what nobody understands"))
 
     def _lose(self, lost: RankLost) -> None:
         with self._lock:

@@ -5,6 +5,7 @@ import queue
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -22,6 +23,7 @@ from tandem.sampling import SamplingParams
 from tests.integration.nodes import OTHER_HOST, another_node, group
 from tests.integration.test_rank_ends import setup
 from tests.integration.test_ranks import BUILTIN, ODD, OUTPUT, request_of, run_step, say, spec
+from tests.unit.kv_transfer.certificates import Authority
 
 WAIT_S = 30.0
 
@@ -47,8 +49,8 @@ def go_on(parts: EngineParts, num_computed_tokens: int) -> list[int]:
     return list(request.token_ids)[37:]
 
 
-def test_two_nodes_say_and_keep_what_one_does() -> None:
-    given = group(size=4)
+def test_two_nodes_say_and_keep_what_one_does(tmp_path: Path) -> None:
+    given = group(size=4, tls=Authority().issue(tmp_path))
     greedy = SamplingParams(temperature=0.0)
     alone = assemble(spec(BUILTIN, 4), pool=SharedPool)
     with another_node(given) as starter:

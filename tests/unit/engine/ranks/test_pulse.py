@@ -73,12 +73,13 @@ def test_both_live_on_while_both_speak(ends) -> None:
     assert told.empty(), "nobody is told of an end that is wanted"
 
 
-def test_nonsense_is_the_end(ends) -> None:
+@pytest.mark.parametrize("question", [b'{"op": "format the disk"}', b"{", b"[]", b'{"op": "set", "key": 1}'])
+def test_nonsense_is_the_end(ends, question: bytes) -> None:
     told = queue.SimpleQueue()
     desk = PulseDesk(told.put)
     desk.serve(ends[0])
-    ends[1].send(Kind.ASK, b'{"op": "format the disk"}')
-    assert "asks what nobody asks" in str(told.get(timeout=WAIT_S))
+    ends[1].send(Kind.ASK, question)
+    assert "asks what nobody" in str(told.get(timeout=WAIT_S))
     desk.close()
 
 
