@@ -67,6 +67,7 @@ def test_the_other_pods_command_follows_that_worker(
     seen: list[NodeGroup] = []
     monkeypatch.setattr("engine.ranks.starter.NodeStarter.run", lambda self: seen.append(self._group) or 0)
     monkeypatch.setattr("tandem.config.load", lambda _path: there)
+    monkeypatch.setattr("tandem.logs.configure", lambda *_: None)  # the runner's own streams end with it
     arguments[0] = f"--config={tmp_path / 'cluster.yaml'}"
     done = CliRunner().invoke(app, [*node["command"][1:], *arguments])
     assert done.exit_code == 0, done.output
