@@ -31,6 +31,8 @@ PURE = (
     "engine.parallel.shard",
     "engine.prefix_index",
     "engine.quiet",
+    "engine.ranks.mirror_book",
+    "engine.ranks.mirror_wire",
     "engine.ranks.step_wire",
     "engine.request",
     "engine.reservations",
