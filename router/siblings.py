@@ -53,6 +53,8 @@ class Siblings:
     async def figures(self) -> bytes:
         """Metrics of all that answer, where that is what they tell."""
         told = await self.others()
+        if not told:
+            return self._render()
         try:
             return await asyncio.to_thread(merge, [self._render(), *told])
         except ValueError:

@@ -127,6 +127,7 @@ async def _scraped(url: str, *, is_scraped: bool) -> AsyncIterator[None]:
 
 async def _scrape(http: httpx.AsyncClient) -> None:
     with suppress(asyncio.CancelledError):
+        await asyncio.sleep(_SCRAPE_S / 2)  # else a turn of a little more than a second would pay for two
         while True:
             (await http.get("/metrics")).raise_for_status()
             await asyncio.sleep(_SCRAPE_S)

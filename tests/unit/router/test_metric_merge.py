@@ -55,7 +55,35 @@ def test_workers_own_totals_are_not_multiplied() -> None:
 
 def test_one_process_alone_reads_as_before() -> None:
     text = counted(3, ttft_s=0.5).render()
-    assert samples(merge([text])) == samples(text)
+    assert merge([text]) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"requests_total 3\n",
+        b"# TYPE requests_total counter\nanswers_total 3\n",
+        b"# TYPE requests_total counter\nrequests_total three\n",
+        b"# TYPE requests_total counter\nrequests_total\n",
+        b"# TYPE requests_total secret\nrequests_total 3\n",
+        b"\xff",
+    ],
+)
+async def test_what_cannot_be_read_is_left_out(tmp_path: Path, text: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match=r"requests|answers|utf-8|convert"):
+        merge([counted(1, ttft_s=0.5).render(), text])
+    own = counted(4, ttft_s=0.1).render()
+    async with (
+        Siblings(tmp_path, index=0, render=lambda: own) as one,
+        Siblings(tmp_path, index=1, render=lambda: text),
+    ):
+        assert await one.figures() == own
+    assert "figures of another router process cannot be read" in caplog.text
+
+
+def test_labels_may_hold_what_separates_words() -> None:
+    text = b'# TYPE a_total counter\na_total{tenant="x} 7 {y=\\"z\\""} 2.0\n'
+    assert merge([text, text]) == text.replace(b" 2.0", b" 4.0")
 
 
 async def test_whoever_is_asked_tells_of_all(tmp_path: Path) -> None:
