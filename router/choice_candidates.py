@@ -47,11 +47,16 @@ class Candidates:
 
         `waiting`: what it has waited for until now.
         """
-        full = self._progress.full
-        if full and self._registry.live_decoders() & full:
+        full, live = self._progress.full, self._registry.live_decoders()
+        if live & full:
             return Waiting.FOR_ROOM
         # Those it waited for have left: that is a loss like any other.
-        if waiting is not None or (self._request.only_worker is None and self._registry.worker_due_s() > 0.0):
+        if waiting is not None:
+            return Waiting.FOR_WORKER
+        # Those that serve have failed it, and another would hardly do better. Who is full and not live is leaving.
+        if live and not full and self._progress.last_error is not None:
+            return None
+        if self._request.only_worker is None and self._registry.worker_due_s() > 0.0:
             return Waiting.FOR_WORKER
         return None
 

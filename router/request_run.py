@@ -32,7 +32,7 @@ from router.requests import ChoiceDelta, Reader, RoutedRequest
 from router.session_events import AttemptEvent, TokensArrived
 from router.surroundings import Surroundings, Waiting
 from router.waiting_room import Place
-from tandem.errors import DeadlineExceeded, Overloaded, StreamTaken, Unavailable
+from tandem.errors import DeadlineExceeded, Overloaded, ServingError, StreamTaken, Unavailable
 from tandem.ids import BlockHash
 from tandem.outputs import FinishReason
 
@@ -219,11 +219,14 @@ class RequestRun:
             return settings.rejoin_s
         return min(settings.max_queue_s, self._around.placer.registry.worker_due_s())
 
-    def _deserted(self) -> Unavailable:
+    def _deserted(self) -> ServingError:
         settings = self._around.settings
         if self._was_running:
             bound = f"within {settings.rejoin_s:g} s (router.rejoin_s)"
             told = f"the decode worker was lost, and none came to go on {bound}"
+        elif self._around.placer.registry.live_decoders():
+            # Others serve, and have not taken it: they have said why.
+            return self._waiting(Waiting.FOR_WORKER)[0].final_error()
         else:
             told = "no decode worker takes requests, and the one that was expected has not come"
         return Unavailable(told, retry_after_s=settings.retry_after_s)

@@ -284,3 +284,39 @@ async def test_draining_worker_gets_nothing_new() -> None:
         for i in range(5):
             await collect(router.generate(routed(request_id=f"r{i}")))
         assert (one.submissions.qsize(), two.submissions.qsize()) == (0, 5)
+
+
+@pytest.mark.parametrize("taken", [False, True], ids=["refused", "taken"])
+async def test_what_those_fail_that_serve_waits_for_nobody_else(taken: bool) -> None:
+    """An address that is named is worth a wait while nobody serves, not to be failed there as well."""
+
+    async def fails(submission: Submission) -> None:
+        if taken:
+            submission.give([], finish=FinishReason.ERROR)
+        else:
+            submission.refuse("InternalError", "boom")
+
+    settings = DispatchSettings(max_queue_s=0.05, rejoin_s=0.05)
+    async with cluster(FakeWorker("d0", script=fails), settings=settings) as router:
+        router.registry.expected.named({"10.9.9.9:1"})
+        with pytest.raises(InternalError, match="the workers failed on this request"):
+            await collect(router.generate(routed()))
+        router.assert_idle()
+
+
+async def test_who_waited_beside_those_that_serve_hears_what_a_worker_said() -> None:
+    """One has failed it and serves; the other leaves, and its successor does not come in time."""
+
+    async def script(submission: Submission) -> None:
+        if submission.submit.attempt == 1:
+            submission.refuse("InternalError", "boom")
+            return
+        submission._send(pb.WorkerMessage(draining=pb.Draining(reason="SIGTERM")))
+        submission.refuse("Unavailable", "this worker is draining", retry_after_s=1.0)
+
+    workers = [FakeWorker(name, script=script) for name in ("d0", "d1")]
+    async with cluster(*workers, settings=DispatchSettings(max_queue_s=0.05)) as router:
+        router.registry.expected.named({"10.9.9.9:1"})
+        with pytest.raises(Unavailable, match="this worker is draining"):
+            await collect(router.generate(routed()))
+        router.assert_idle()
