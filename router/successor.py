@@ -3,7 +3,8 @@
 The successor finds a Unix socket named after the HTTP port and gets the listening socket itself over it: the kernel's
 queue goes on, whoever closes which end. gRPC lets nobody hand it a socket, so both listen at its port for a moment.
 The successor opens the doors when it has joined every worker that the predecessor reaches. Once it serves it says so,
-and the predecessor drains and ends. One that dies first has changed nothing.
+and the predecessor drains and ends. One that dies first has changed nothing. Each question has a connection of its own:
+a predecessor of an older version closes it, and that word must still reach it.
 """
 
 import asyncio
@@ -74,7 +75,8 @@ class Doors:
 class Predecessor:
     """Who has the doors until this process serves; close it in the end."""
 
-    def __init__(self, link: socket.socket, http: socket.socket) -> None:
+    def __init__(self, path: Path, link: socket.socket, http: socket.socket) -> None:
+        self._path = path
         self._link = link
         self.http = http
         """The listening socket of the HTTP door."""
@@ -91,21 +93,10 @@ class Predecessor:
             return None
         if why := others_could_have_made(path):
             raise ConfigError(f"router.handover_socket: {why}")
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        link.settimeout(_ANSWER_S)
-        descriptors: list[int] = []
         try:
-            link.connect(str(path))
-            if not answers_as_us(link):
-                link.close()
-                raise ConfigError(f"router.handover_socket: another user answers at {path}")
-            told, descriptors, _, _ = socket.recv_fds(link, _MAX_BYTES, 1)
+            link, told, http = _meet(path)
         except OSError:
-            told = b""
-        if not told or len(descriptors) != 1:
-            link.close()
             return None
-        http = socket.socket(fileno=descriptors[0])
         if told != Doors.of(config).as_json():
             http.close()
             link.close()
@@ -113,29 +104,57 @@ class Predecessor:
                 return None
             raise ConfigError(f"router: the router that answers at {path} has other doors: {told.decode()}")
         _log.info("the router that runs will hand its doors over")
-        return cls(link, http)
+        return cls(path, link, http)
 
-    def reached(self) -> frozenset[str]:
-        """Addresses of the workers that answer it; none of one that has gone meanwhile. Blocks."""
+    def reached(self) -> frozenset[str] | None:
+        """Addresses of the workers that answer it; none of one that has gone meanwhile, or that is too old to know the
+        question. None: it says nothing at the moment. Blocks.
+        """
         answer = b""
         try:
-            self._link.sendall(_REACHED)
-            while not answer.endswith(b"\n") and len(answer) < _MAX_ANSWER_BYTES:
-                if not (data := self._link.recv(_MAX_BYTES)):
-                    return frozenset()
-                answer += data
+            link, _, http = _meet(self._path)
+            with link, http:
+                link.sendall(_REACHED)
+                while not answer.endswith(b"\n") and len(answer) < _MAX_ANSWER_BYTES:
+                    if not (data := link.recv(_MAX_BYTES)):
+                        return frozenset()
+                    answer += data
             return frozenset(map(str, json.loads(answer)))
-        except (OSError, ValueError, TypeError):
+        except (ConnectionError, FileNotFoundError):
             return frozenset()
+        except (ConfigError, OSError, ValueError, TypeError):
+            return None
 
     def relieve(self) -> None:
         """This process serves: the other one may go."""
-        with contextlib.suppress(OSError):  # it has gone already
+        try:
             self._link.sendall(_SERVES)
+        except OSError as error:
+            _log.warning("the router that ran cannot be told that this one serves, or has gone: %s", error)
 
     def close(self) -> None:
         """The listening socket stays with whoever has taken it."""
         self._link.close()
+
+
+def _meet(path: Path) -> tuple[socket.socket, bytes, socket.socket]:
+    """A connection to the router that answers there, its doors and its listening socket. Blocks.
+
+    Raises ConfigError when another user answers, OSError when nobody does, ConnectionError of one that has gone.
+    """
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        link.settimeout(_ANSWER_S)
+        link.connect(str(path))
+        if not answers_as_us(link):
+            raise ConfigError(f"router.handover_socket: another user answers at {path}")
+        told, descriptors, _, _ = socket.recv_fds(link, _MAX_BYTES, 1)
+        if not told or not descriptors:
+            raise ConnectionResetError(f"the router at {path} has closed the connection")
+    except (ConfigError, OSError):
+        link.close()
+        raise
+    return link, told, socket.socket(fileno=descriptors[0])
 
 
 class HandsOver:
@@ -263,8 +282,9 @@ async def enough_joined(
     try:
         while True:
             changed.clear()
-            missing = await asyncio.to_thread(predecessor.reached) - set(addresses().values())
-            if not missing or loop.time() >= until:
+            reached = await asyncio.to_thread(predecessor.reached)
+            missing = None if reached is None else reached - set(addresses().values())
+            if missing == frozenset() or loop.time() >= until:
                 break
             waiter = asyncio.ensure_future(changed.wait())
             await asyncio.wait({waiter, stop}, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
@@ -274,6 +294,8 @@ async def enough_joined(
     finally:
         stop.cancel()
         registry.unwatch(changed.set)
-    if missing:
+    if missing is None:
+        _log.warning("takes over without knowing whom the predecessor has: it does not say")
+    elif missing:
         _log.warning("takes over without a session with %s, which the predecessor has", ", ".join(sorted(missing)))
     return True

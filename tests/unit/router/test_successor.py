@@ -201,6 +201,73 @@ async def test_a_predecessor_that_has_gone_is_waited_for_by_nobody(config, door)
     found.close()
 
 
+class HandedOverBefore(HandsOver):
+    """As before a successor asked anything: whatever is not the word that it serves ends the connection."""
+
+    async def _offer(self, link):
+        with link:
+            link.setblocking(False)
+            socket.send_fds(link, [self._doors.as_json()], [self._http().fileno()])
+            if await asyncio.get_running_loop().sock_recv(link, 7) == b"serves\n":
+                self._relieved()
+
+
+async def test_a_predecessor_that_knows_no_questions_is_relieved_all_the_same(config, door):
+    relieved = asyncio.Event()
+    async with HandedOverBefore(config, lambda: door, reached=frozenset, relieved=relieved.set):
+        found, sessions = await find(config), Sessions()
+        sessions.join("a")
+        assert await sessions.wait(found)
+        found.relieve()
+        await relieved.wait()
+        found.http.close()
+        found.close()
+
+
+async def test_a_predecessor_that_is_silent_for_a_while_is_asked_again(config, door, monkeypatch):
+    """Else the successor would take over at once, with the first worker that it has met."""
+    monkeypatch.setattr(successor, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(successor, "_LOOK_S", 0.0)
+    asked, speaks, sessions = asyncio.Event(), asyncio.Event(), Sessions()
+
+    class Silent(HandsOver):
+        async def _offer(self, link):
+            if not speaks.is_set() and found:
+                asked.set()
+                await speaks.wait()
+            await super()._offer(link)
+
+    found = []
+    async with Silent(config, lambda: door, reached=lambda: frozenset({"a:1", "b:1"}), relieved=lambda: None):
+        found.append(await find(config))
+        sessions.join("a")
+        waits = sessions.wait(found[0])
+        for _ in range(3):
+            asked.clear()
+            await asked.wait()
+            assert not waits.done()
+        sessions.join("b")
+        speaks.set()
+        assert await waits
+        found[0].http.close()
+        found[0].close()
+
+
+async def test_who_takes_over_from_one_that_says_nothing_tells_so(config, door, monkeypatch, caplog):
+    monkeypatch.setattr(successor, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(successor, "_JOIN_S", 0.0)
+    async with hands_over(config, door, relieved=lambda: None) as handing:
+        found, sessions = await find(config), Sessions()
+        sessions.join("a")
+        handing._accepting.cancel()
+        assert await sessions.wait(found)
+        assert "without knowing whom the predecessor has" in caplog.text
+        found.http.close()
+        found.close()
+    found.relieve()
+    assert "cannot be told that this one serves" in caplog.text
+
+
 async def test_the_successors_own_socket_stays_when_the_predecessor_leaves(config, door):
     first = hands_over(config, door, relieved=lambda: None)
     await first.__aenter__()
