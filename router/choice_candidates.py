@@ -71,6 +71,7 @@ class Candidates:
                 names=block_names(self._request, self._prompt_names, progress.token_ids, self._around.hasher),
                 excluded=frozenset(excluded),
                 pool_tokens_above=progress.pool_tokens_above,
+                is_local=self._request.is_local and not progress.token_ids,
             )
         except RequestTooLarge as computed:
             # The worker that refused it for its size has said more precisely why.

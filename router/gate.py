@@ -100,6 +100,8 @@ class Gate:
         visit = self._entered.pop(request.request_id, None) or self._enter([request])[0]
         try:
             await self._turn(visit.entry)
+            if visit.entry.is_local:
+                visit.request = replace(visit.request, is_local=True)
             # What runs it writes it into the workers' books before it waits for the first time.
             asyncio.get_running_loop().call_soon(self._placed, visit.entry)
             yield visit

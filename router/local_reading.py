@@ -71,6 +71,10 @@ def _thresholds(view: ClusterView, model: CostModel, rows: Ints, now_s: float) -
     equal = np.where(rising, ahead / np.where(rising, slope, 1.0), np.where(ahead >= 0.0, np.inf, 0.0))
     if model.max_local_prefill_tokens is not None:
         equal = np.where(wait_ms < np.inf, np.minimum(equal, model.max_local_prefill_tokens), equal)
+    # Who has no partner reads all that it is given; beside one who has, that makes no long prompt a short one.
+    paired = wait_ms < np.inf
+    if paired.any():
+        equal = np.where(paired, equal, 0.0)
     thresholds: Floats = np.maximum(equal, model.local_prefill_tokens)
     return thresholds
 

@@ -72,6 +72,8 @@ class Demand:
     """Workers that this choice has tried in vain."""
     pool_tokens_above: int = 0
     """A worker with a pool of so many tokens said that the request can never fit there."""
+    is_local: bool = False
+    """A decode worker is to read it itself, whatever a hand-off costs: others wait for the prefill pool."""
     replicate_tokens: int = 0
     """Leading tokens of which another worker may have a copy: who lacks them is not charged for computing them."""
     now_s: float = 0.0
@@ -210,7 +212,7 @@ def _price_decode(demand: Demand, view: ClusterView, partners: list[_Partner | N
     local = here <= remote
     if model.max_local_prefill_tokens is not None:
         local &= (uncached <= model.max_local_prefill_tokens) | (remote == np.inf)
-    local |= uncached <= model.local_prefill_tokens
+    local |= demand.is_local | (uncached <= model.local_prefill_tokens)
     load = memory + itl
     terms = {"memory_ms": memory, "itl_ms": itl}
     total = load + np.where(local, here, remote)

@@ -88,14 +88,15 @@ class Placer:
         names: Sequence[BlockHash],
         excluded: frozenset[WorkerKey] = frozenset(),
         pool_tokens_above: int = 0,
+        is_local: bool = False,
     ) -> Assignment:
-        """Choose workers for prompt and earlier output, whose blocks are `names`.
+        """Choose workers for prompt and earlier output, whose blocks are `names`; `is_local`: see `Demand`.
 
         Raises NoDecodeWorker or RequestTooLarge.
         """
         registry, begun_s = self.registry, self._clock()
         view = registry.view()
-        demand = self._demand(num_tokens, names, view, excluded, pool_tokens_above)
+        demand = self._demand(num_tokens, names, view, excluded, pool_tokens_above, is_local=is_local)
         placement = place(demand, view, self._model, self._rng)
         decode, computing = placement.decode.info.key, placement.computing.info.key
         port = registry.port(decode)
@@ -266,6 +267,8 @@ class Placer:
         view: ClusterView,
         excluded: frozenset[WorkerKey],
         pool_tokens_above: int = 0,
+        *,
+        is_local: bool = False,
     ) -> Demand:
         prefix_map, now_s = self.registry.prefix_map, self._clock()
         prefix_map.expire(now_s)
@@ -280,6 +283,7 @@ class Placer:
             matched=matched,
             excluded=excluded,
             pool_tokens_above=pool_tokens_above,
+            is_local=is_local,
             replicate_tokens=self._hot.wanted_tokens(names, num_holders, now_s),
             now_s=now_s,
         )

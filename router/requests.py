@@ -62,6 +62,8 @@ class RoutedRequest:
     """Beginnings of its prompt that are to stay cached."""
     resumptions: int = 0
     """How often the stream has been continued."""
+    is_local: bool = False
+    """It had its turn because a decode worker reads its prompt itself: prefill workers have enough to do."""
     reads: ReadAsk | None = None
     """What is asked of the prompt itself; it is told before any token."""
     beams: BeamAsk | None = None

@@ -217,6 +217,7 @@ class RulePlacer(Placer):
         names: Sequence[BlockHash],
         excluded: frozenset[WorkerKey] = frozenset(),
         pool_tokens_above: int = 0,
+        is_local: bool = False,
     ) -> Assignment:
         """See Placer."""
         registry = self.registry
@@ -233,7 +234,7 @@ class RulePlacer(Placer):
         decodes = [candidate for candidate in able if candidate.worker.info.role is WorkerRole.DECODE]
         if not decodes:
             raise NoDecodeWorker("no decode worker can take the request")
-        prefill = self._rule(Wanted(num_tokens, names, True), prefills) if prefills else None
+        prefill = self._rule(Wanted(num_tokens, names, True), prefills) if prefills and not is_local else None
         decode = self._rule(Wanted(num_tokens, names, prefill is None), decodes)
         return self._book(num_tokens, names, decode, prefill)
 

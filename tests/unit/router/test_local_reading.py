@@ -13,8 +13,12 @@ from router.local_reading import LocalRoom, local_room
 from router.placement import place
 from router.worker_view import WorkerLoad, WorkerSnapshot
 from tandem.errors import Unavailable
+from tandem.roles import WorkerRole
+from tests.fake_worker import FakeWorker
+from tests.unit.router.cluster import LONG_PROMPT, collect, routed
 from tests.unit.router.desk import Desk
-from tests.unit.router.views import demand_of, view_of, worker
+from tests.unit.router.gates import gated
+from tests.unit.router.views import LAYOUT, demand_of, view_of, worker
 
 EXACT = CostModel(tie_ms=0.0, tie_share=0.0)
 _MANY = 10**6
@@ -130,6 +134,36 @@ def test_its_wait_is_predicted_by_what_it_waits_for() -> None:
         full.ask(tokens=60, within_s=0.6)
     wanted = Wanted(tenant="a", priority=0, num_tokens=60, max_output_tokens=1, deadline_s=None)
     assert full.admission.predicted_first_token_s(wanted) == pytest.approx(0.5 + 0.12 + 0.06)
+
+
+def test_a_decode_worker_that_pairs_with_nobody_makes_no_long_prompt_a_short_one() -> None:
+    alone = worker("d1", layout=replace(LAYOUT, dtype="bfloat16"), num_blocks=_MANY, load=writer().load)
+    pair = [writer(), reader(5000)]
+    found = local_room(view_of([*pair, alone]), EXACT, np.array([0, 1]), backlog_s=0.25, transit_tokens=0.0, now_s=0.0)
+    assert found is not None
+    assert found.most_tokens == room_of(pair, EXACT).most_tokens
+    full = desk(*pair, alone)
+    too_long = int(found.most_tokens) + 1000
+    assert [full.ask(tokens=tokens).waiting for tokens in (9000, too_long, 40)] == [True, True, False]
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_who_passed_is_read_by_a_decode_worker_whatever_a_prefill_worker_has_cached(is_local: bool) -> None:
+    """Else those that pass keep the prefill pool busy, for which the one waits that they passed."""
+    view = view_of([writer(active=8), reader(200)])
+    placed = place(demand_of(view, 400, matched={"p0": 380}, is_local=is_local), view, EXACT, Random(1))
+    assert (placed.prefill is None) is is_local
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+async def test_dispatch_is_told_who_passed(is_local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = LocalRoom(most_tokens=1e3, always_tokens=0, slack_tokens=1e6, tokens_per_s=1e3, wait_s=0.0)
+    async with gated(FakeWorker("d0"), FakeWorker("p0", role=WorkerRole.PREFILL)) as (gate, core):
+        look_around = gate.admission._room
+        if is_local:
+            monkeypatch.setattr(gate.admission, "_room", lambda: replace(look_around(), slack_tokens=0.0, local=room))
+        await collect(gate.generate(routed(LONG_PROMPT)))
+        assert core.observed.modes == ["local_cheaper" if is_local else "disaggregated"]
 
 
 def test_tenants_pass_in_fair_order() -> None:
