@@ -282,6 +282,7 @@ class LocalCluster:
         self._tails[plan.name] = deque(maxlen=LOG_TAIL_LINES)
         rollout.started(plan.name)
         self._carry_out(self._supervisor.add(plan, self._now(), is_needed=order.is_needed))
+        self._publish()  # whom it replaces has left: who waits for a worker knows that one comes
 
     def _retire(self, name: str) -> None:
         actions = self._supervisor.retire(name, self._now())
@@ -292,8 +293,7 @@ class LocalCluster:
 
     def _forget(self, gone: Gone) -> None:
         name = gone.name
-        last_words = list(self._tails[name])[-1:]
-        failure = None if gone.failure is None else ": ".join([gone.failure, *last_words])
+        failure = None if gone.failure is None else ": ".join([gone.failure, *list(self._tails[name])[-1:]])
         for known in (self._plans, self._tails, self._ready, self._reaches):
             known.pop(name, None)
         text = "has left" if failure is None else f"is given up: {failure}"

@@ -98,7 +98,7 @@ def _announce(plan: Planned, members: Members, tell: Callable[[str], None], *, i
         why = "as was asked" if is_asked else "since their GPUs have no room for both"
         tell(f"in place, {why}: {', '.join(first)}; the others do their work meanwhile")
     if alone := _answers_alone(plan.steps, members):
-        tell(f"{alone} is the only decode worker: until its successor serves streams wait and what is new is refused")
+        tell(f"{alone} is the only decode worker: until its successor serves streams wait, and what is new as well")
 
 
 async def abort(cluster: LocalCluster) -> None:

@@ -99,15 +99,23 @@ async def test_what_does_not_start_ends_the_change_and_the_old_one_stays(journal
         await carry_out(cluster, RestartAsked(roles=("prefill",)), [].append)
 
 
-async def test_in_place_each_worker_leaves_before_its_successor_starts(journal):
-    told = []
+async def test_in_place_each_worker_leaves_before_its_successor_starts(journal, monkeypatch):
+    told, named = [], []
     async with make(journal, {"decode-0": "later"}, decode=2) as cluster:
+        name_workers = cluster.shared.name_workers
+
+        def note(**pools):
+            named.extend((view.name, view.state) for view in cluster.processes if view.address in pools["decode"])
+            return name_workers(**pools)
+
+        monkeypatch.setattr(cluster.shared, "name_workers", note)
         before = {view.pid for view in cluster.processes}
         await carry_out(cluster, RestartAsked(in_place=True), told.append)
         assert names(cluster) == ["decode-0", "decode-1", "prefill-0", "router-1"]
         assert before.isdisjoint(view.pid for view in cluster.processes)
         assert [len(pool) for pool in stated(cluster)] == [1, 2]
         assert cluster.failure is None
+    assert ("decode-1", ProcessState.STARTING) in named, "routers expect a successor as soon as it is started"
     assert told[0].startswith("in place, as was asked: decode-0, decode-1, prefill-0;")
     seen = [event for event in events(journal) if event.startswith("decode") and not event.endswith("hup")]
     died_once = ["decode-0 term", "decode-0 started", "decode-0 started"]
@@ -128,7 +136,10 @@ async def test_a_worker_whose_gpu_is_full_leaves_first_unless_it_is_the_only_one
             await carry_out(cluster, RestartAsked(roles=("decode",)), [].append)
         told = []
         await carry_out(cluster, RestartAsked(roles=("decode",), in_place=True), told.append)
-        assert "decode-0 is the only decode worker: until its successor serves streams wait" in told[1]
+        assert (
+            "decode-0 is the only decode worker: until its successor serves streams wait, and what is new as well"
+            in told[1]
+        )
         await carry_out(cluster, ScaleAsked(decode=2), [].append)
         told.clear()
         await carry_out(cluster, RestartAsked(roles=("decode", "prefill")), told.append)
