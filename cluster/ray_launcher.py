@@ -69,8 +69,8 @@ class RayLauncher:
 
     def configure(self, config: ClusterConfig) -> None:
         """Of the routers at once; a worker has it before it is told to read again."""
+        self._local.configure(config)  # what cannot be written changes nothing
         self.config = config
-        self._local.configure(config)
 
     def address(self, config: ClusterConfig, role: Role) -> str:
         """It turns out when the worker serves."""

@@ -43,10 +43,19 @@ class ControlScaler:
     async def carry_out(self, order: Order) -> None:
         """One flip after the other, then the sizes. Raises OrderFailed."""
         for role in order.flips:
-            await self._ask(FlipAsked(to=role.value, yields=True))
+            await self._order(FlipAsked(to=role.value, yields=True))
         if order.flipped != order.after:
             sizes = order.after
-            await self._ask(ScaleAsked(prefill=sizes.prefill, decode=sizes.decode, yields=True))
+            await self._order(ScaleAsked(prefill=sizes.prefill, decode=sizes.decode, yields=True))
+
+    async def _order(self, asked: FlipAsked | ScaleAsked) -> None:
+        try:
+            await self._ask(asked)
+        except OrderFailed as error:
+            if ".yields: " not in str(error):
+                raise
+            # A parent of an older version has not understood the field, and done nothing.
+            await self._ask(asked.model_copy(update={"yields": None}))
 
     async def _ask(self, asked: ControlMessage) -> Told:
         """The line that has most to tell: that with the processes, or the last. Raises OrderFailed."""

@@ -9,9 +9,11 @@ import yaml
 
 from cluster import ray_launcher
 from cluster.child import Callbacks
+from cluster.endings import ChangeFailed
 from cluster.ray_launcher import EXIT_NOT_STARTED, RayLauncher
 from cluster.ray_placement import Node
 from cluster.ray_session import NodeLost, connect
+from cluster.shared_config import SharedConfig
 from cluster.supervisor import ProcessPlan, Role
 from tandem.config import load
 from tandem.errors import ConfigError
@@ -292,6 +294,21 @@ def test_the_secret_is_drawn_once():
     assert settled.secret is not None
     assert settled.router.port > 0
     assert settled.decode.addresses == ()
+
+
+def test_what_cannot_be_written_changes_nothing():
+    """Nodes take their bundles after it."""
+    launcher = RayLauncher(FakeSession())
+    shared = SharedConfig(launcher, load(None, {"router.port": 0, "router.grpc_port": 0, "decode.replicas": 1}))
+    launcher.open(shared.config)
+    try:
+        launcher.config_path.unlink()
+        launcher.config_path.parent.chmod(0o777)  # others could have written there
+        with pytest.raises(ChangeFailed, match="cannot be written"):
+            shared.resize({Role.DECODE: 2})
+        assert (launcher.config.decode.replicas, shared.config.decode.replicas) == (1, 1)
+    finally:
+        launcher.close()
 
 
 def test_rays_client_is_refused_by_name():

@@ -10,7 +10,17 @@ import pytest
 
 from cluster.autoscale.control import ControlScaler
 from cluster.autoscale.orders import Order, OrderFailed
-from cluster.control_wire import Asked, FlipAsked, ProcessTold, ScaleAsked, StatusAsked, Told, read_asked, written
+from cluster.control_wire import (
+    Asked,
+    FlipAsked,
+    NotUnderstood,
+    ProcessTold,
+    ScaleAsked,
+    StatusAsked,
+    Told,
+    read_asked,
+    written,
+)
 from cluster.planner.values import Action, ActionKind, Sizes
 from cluster.supervisor import ProcessState
 from tandem.roles import WorkerRole
@@ -28,9 +38,18 @@ class Cluster:
     hang: bool = False
     silent: asyncio.Event | None = None
     """Until it is set nothing is said at all."""
+    is_old: bool = False
+    """Of a version that knows no orders that yield."""
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asked = read_asked(await reader.readline())
+        line = await reader.readline()
+        if self.is_old and b"yields" in line:
+            with pytest.raises(NotUnderstood) as caught:
+                read_asked(line.replace(b"yields", b"unheard_of"))
+            writer.write(written(Told(done=False, reason=str(caught.value).replace("unheard_of", "yields"))))
+            writer.close()
+            return
+        asked = read_asked(line)
         self.asked.append(asked)
         if self.silent is not None:
             await self.silent.wait()
@@ -80,6 +99,15 @@ async def test_an_order_is_flips_one_by_one_and_then_one_scale(tmp_path: Path) -
         running.asked.clear()
         await ControlScaler(running.path).carry_out(order(flip))
         assert running.asked == [asked_flip]
+
+
+async def test_a_parent_of_an_older_version_is_ordered_in_its_own_words(tmp_path: Path) -> None:
+    """Parents are upgraded last."""
+    flip, start = (ActionKind.FLIP, WorkerRole.PREFILL), (ActionKind.START, WorkerRole.DECODE)
+    async with cluster(tmp_path) as running:
+        running.is_old = True
+        await ControlScaler(running.path).carry_out(order(flip, start))
+        assert running.asked == [FlipAsked(to="prefill"), ScaleAsked(prefill=2, decode=3)]
 
 
 async def test_sizes_of_a_cluster_in_change_are_none(tmp_path: Path) -> None:
