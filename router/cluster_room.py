@@ -121,6 +121,10 @@ class ClusterRoom:
         local = self.local
         return local if local is not None and local.reads(num_tokens) else None
 
+    def awaits_reading(self, num_tokens: int) -> LocalRoom | None:
+        """As `reads_itself`, where such a prompt lacks nothing else of the decode pool."""
+        return self.reads_itself(num_tokens) if self.slots > 1 and num_tokens < self.free_tokens else None
+
     def most_passing(self, num_tokens: int) -> float:
         """The longest prompt that may go before one of so many tokens that waits for the prefill pool alone.
 

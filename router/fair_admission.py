@@ -163,11 +163,10 @@ class FairAdmission:
         A decode worker reads it at once, and what else the first one needs is left to it.
         """
         first = self._queue.first()
-        if first is None or self._lack(room, first) is not Lack.PREFILL:
-            return -1.0
-        if self._places(first.priority) <= len(self._transit) + 1:
-            return -1.0
-        return room.most_passing(first.num_tokens)
+        return -1.0 if first is None or not self._may_be_passed(first, room) else room.most_passing(first.num_tokens)
+
+    def _may_be_passed(self, first: Ticket, room: ClusterRoom) -> bool:
+        return self._lack(room, first) is Lack.PREFILL and self._places(first.priority) > len(self._transit) + 1
 
     def hopeless(self) -> list[tuple[Entry, ServingError]]:
         """Those in line that cannot be served in time any more; they have ended."""
@@ -339,7 +338,13 @@ class FairAdmission:
         return self._retry.retry_after_s(ticket.cost, over_s, rate=self._rate(room), now_s=self._clock())
 
     def _wait_s(self, ticket: Ticket, room: ClusterRoom) -> float:
-        if (local := room.reads_itself(ticket.num_tokens)) is not None and room.slots > 1:
+        local, first = room.awaits_reading(ticket.num_tokens), self._queue.first()
+        # Whoever cannot pass the first one waits as long as that one.
+        if (
+            local
+            and not self._num_refused()
+            and (first is None or room.awaits_reading(first.num_tokens) or self._may_be_passed(first, room))
+        ):
             return self._queue.within(local.most_tokens) / local.tokens_per_s + local.wait_s
         if not len(self._queue) and self._has_room(room, ticket):
             return room.least_wait_s

@@ -136,6 +136,19 @@ def test_its_wait_is_predicted_by_what_it_waits_for() -> None:
     assert full.admission.predicted_first_token_s(wanted) == pytest.approx(0.5 + 0.12 + 0.06)
 
 
+@pytest.mark.parametrize("lacks_decode", [False, True])
+def test_who_cannot_pass_is_predicted_to_wait_as_long_as_the_first_one(lacks_decode: bool) -> None:
+    """The first one has no room for its KV either, so the short one behind it is not read soon."""
+    full = desk(writer(free_blocks=200 if lacks_decode else _MANY), reader(5000))
+    assert full.ask(tokens=9000).waiting
+    wanted = Wanted(tenant="a", priority=0, num_tokens=40, max_output_tokens=1, deadline_s=None)
+    least_s = 5.0 + 9.0 if lacks_decode else 0.0
+    assert least_s <= full.admission.predicted_first_token_s(wanted) < least_s + 1.0
+    if lacks_decode:
+        with pytest.raises(Unavailable):
+            full.ask(tokens=40, within_s=6.0)
+
+
 def test_a_decode_worker_that_pairs_with_nobody_makes_no_long_prompt_a_short_one() -> None:
     alone = worker("d1", layout=replace(LAYOUT, dtype="bfloat16"), num_blocks=_MANY, load=writer().load)
     pair = [writer(), reader(5000)]
