@@ -40,11 +40,19 @@ class AdmissionCounts:
     num_turns: int = 0
     waited_s: float = 0.0
     """By all that had their turn, together."""
+    _last: tuple[Rejection, str] | None = None
+    """Why somebody was turned away last, and of which tenant."""
 
     def rejected(self, why: Rejection, tenant: str, num_requests: int = 1) -> None:
         """So many were turned away: a call is, with all its requests."""
+        self._last = why, tenant
         self.rejections[why] += num_requests
         self._of(tenant).rejected += num_requests
+
+    def rejected_with_it(self, num_requests: int) -> None:
+        """So many more of the call whose request was turned away last."""
+        if self._last is not None:
+            self.rejected(*self._last, num_requests)
 
     def waited(self, seconds: float) -> None:
         """One had its turn."""

@@ -121,6 +121,7 @@ class FairAdmission:
             try:
                 entered.evicted.extend([] if wanted.promised else self._line_up(entry))
             except ServingError as error:
+                self.counts.rejected_with_it(len(call) - 1)
                 for former in entries[:number]:
                     self.end(former, taken=False)
                 for rest in entries[number:]:

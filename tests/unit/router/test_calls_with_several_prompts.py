@@ -74,7 +74,8 @@ def test_a_call_whose_second_prompt_the_queue_refuses_spends_nothing_of_either()
         assert isinstance(entered.refusal, Overloaded)
         assert all(entry.ended for entry in entered.entries[:1])
     assert (desk.admission.num_inflight, desk.admission.num_waiting) == (0, 0)
-    assert desk.admission.counts.rejections == {Rejection.QUEUE_FULL: 5}
+    assert desk.admission.counts.rejections == {Rejection.QUEUE_FULL: 10}, "a call is, with all its requests"
+    assert desk.admission.counts.tenants["a"].rejected == 10
     assert desk.ask().waiting
     assert desk.admission.counts.tenants["a"].requests == 0
 
