@@ -67,6 +67,8 @@ def test_a_workers_ranks_on_other_nodes_find_it() -> None:
     with pytest.raises(ConfigError, match="say with --leader where this one is"):
         worker_host(config, WorkerRole.PREFILL, 0)
     assert num_ranks(config, own) == 2
+    by_hand = ClusterConfig(prefill=PoolConfig(replicas=0), decode=stated)
+    assert num_ranks(by_hand, stated) == 4, "the other four are on other machines"
 
 
 def test_what_ranks_tell_each_other_beyond_this_machine_is_not_in_the_clear() -> None:
