@@ -103,6 +103,8 @@ class NodeDoor:
                 left_s -= _TELL_S
             if self._failure is not None:
                 raise self._failure
+            # Whoever comes from now on would be heard by nobody.
+            self._is_closing = True
             whole, self._whole = self._whole, {}
             return whole
 

@@ -131,6 +131,13 @@ def test_nobody_comes_once_all_are_there(guests: Guests, door: NodeDoor, given: 
         socket.create_connection((given.host, given.port))
 
 
+def test_who_comes_between_the_last_and_the_close_is_not_taken(guests: Guests, door: NodeDoor) -> None:
+    guests.come(2, 3)
+    guests.gathered(door)
+    with pytest.raises(RankLost):
+        guests.connect(2, Purpose.STEPS)
+
+
 def test_what_others_say_of_the_group_must_agree(door: NodeDoor, given: NodeGroup) -> None:
     with pytest.raises(ConfigError, match="of 6 ranks over 2 nodes"):
         knock(replace(given, size=6), 3, None)
@@ -237,7 +244,11 @@ def test_who_drips_is_hung_up_on_in_time(given: NodeGroup, desk: PulseDesk, monk
     door.close()
 
 
-def test_one_address_does_not_take_all_places(guests: Guests, door: NodeDoor, given: NodeGroup) -> None:
+def test_one_address_does_not_take_all_places(
+    guests: Guests, door: NodeDoor, given: NodeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors, "_GREETING_S", 600.0)
+
     def silent() -> socket.socket:
         return socket.create_connection((given.host, given.port), WAIT_S, source_address=("127.0.0.9", 0))
 
