@@ -25,6 +25,7 @@ def node_group(config: ClusterConfig, role: WorkerRole, index: int, host: str) -
             secret=cluster_secret(config),
             tls=None if tls is None else TlsFiles(cert=Path(tls.cert), key=Path(tls.key), ca=Path(tls.ca)),
             isolated_network=config.transfer.isolated_network,
+            join_s=pool.join_s,
         )
     except ConfigError as error:
         raise ConfigError(f"{role.value}.{error}") from None

@@ -23,9 +23,9 @@ class NodeGroup:
     secret: bytes
     """The cluster's."""
     tls: TlsFiles | None
-    isolated_network: bool = False
-    join_s: float = 600.0
+    join_s: float
     """How long rank 0 waits for all to come."""
+    isolated_network: bool = False
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a group that cannot be, or must not: what it says would be everybody's to read."""
