@@ -210,6 +210,9 @@ class NodeDoor:
         with self._changed:
             if self._is_closing:
                 raise RankLost("the group has begun without it")
+            if caller.revision != self._group.revision and caller.revision and self._group.revision:
+                # No refusal: in a roll-out, one of this group's own comes after it.
+                raise RankLost(f"its revision is {caller.revision}, this one's {self._group.revision}")
             if caller.purpose is Purpose.STEPS:
                 before = self._comers.pop(caller.rank, None)
                 if before is not None:

@@ -21,7 +21,7 @@ from tandem.errors import ConfigError
 
 MOST_BYTES = 4096
 """Of a message in a greeting."""
-_VERSION = 1
+_VERSION = 2
 _NONCE_BYTES = 32
 
 
@@ -45,6 +45,8 @@ class Caller:
     token: str = ""
     """With PULSE: what the leader said on the rank's other connection, so that the two are of one process."""
     version: int = _VERSION
+    revision: str = ""
+    """See NodeGroup."""
 
 
 def greet(channel: Channel, caller: Caller, secret: bytes, bond: bytes = b"") -> str:
@@ -108,10 +110,18 @@ def _caller(hello: bytes) -> Caller:
     values = _mapping(memoryview(hello))
     try:
         rank, size, num_nodes, version = (int(values[name]) for name in ("rank", "size", "num_nodes", "version"))
-        purpose, token = Purpose(values["purpose"]), str(values["token"])
+        purpose, token, revision = Purpose(values["purpose"]), str(values["token"]), str(values.get("revision", ""))
     except (KeyError, TypeError, ValueError, OverflowError):
         raise RankLost("somebody came who is no rank") from None
-    return Caller(rank=rank, size=size, num_nodes=num_nodes, purpose=purpose, token=token, version=version)
+    return Caller(
+        rank=rank,
+        size=size,
+        num_nodes=num_nodes,
+        purpose=purpose,
+        token=token,
+        version=version,
+        revision=revision,
+    )
 
 
 def _mapping(payload: memoryview) -> dict[str, Any]:

@@ -81,7 +81,14 @@ def _connect(
             sock = encrypted = tls.client.wrap_socket(sock)
             bond = peer_fingerprint(encrypted) + tls.fingerprint
         channel = Channel(sock, "rank 0", carries_descriptors=False, most_bytes=MOST_BYTES)
-        caller = Caller(rank=rank, size=group.size, num_nodes=group.num_nodes, purpose=purpose, token=token)
+        caller = Caller(
+            rank=rank,
+            size=group.size,
+            num_nodes=group.num_nodes,
+            purpose=purpose,
+            token=token,
+            revision=group.revision,
+        )
         given = greet(channel, caller, group.secret, bond)
         channel.most_bytes = MOST_PAYLOAD_BYTES
         return channel, given, str(sock.getsockname()[0])

@@ -64,6 +64,10 @@ def test_the_other_pods_command_follows_that_worker(
     # The operator's own labels say which group this is, and which of its nodes.
     assert fields["GROUP_INDEX"] == f"metadata.labels['{_LABEL}/group-index']"
     assert fields["NODE_INDEX"] == f"metadata.labels['{_LABEL}/worker-index']"
+    [worker] = one["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["spec"]["containers"]
+    revision = {"fieldRef": {"fieldPath": f"metadata.labels['{_LABEL}/template-revision-hash']"}}
+    for container in (worker, node):
+        assert {"name": "GROUP_REVISION", "valueFrom": revision} in container["env"]
     told = environment(node) | {"NODE_INDEX": "1", "LWS_LEADER_ADDRESS": "chat-0.chat"}
     arguments = [re.sub(r"\$\((\w+)\)", lambda found: told[found[1]], arg) for arg in node["args"]]
     seen: list[NodeGroup] = []

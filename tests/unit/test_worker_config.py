@@ -87,10 +87,12 @@ def test_the_example_of_two_machines_by_hand_is_a_whole_one():
     assert (list(group.ranks_of(1)), group.port, group.join_s) == ([2, 3], 7100, 600.0)
 
 
-def test_what_ranks_tell_each_other_beyond_this_machine_is_not_in_the_clear() -> None:
+def test_what_ranks_tell_each_other_beyond_this_machine_is_not_in_the_clear(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = PoolConfig(tensor_parallel_size=2, nodes=2, rank_port=7100)
     config = ClusterConfig(decode=pool, secret=SecretStr("0123456789abcdef"))
     assert node_group(config, WorkerRole.PREFILL, 0, "10.0.0.2") is None
-    assert node_group(config, WorkerRole.DECODE, 0, "[::1]").host == "::1"
+    monkeypatch.setenv("GROUP_REVISION", "7d9f")
+    group = node_group(config, WorkerRole.DECODE, 0, "[::1]")
+    assert (group.host, group.revision) == ("::1", "7d9f")
     with pytest.raises(ConfigError, match=r"decode.nodes is 2: beyond this machine .* needs transfer.tls"):
         node_group(config, WorkerRole.DECODE, 0, "10.0.0.2")

@@ -145,6 +145,21 @@ def test_what_others_say_of_the_group_must_agree(door: NodeDoor, given: NodeGrou
         knock(given, 1, None)
 
 
+def test_ranks_of_another_revision_knock_until_their_own_group_is_there(
+    given: NodeGroup, desk: PulseDesk, turned_away: threading.Semaphore
+) -> None:
+    door = NodeDoor(replace(given, revision="new"), desk.serve)
+    old = replace(given, revision="old")
+    with pytest.raises(RankLost):
+        joining._come(old, 2, None, old.open_tls())
+    assert turned_away.acquire(timeout=WAIT_S)
+    for known in ("new", ""):  # nobody may have said it
+        same = Guests(replace(given, revision=known))
+        assert same.connect(2, Purpose.STEPS)
+        same.channels[0].close()
+    door.close()
+
+
 def test_another_secret_opens_nothing_and_ends_nobody(door: NodeDoor, given: NodeGroup) -> None:
     other = replace(given, secret=b"another secret !")
     with pytest.raises(RankLost, match="does not know this cluster's secret"):
@@ -178,7 +193,7 @@ def test_who_answers_in_the_leaders_place_is_not_believed_and_ends_nobody(
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (Kind.HELLO, b'{"rank": Infinity, "size": 4, "num_nodes": 2, "version": 1, "purpose": "steps", "token": ""}'),
+        (Kind.HELLO, b'{"rank": Infinity, "size": 4, "num_nodes": 2, "version": 2, "purpose": "steps", "token": ""}'),
         (Kind.HELLO, b"[" * 4000),
         (Kind.REFUSED, b"go home"),
     ],
