@@ -83,6 +83,9 @@ class PortDrawer:
 def make_effective(config: ClusterConfig) -> ClusterConfig:
     """Every address, port and the secret filled in. Raises ConfigError when a port is taken or a count contradicts."""
     with PortDrawer() as ports:
+        # First, so that none of these is drawn for another.
+        _claim_rank_ports(config.prefill, "prefill", ports)
+        _claim_rank_ports(config.decode, "decode", ports)
         return config.model_copy(
             update={
                 "router": _with_ports(config.router, ports),
@@ -103,6 +106,15 @@ def _with_ports(router: RouterConfig, ports: PortDrawer) -> RouterConfig:
     http = ports.claim(router.host, router.port, "router.port")
     grpc = ports.claim(router.host, router.grpc_port, "router.grpc_port")
     return router.model_copy(update={"port": http, "grpc_port": grpc})
+
+
+def _claim_rank_ports(pool: PoolConfig, name: str, ports: PortDrawer) -> None:
+    """Where workers of several nodes listen for their ranks on the others."""
+    if pool.nodes == 1:
+        return
+    hosts = [split(address)[0] for address in pool.addresses] or [pool.host] * pool.replicas
+    for index, host in enumerate(hosts):
+        ports.claim(host, pool.rank_port + index, f"{name}.rank_port")
 
 
 def _with_addresses(pool: PoolConfig, name: str, ports: PortDrawer) -> PoolConfig:

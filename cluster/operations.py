@@ -4,6 +4,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from cluster.control_wire import FlipAsked, RestartAsked, ScaleAsked
 from cluster.device_room import crowded
@@ -24,8 +25,19 @@ class Planned:
     sizes: Mapping[Role, int]
 
 
-def planned(asked: Change, members: Members, *, routers_only: bool = False, crowded: Container[str] = ()) -> Planned:
-    """What is to be done. `crowded`: workers beside which no other has room. Raises ChangeRefused."""
+def planned(
+    asked: Change,
+    members: Members,
+    *,
+    routers_only: bool = False,
+    crowded: Container[str] = (),
+    over_nodes: Container[Role] = (),
+) -> Planned:
+    """What is to be done. Raises ChangeRefused.
+
+    `crowded`: workers beside which no other has room. `over_nodes`: pools whose workers have ranks on other nodes;
+    those follow the worker of one index, so its successor must have the same.
+    """
     have = {role: sizes_of(members)[role] for role in _WORKERS}
     if routers_only and not isinstance(asked, RestartAsked):
         raise ChangeRefused("the workers are not started from here")
@@ -34,6 +46,8 @@ def planned(asked: Change, members: Members, *, routers_only: bool = False, crow
         changed = {role: size for role, size in named.items() if size is not None}
         return Planned(steps=scale_steps(members, changed), sizes=have | changed)
     if isinstance(asked, FlipAsked):
+        if any(role in over_nodes for role in _WORKERS):
+            raise ChangeRefused("ranks on other nodes follow workers of their own pool: scale both pools instead")
         to = Role(asked.to)
         sizes = {role: size + (1 if role is to else -1) for role, size in have.items()}
         return Planned(steps=flip_steps(members, to), sizes=sizes)
@@ -41,11 +55,12 @@ def planned(asked: Change, members: Members, *, routers_only: bool = False, crow
     back = Counter(member.role for member in members.values() if member.state is ProcessState.ABANDONED)
     sizes = {role: size + (back[role] if role in roles else 0) for role, size in have.items()}
     workers = {name for name, member in members.items() if member.role is not Role.ROUTER}
-    first = workers if asked.in_place else {name for name in workers if name in crowded}
+    full = {name for name in workers if name in crowded or members[name].role in over_nodes}
+    first = workers if asked.in_place else full
     steps = restart_steps(members, list(dict.fromkeys(roles)), in_place=first)
     if not asked.in_place and (alone := _answers_alone(steps, members)):
         raise ChangeRefused(
-            f"its GPU has no room for another worker beside {alone}, and no other one answers: "
+            f"its GPU or its nodes have no room for another worker beside {alone}, and no other one answers: "
             "`tandem restart --in-place` replaces it with a pause"
         )
     return Planned(steps=steps, sizes=sizes)
@@ -63,7 +78,9 @@ async def carry_out(cluster: LocalCluster, asked: Change, tell: Callable[[str], 
     A planner's change that is under way makes room for an operator's.
     """
     full = await _crowded(cluster, asked)
-    planned(asked, cluster.members(), routers_only=cluster.routers_only, crowded=full)  # nonsense displaces nobody
+    spread = _over_nodes(cluster)
+    plan_now = partial(planned, asked, routers_only=cluster.routers_only, crowded=full, over_nodes=spread)
+    plan_now(cluster.members())  # nonsense displaces nobody
     yields = not isinstance(asked, RestartAsked) and bool(asked.yields)
     if cluster.under_way is not None and cluster.under_way.yields and not yields:
         tell("a planner's change is under way: it is taken back")
@@ -71,8 +88,8 @@ async def carry_out(cluster: LocalCluster, asked: Change, tell: Callable[[str], 
     if cluster.under_way is not None:
         raise ChangeRefused("another change is under way: `tandem abort` takes it back")
     members = cluster.members()
-    plan = planned(asked, members, routers_only=cluster.routers_only, crowded=full)
-    _announce(plan, members, tell, is_asked=not full)
+    plan = plan_now(members)
+    _announce(plan, members, tell, why=_why_in_place(asked, spread))
     if not cluster.routers_only:
         cluster.shared.resize(plan.sizes)
     try:
@@ -91,11 +108,23 @@ async def _crowded(cluster: LocalCluster, asked: Change) -> frozenset[str]:
     return await crowded(cluster.workers, cluster.config)
 
 
-def _announce(plan: Planned, members: Members, tell: Callable[[str], None], *, is_asked: bool) -> None:
+def _over_nodes(cluster: LocalCluster) -> frozenset[Role]:
+    pools = {Role.PREFILL: cluster.config.prefill, Role.DECODE: cluster.config.decode}
+    return frozenset(role for role, pool in pools.items() if pool.nodes > 1)
+
+
+def _why_in_place(asked: Change, over_nodes: Container[Role]) -> str:
+    if isinstance(asked, RestartAsked) and asked.in_place:
+        return "as was asked"
+    if any(role in over_nodes for role in _WORKERS):
+        return "since ranks on other nodes follow one worker at a time, or GPUs have no room for both"
+    return "since their GPUs have no room for both"
+
+
+def _announce(plan: Planned, members: Members, tell: Callable[[str], None], *, why: str) -> None:
     """Who leaves before its successor starts, and what that means."""
     first = sorted(step.retire for step in plan.steps if step.in_place and step.retire)
     if first:
-        why = "as was asked" if is_asked else "since their GPUs have no room for both"
         tell(f"in place, {why}: {', '.join(first)}; the others do their work meanwhile")
     if alone := _answers_alone(plan.steps, members):
         tell(f"{alone} is the only decode worker: until its successor serves streams wait, and what is new as well")

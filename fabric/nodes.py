@@ -1,5 +1,6 @@
 """From the cluster's configuration to what the ranks of a worker need that are on several nodes. Loads no torch."""
 
+import os
 from pathlib import Path
 
 from engine.ranks.nodes import NodeGroup
@@ -8,6 +9,9 @@ from tandem.errors import ConfigError
 from tandem.mutual_tls import TlsFiles
 from tandem.roles import WorkerRole
 from tandem.worker_config import cluster_secret, rank_port
+
+_REVISION = "GROUP_REVISION"
+"""In the environment of a group's pods."""
 
 
 def node_group(config: ClusterConfig, role: WorkerRole, index: int, host: str) -> NodeGroup | None:
@@ -25,6 +29,8 @@ def node_group(config: ClusterConfig, role: WorkerRole, index: int, host: str) -
             secret=cluster_secret(config),
             tls=None if tls is None else TlsFiles(cert=Path(tls.cert), key=Path(tls.key), ca=Path(tls.ca)),
             isolated_network=config.transfer.isolated_network,
+            join_s=pool.join_s,
+            revision=os.environ.get(_REVISION, ""),
         )
     except ConfigError as error:
         raise ConfigError(f"{role.value}.{error}") from None

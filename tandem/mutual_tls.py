@@ -3,11 +3,12 @@
 Names and addresses change from pod to pod and are not looked at. So the authority should sign for workers only.
 """
 
+import hashlib
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.certificates import read_pem, shake_hands, show, trust
+from tandem.certificates import first_certificate, read_pem, shake_hands, show, trust
 from tandem.errors import ConfigError
 
 
@@ -28,6 +29,8 @@ class MutualTls:
 
         `setting`: the configuration's name of what the files are given for.
         """
+        self.fingerprint = hashlib.sha256(first_certificate(files.cert, f"{setting}.cert")).digest()
+        """SHA-256 of the certificate that is shown, in DER."""
         read_pem(files.key, f"{setting}.key")
         self.server = _context(ssl.PROTOCOL_TLS_SERVER, files, setting)
         # Tickets would let a peer come back without its certificate being looked at.
@@ -40,6 +43,11 @@ class MutualTls:
             raise ConfigError(f"{setting}.cert: {reason}") from None
         except ssl.SSLError as error:
             raise ConfigError(f"{setting}: no handshake is possible: {error.reason}") from None
+
+
+def peer_fingerprint(sock: ssl.SSLSocket) -> bytes:
+    """SHA-256 of the certificate that the peer has shown, after the handshake."""
+    return hashlib.sha256(sock.getpeercert(binary_form=True) or b"").digest()
 
 
 def tls_reason(error: ssl.SSLError) -> str:

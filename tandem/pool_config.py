@@ -35,6 +35,8 @@ class PoolConfig(Section):
     rank_port: Port = 0
     """With several `nodes`: where a worker listens, at its own host, for its ranks on the others. Workers whose
     `addresses` are stated, and may share a machine, add their index."""
+    join_s: Seconds = 600.0
+    """With several `nodes`: how long a worker waits for its ranks on the others, before it gives up and ends."""
     drain_s: Seconds = 30.0
     """Most time to finish outstanding work after SIGTERM."""
     block_size: BlockSize | None = None

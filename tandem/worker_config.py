@@ -19,11 +19,12 @@ def cluster_secret(config: ClusterConfig) -> bytes:
 def num_ranks(config: ClusterConfig, pool: PoolConfig) -> int:
     """Processes that compute and may share this machine with a worker of `pool`, its own included.
 
-    A worker with a host of its own shares it with nobody; where addresses are stated all may be of one machine.
+    A worker with a host of its own shares it with nobody; where addresses are stated all may be of one machine, but
+    for the ranks that are on other nodes.
     """
     if _has_own_host(pool):
         return pool.ranks_per_node
-    return sum(pool.replicas * pool.tensor_parallel_size for pool in (config.prefill, config.decode))
+    return sum(pool.replicas * pool.ranks_per_node for pool in (config.prefill, config.decode))
 
 
 def _has_own_host(pool: PoolConfig) -> bool:

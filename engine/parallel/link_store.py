@@ -32,6 +32,14 @@ class Keys(Protocol):
         """Whether there is a value."""
         ...
 
+    def delete(self, key: str) -> bool:
+        """Forget it; whether it was there."""
+        ...
+
+    def count(self) -> int:
+        """How many there are."""
+        ...
+
 
 class LinkStore(_Base):  # type: ignore[misc]  # its base is untyped
     """torch's Store over Keys; called from torch's own threads, too."""
@@ -61,6 +69,18 @@ class LinkStore(_Base):  # type: ignore[misc]  # its base is untyped
     def check(self, keys: Sequence[str]) -> bool:
         """See torch."""
         return all(self._keys.has(key) for key in keys)
+
+    def deleteKey(self, key: str) -> bool:
+        """See torch."""
+        return self._keys.delete(key)
+
+    def getNumKeys(self) -> int:
+        """See torch."""
+        return self._keys.count()
+
+    def clone(self) -> "LinkStore":
+        """See torch. The same, which any thread may use: a new one would go when Python holds it no longer."""
+        return self
 
     def set_timeout(self, timeout: timedelta) -> None:
         """See torch."""

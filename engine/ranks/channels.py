@@ -58,7 +58,7 @@ class Channels:
 
     def hang_up(self) -> None:
         """End what is said, from any thread: whoever waits for a rank is woken."""
-        for channel in self._all.values():
+        for channel in tuple(self._all.values()):  # another thread may add some
             channel.hang_up()
 
     def close(self) -> None:

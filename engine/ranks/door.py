@@ -1,6 +1,7 @@
 """Where rank 0 listens for the ranks of other nodes; open only until all have come.
 
-Whoever connects is on a thread of its own and has a few seconds to prove itself, so that nobody holds up the others.
+Whoever connects is on a thread of its own and has a few seconds to prove itself, however it speaks, and one address
+has as many places as there are ranks to come: so nobody holds up the others.
 A rank that comes again while others are awaited is a new process: it takes the place of the one before.
 """
 
@@ -8,6 +9,7 @@ import logging
 import socket
 import ssl
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from engine.ranks.channel import Channel
 from engine.ranks.greeting import MOST_BYTES, Caller, Purpose, admit, unlike, welcome
 from engine.ranks.nodes import NodeGroup
 from tandem.hosts import join, keep_alive
-from tandem.mutual_tls import tls_reason
+from tandem.mutual_tls import peer_fingerprint, tls_reason
 
 _log = logging.getLogger(__name__)
 _GREETING_S = 10.0
@@ -25,6 +27,34 @@ _MAX_CALLERS = 128
 """At once; a group has at most 64 ranks with two connections each."""
 _TELL_S = 30.0
 _ACCEPT_PAUSE_S = 0.1
+
+
+class _TimeLimit:
+    """Of one greeting, as a context: hangs up when it is over, however much was said. Leaving raises RankLost then."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._is_settled = False
+        self._is_over = False
+        self._timer = threading.Timer(_GREETING_S, self._end)
+        self._timer.daemon = True
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._is_settled = True
+        self._timer.cancel()
+        if self._is_over:
+            raise RankLost(f"it has not proven itself within {_GREETING_S:g} s")
+
+    def _end(self) -> None:
+        with self._lock:
+            if not self._is_settled:
+                self._is_over = True
+                self._channel.hang_up()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,7 +79,8 @@ class NodeDoor:
         """This node's address, for what the ranks sum."""
         self.port = int(self._server.getsockname()[1])
         self._changed = threading.Condition()
-        self._places = threading.BoundedSemaphore(_MAX_CALLERS)
+        self._callers: Counter[str] = Counter()
+        """Those being looked at, by address."""
         self._comers: dict[int, _Comer] = {}
         self._whole: dict[int, Channel] = {}
         self._failure: RankLost | None = None
@@ -72,6 +103,8 @@ class NodeDoor:
                 left_s -= _TELL_S
             if self._failure is not None:
                 raise self._failure
+            # Whoever comes from now on would be heard by nobody.
+            self._is_closing = True
             whole, self._whole = self._whole, {}
             return whole
 
@@ -110,37 +143,58 @@ class NodeDoor:
                     self._changed.wait(_ACCEPT_PAUSE_S)
                 continue
             name = join(str(address[0]), int(address[1]))
-            if not self._places.acquire(blocking=False):
-                _log.warning("%s is turned away: %d others are being looked at", name, _MAX_CALLERS)
+            host = str(address[0])
+            if not self._has_place(host):
+                _log.warning("%s is turned away: too many others are being looked at", name)
                 sock.close()
                 continue
             try:
-                threading.Thread(target=self._greet, args=(sock, name), name="tandem-rank-caller", daemon=True).start()
+                args = (sock, host, name)
+                threading.Thread(target=self._greet, args=args, name="tandem-rank-caller", daemon=True).start()
             except RuntimeError as error:  # no more threads now
                 _log.warning("%s is turned away: %s", name, error)
                 sock.close()
-                self._places.release()
+                self._leave(host)
 
-    def _greet(self, sock: socket.socket, name: str) -> None:
+    def _has_place(self, host: str) -> bool:
+        with self._changed:
+            # A rank opens one connection after the other.
+            if self._callers.total() >= _MAX_CALLERS or self._callers[host] >= len(self._group.elsewhere):
+                return False
+            self._callers[host] += 1
+            return True
+
+    def _leave(self, host: str) -> None:
+        with self._changed:
+            self._callers[host] -= 1
+            if not self._callers[host]:
+                del self._callers[host]
+
+    def _greet(self, sock: socket.socket, host: str, name: str) -> None:
         try:
             self._take(sock, name)
         except ssl.SSLError as error:
             _log.warning("%s is turned away: %s", name, tls_reason(error))
             sock.close()
-        except (OSError, RankLost) as error:
+        except (OSError, RankLost, RuntimeError) as error:  # the last: no thread for a time limit
             _log.warning("%s is turned away: %s", name, error)
             sock.close()
         finally:
-            self._places.release()
+            self._leave(host)
 
     def _take(self, sock: socket.socket, name: str) -> None:
         keep_alive(sock)
         sock.settimeout(_GREETING_S)
+        encrypted, bond = None, b""
         if self._tls is not None:
-            sock = self._tls.server.wrap_socket(sock, server_side=True)
+            sock = encrypted = self._tls.server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         channel = Channel(sock, name, carries_descriptors=False, most_bytes=MOST_BYTES)
         try:
-            caller, token = admit(channel, self._group.secret, self._refusal)
+            with _TimeLimit(channel):
+                if self._tls is not None and encrypted is not None:
+                    encrypted.do_handshake()
+                    bond = self._tls.fingerprint + peer_fingerprint(encrypted)
+                caller, token = admit(channel, self._group.secret, self._refusal, bond)
             # Where it comes from tells people which node it is.
             known = Channel(sock, f"rank {caller.rank} at {name}", carries_descriptors=False)
             self._enter(caller, token, known)
@@ -156,6 +210,9 @@ class NodeDoor:
         with self._changed:
             if self._is_closing:
                 raise RankLost("the group has begun without it")
+            if caller.revision != self._group.revision and caller.revision and self._group.revision:
+                # No refusal: in a roll-out, one of this group's own comes after it.
+                raise RankLost(f"its revision is {caller.revision}, this one's {self._group.revision}")
             if caller.purpose is Purpose.STEPS:
                 before = self._comers.pop(caller.rank, None)
                 if before is not None:

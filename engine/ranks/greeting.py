@@ -2,7 +2,9 @@
 
 TLS has said before that both are workers of one authority; on the loopback device, where there may be none, this alone
 keeps another user's process out. The secret is never sent: each end answers the other's random number with a keyed
-hash over all that was said so far. Nothing large is read from whoever has not proven itself.
+hash over all that was said so far, and over the certificates that both ends have seen: whoever stands between them
+with one of his own, and passes on what they say, is not believed. (On loopback without TLS nothing tells of him.)
+Nothing large is read from whoever has not proven itself, and no refusal of his is believed.
 """
 
 import hmac
@@ -19,7 +21,7 @@ from tandem.errors import ConfigError
 
 MOST_BYTES = 4096
 """Of a message in a greeting."""
-_VERSION = 1
+_VERSION = 2
 _NONCE_BYTES = 32
 
 
@@ -43,34 +45,41 @@ class Caller:
     token: str = ""
     """With PULSE: what the leader said on the rank's other connection, so that the two are of one process."""
     version: int = _VERSION
+    revision: str = ""
+    """See NodeGroup."""
 
 
-def greet(channel: Channel, caller: Caller, secret: bytes) -> str:
-    """The follower's side; the token that the leader gives. Raises RankLost, ConfigError when one is refused."""
+def greet(channel: Channel, caller: Caller, secret: bytes, bond: bytes = b"") -> str:
+    """The follower's side; the token that the leader gives.
+
+    `bond`: fingerprints of the leader's and of the follower's certificate. Raises RankLost, also when whoever answers
+    is not the leader; ConfigError when the leader refuses.
+    """
     hello = json.dumps(asdict(caller) | {"nonce": secrets.token_hex(_NONCE_BYTES)}).encode()
     channel.send(Kind.HELLO, hello)
-    challenge = _mapping(channel.expect(Kind.CHALLENGE)[0])
-    said = hello + str(challenge.get("nonce", "")).encode()
-    if not hmac.compare_digest(str(challenge.get("proof", "")), _proof(secret, "leader", said)):
-        raise ConfigError(f"{channel.peer} does not know this cluster's secret")
-    channel.send(Kind.PROOF, _proof(secret, "follower", said).encode())
+    challenge = _mapping(_unproven(channel, Kind.CHALLENGE))
+    said = hello + _bytes(challenge.get("nonce")) + bond
+    if not hmac.compare_digest(_bytes(challenge.get("proof")), _proof(secret, "leader", said)):
+        raise RankLost(f"{channel.peer} does not know this cluster's secret, or somebody stands before it")
+    channel.send(Kind.PROOF, _proof(secret, "follower", said))
     return bytes(channel.expect(Kind.WELCOME)[0]).decode(errors="replace")
 
 
-def admit(channel: Channel, secret: bytes, refusal: Callable[[Caller], str | None]) -> tuple[Caller, str]:
+def admit(
+    channel: Channel, secret: bytes, refusal: Callable[[Caller], str | None], bond: bytes = b""
+) -> tuple[Caller, str]:
     """The leader's side, up to the welcome: who came, and the token that was given.
 
-    `refusal`: why somebody who knows the secret is not taken all the same. Raises RankLost.
+    `refusal`: why somebody who knows the secret is not taken all the same; `bond`: see `greet`. Raises RankLost.
     """
-    payload, _ = channel.expect(Kind.HELLO)
-    hello = bytes(payload)
+    hello = bytes(_unproven(channel, Kind.HELLO))
     caller = _caller(hello)
     nonce = secrets.token_hex(_NONCE_BYTES)
-    said = hello + nonce.encode()
-    channel.send(Kind.CHALLENGE, json.dumps({"nonce": nonce, "proof": _proof(secret, "leader", said)}).encode())
-    answer, _ = channel.expect(Kind.PROOF)
-    if not hmac.compare_digest(bytes(answer), _proof(secret, "follower", said).encode()):
-        channel.send(Kind.REFUSED, b"the secret is another one than here")
+    said = hello + nonce.encode() + bond
+    challenge = {"nonce": nonce, "proof": _proof(secret, "leader", said).decode()}
+    channel.send(Kind.CHALLENGE, json.dumps(challenge).encode())
+    answer = bytes(_unproven(channel, Kind.PROOF))
+    if not hmac.compare_digest(answer, _proof(secret, "follower", said)):
         raise RankLost(f"{channel.peer} does not know this cluster's secret")
     if (reason := refusal(caller)) is not None:
         channel.send(Kind.REFUSED, reason.encode())
@@ -101,21 +110,42 @@ def _caller(hello: bytes) -> Caller:
     values = _mapping(memoryview(hello))
     try:
         rank, size, num_nodes, version = (int(values[name]) for name in ("rank", "size", "num_nodes", "version"))
-        purpose, token = Purpose(values["purpose"]), str(values["token"])
-    except (KeyError, TypeError, ValueError):
+        purpose, token, revision = Purpose(values["purpose"]), str(values["token"]), str(values.get("revision", ""))
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise RankLost("somebody came who is no rank") from None
-    return Caller(rank=rank, size=size, num_nodes=num_nodes, purpose=purpose, token=token, version=version)
+    return Caller(
+        rank=rank,
+        size=size,
+        num_nodes=num_nodes,
+        purpose=purpose,
+        token=token,
+        version=version,
+        revision=revision,
+    )
 
 
 def _mapping(payload: memoryview) -> dict[str, Any]:
     try:
         values = json.loads(bytes(payload))
-    except ValueError:
+    except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
         raise RankLost("a greeting is not understood")
     return values
 
 
-def _proof(secret: bytes, who: str, said: bytes) -> str:
-    return hmac.new(secret, b"tandem ranks/" + who.encode() + b"/" + said, "sha256").hexdigest()
+def _unproven(channel: Channel, kind: Kind) -> memoryview:
+    """What somebody says who may be anybody: no refusal of his is for good. Raises RankLost."""
+    try:
+        return channel.expect(kind)[0]
+    except ConfigError as refusal:
+        raise RankLost(f"refused by who has proven nothing: {refusal}") from None
+
+
+def _bytes(value: object) -> bytes:
+    """Of whatever JSON may hold, half a character too."""
+    return str(value).encode(errors="replace")
+
+
+def _proof(secret: bytes, who: str, said: bytes) -> bytes:
+    return hmac.new(secret, b"tandem ranks/" + who.encode() + b"/" + said, "sha256").hexdigest().encode()

@@ -11,7 +11,7 @@ from engine.ranks.channel import MOST_PAYLOAD_BYTES, Channel
 from engine.ranks.greeting import MOST_BYTES, Caller, Purpose, greet
 from engine.ranks.nodes import NodeGroup
 from tandem.hosts import join, keep_alive
-from tandem.mutual_tls import MutualTls, tls_reason
+from tandem.mutual_tls import MutualTls, peer_fingerprint, tls_reason
 
 _log = logging.getLogger(__name__)
 REFUSED = 2
@@ -76,11 +76,20 @@ def _connect(
     sock = socket.create_connection((group.host, group.port), _CONNECT_S, source_address=from_where)
     try:
         keep_alive(sock)
+        bond = b""
         if tls is not None:
-            sock = tls.client.wrap_socket(sock)
+            sock = encrypted = tls.client.wrap_socket(sock)
+            bond = peer_fingerprint(encrypted) + tls.fingerprint
         channel = Channel(sock, "rank 0", carries_descriptors=False, most_bytes=MOST_BYTES)
-        caller = Caller(rank=rank, size=group.size, num_nodes=group.num_nodes, purpose=purpose, token=token)
-        given = greet(channel, caller, group.secret)
+        caller = Caller(
+            rank=rank,
+            size=group.size,
+            num_nodes=group.num_nodes,
+            purpose=purpose,
+            token=token,
+            revision=group.revision,
+        )
+        given = greet(channel, caller, group.secret, bond)
         channel.most_bytes = MOST_PAYLOAD_BYTES
         return channel, given, str(sock.getsockname()[0])
     except BaseException:

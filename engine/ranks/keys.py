@@ -45,6 +45,16 @@ class KeyBoard:
         with self._changed:
             return key in self._values
 
+    def delete(self, key: str) -> bool:
+        """See Keys."""
+        with self._changed:
+            return self._values.pop(key, None) is not None
+
+    def count(self) -> int:
+        """See Keys."""
+        with self._changed:
+            return len(self._values)
+
     def close(self) -> None:
         """Nobody waits any longer."""
         with self._changed:
@@ -67,6 +77,10 @@ class KeyBoard:
                     return {"count": self.add(str(question["key"]), int(question["amount"]))}
                 case "has":
                     return {"has": self.has(str(question["key"]))}
+                case "delete":
+                    return {"was": self.delete(str(question["key"]))}
+                case "num":
+                    return {"num": self.count()}
         except (KeyError, TypeError, ValueError):
             pass
         raise RankLost("a rank asks what nobody asks")
@@ -101,6 +115,14 @@ class RemoteKeys:
     def has(self, key: str) -> bool:
         """See Keys."""
         return bool(self._ask({"op": "has", "key": key})["has"])
+
+    def delete(self, key: str) -> bool:
+        """See Keys."""
+        return bool(self._ask({"op": "delete", "key": key})["was"])
+
+    def count(self) -> int:
+        """See Keys."""
+        return int(self._ask({"op": "num"})["num"])
 
     def _ask(self, question: Mapping[str, Any], *, waits_s: float = 0.0) -> dict[str, Any]:
         with self._lock:

@@ -25,7 +25,12 @@ class MirrorBook:
         """A peer may write these blocks from now on, here; no step reads them until that is over."""
         self._newer_here[list(blocks)] = True
         self._newer_there[list(blocks)] = False
-        self._num_newer_here = int(self._newer_here.sum())
+        self._num_newer_here = int(np.count_nonzero(self._newer_here))
+
+    @property
+    def num_newer_here(self) -> int:
+        """Blocks that no step has read yet; while there are any, each step's are looked at."""
+        return self._num_newer_here
 
     def step(self, inputs: StepInputs) -> IntArray:
         """The blocks that must be taken there before this step; then it is computed, and what it writes is newer there.
@@ -39,8 +44,8 @@ class MirrorBook:
             # Whatever was there is overwritten, at least where it matters.
             self._newer_there[blocks] = True
             self._newer_here[blocks] = False
-        if len(placed):
-            self._num_newer_here = int(self._newer_here.sum())
+        if self._num_newer_here:
+            self._num_newer_here = int(np.count_nonzero(self._newer_here))
         return placed
 
     def leaves(self, blocks: Sequence[int]) -> IntArray:
@@ -56,6 +61,7 @@ class MirrorBook:
         needed = -(-inputs.lengths // inputs.block_size)
         # Beyond what a sequence has its row is zero, which is a block as well.
         held = np.arange(inputs.tables.shape[1]) < needed[:, None]
-        read = np.unique(np.concatenate((inputs.tables[held], inputs.copies[:, 0], inputs.offloads[:, 0])))
-        found: IntArray = read[self._newer_here[read]]
+        read = np.concatenate((inputs.tables[held], inputs.copies[:, 0], inputs.offloads[:, 0]))
+        # Only what is found is sorted: of long sequences that is little of what is read, and mostly nothing.
+        found: IntArray = np.unique(read[self._newer_here[read]])
         return found

@@ -23,9 +23,11 @@ class NodeGroup:
     secret: bytes
     """The cluster's."""
     tls: TlsFiles | None
-    isolated_network: bool = False
-    join_s: float = 600.0
+    join_s: float
     """How long rank 0 waits for all to come."""
+    isolated_network: bool = False
+    revision: str = ""
+    """Of what this node runs, where somebody says it: ranks of another are of a group that comes or goes."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a group that cannot be, or must not: what it says would be everybody's to read."""

@@ -5,7 +5,6 @@ the one whose SHA-256 fingerprint stands in its advert, and the advert came over
 must come from the authority, and its HELLO holds the advert's secret. So the authority should sign for workers only.
 """
 
-import hashlib
 import socket
 import ssl
 import threading
@@ -14,8 +13,7 @@ from select import POLLIN, POLLOUT
 
 from kv_transfer.transports.tcp_channel import hang_up, peek, waiter
 from kv_transfer.transports.tcp_pieces import Piece
-from tandem.certificates import first_certificate
-from tandem.mutual_tls import MutualTls, TlsFiles
+from tandem.mutual_tls import MutualTls, TlsFiles, peer_fingerprint
 
 _SETTING = "transfer.tls"
 
@@ -25,9 +23,9 @@ class TlsIdentity:
 
     def __init__(self, files: TlsFiles) -> None:
         """Reads the files and shakes hands with itself. Raises ConfigError that names the file and what is wrong."""
-        self.fingerprint = hashlib.sha256(first_certificate(files.cert, f"{_SETTING}.cert")).digest()
-        """SHA-256 of the certificate in DER."""
         self._tls = MutualTls(files, _SETTING)
+        self.fingerprint = self._tls.fingerprint
+        """SHA-256 of the certificate in DER."""
 
     def serve(self, sock: socket.socket) -> "TlsChannel":
         """A channel for an accepted socket, which it owns; nothing is said yet. Raises OSError."""
@@ -81,7 +79,7 @@ class TlsChannel:
 
     def peer_fingerprint(self) -> bytes:
         """SHA-256 of the peer's certificate, after the handshake."""
-        return hashlib.sha256(self._sock.getpeercert(binary_form=True) or b"").digest()
+        return peer_fingerprint(self._sock)
 
     def receive(self, piece: Piece) -> int | None:
         """See Channel."""

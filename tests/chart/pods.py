@@ -17,6 +17,7 @@ _TOLD = _SECRETS | {
     "OTLP_HEADERS": '{"authorization": "Bearer x"}',
     "POD_INDEX": "1",
     "GROUP_INDEX": "1",
+    "GROUP_REVISION": "7d9f",
     "NODE_INDEX": "2",
 }
 POD_IP = "fd00::12"

@@ -38,6 +38,8 @@ def test_the_first_pod_waits_for_the_others_and_ends_with_them(
     release, role, one = pool
     group = node_group(read_by(release, role, tmp_path, monkeypatch), WorkerRole(role), 1, POD_IP)
     assert group is not None
+    # Not given up before the startup probe would: that makes the whole group anew.
+    assert group.join_s == release.values[role]["startupSeconds"]
     spec = one["spec"]["leaderWorkerTemplate"]
     assert spec["size"] == group.num_nodes == release.values[role]["nodesPerWorker"]
     assert spec["restartPolicy"] == "RecreateGroupOnPodRestart"
@@ -62,6 +64,10 @@ def test_the_other_pods_command_follows_that_worker(
     # The operator's own labels say which group this is, and which of its nodes.
     assert fields["GROUP_INDEX"] == f"metadata.labels['{_LABEL}/group-index']"
     assert fields["NODE_INDEX"] == f"metadata.labels['{_LABEL}/worker-index']"
+    [worker] = one["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["spec"]["containers"]
+    revision = {"fieldRef": {"fieldPath": f"metadata.labels['{_LABEL}/template-revision-hash']"}}
+    for container in (worker, node):
+        assert {"name": "GROUP_REVISION", "valueFrom": revision} in container["env"]
     told = environment(node) | {"NODE_INDEX": "1", "LWS_LEADER_ADDRESS": "chat-0.chat"}
     arguments = [re.sub(r"\$\((\w+)\)", lambda found: told[found[1]], arg) for arg in node["args"]]
     seen: list[NodeGroup] = []
@@ -75,9 +81,14 @@ def test_the_other_pods_command_follows_that_worker(
     assert seen == [replace(waits, host="chat-0.chat")]
 
 
-def test_groups_do_not_reach_each_other(pool: tuple[Rendered, str, dict[str, Any]]) -> None:
+def test_pods_beside_the_first_reach_no_other_group(pool: tuple[Rendered, str, dict[str, Any]]) -> None:
     release, role, one = pool
     name = one["metadata"]["name"]
+    # Policies add up: what is open to all workers is open to first pods, so those alone may be of the pool's own.
+    template = one["spec"]["leaderWorkerTemplate"]
+    first, beside = (template[part]["metadata"]["labels"] for part in ("leaderTemplate", "workerTemplate"))
+    [of_pool] = [made for made in release.of("NetworkPolicy") if made["metadata"]["name"] == name]
+    assert (_selects(of_pool, first), _selects(of_pool, beside)) == (True, False)
     policies = [
         made for made in release.of("NetworkPolicy") if f"{name}-" in made["metadata"]["name"] and _groups(made)
     ]
@@ -93,6 +104,10 @@ def test_groups_do_not_reach_each_other(pool: tuple[Rendered, str, dict[str, Any
         for peer in peers:
             labels = peer["podSelector"]["matchLabels"]
             assert all(labels[f"{_LABEL}/{key}"] == own[f"{_LABEL}/{key}"] for key in ("name", "group-index"))
+
+
+def _selects(policy: dict[str, Any], labels: dict[str, str]) -> bool:
+    return policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
 
 
 def _groups(policy: dict[str, Any]) -> set[str]:

@@ -1,6 +1,9 @@
 """What a worker reads of its own place in the cluster."""
 
+from pathlib import Path
+
 import pytest
+import yaml
 from pydantic import SecretStr
 
 from fabric.nodes import node_group
@@ -9,6 +12,8 @@ from tandem.errors import ConfigError
 from tandem.pool_config import PoolConfig
 from tandem.roles import WorkerRole
 from tandem.worker_config import cluster_secret, listen_address, num_ranks, rank_port, worker_host
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "*"])
@@ -67,12 +72,27 @@ def test_a_workers_ranks_on_other_nodes_find_it() -> None:
     with pytest.raises(ConfigError, match="say with --leader where this one is"):
         worker_host(config, WorkerRole.PREFILL, 0)
     assert num_ranks(config, own) == 2
+    by_hand = ClusterConfig(prefill=PoolConfig(replicas=0), decode=stated)
+    assert num_ranks(by_hand, stated) == 4, "the other four are on other machines"
 
 
-def test_what_ranks_tell_each_other_beyond_this_machine_is_not_in_the_clear() -> None:
+def test_the_example_of_two_machines_by_hand_is_a_whole_one():
+    text = (
+        (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8").partition("Anywhere else it is the same by hand")[2]
+    )
+    example = ClusterConfig.model_validate(yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0]))
+    host, port = listen_address(example.decode, "decode", 0)
+    assert (host, port, worker_host(example, WorkerRole.DECODE, 0)) == ("10.0.0.1", 7000, host)
+    group = node_group(example, WorkerRole.DECODE, 0, host)
+    assert (list(group.ranks_of(1)), group.port, group.join_s) == ([2, 3], 7100, 600.0)
+
+
+def test_what_ranks_tell_each_other_beyond_this_machine_is_not_in_the_clear(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = PoolConfig(tensor_parallel_size=2, nodes=2, rank_port=7100)
     config = ClusterConfig(decode=pool, secret=SecretStr("0123456789abcdef"))
     assert node_group(config, WorkerRole.PREFILL, 0, "10.0.0.2") is None
-    assert node_group(config, WorkerRole.DECODE, 0, "[::1]").host == "::1"
+    monkeypatch.setenv("GROUP_REVISION", "7d9f")
+    group = node_group(config, WorkerRole.DECODE, 0, "[::1]")
+    assert (group.host, group.revision) == ("::1", "7d9f")
     with pytest.raises(ConfigError, match=r"decode.nodes is 2: beyond this machine .* needs transfer.tls"):
         node_group(config, WorkerRole.DECODE, 0, "10.0.0.2")

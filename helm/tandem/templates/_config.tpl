@@ -18,6 +18,7 @@
 {{- if gt (int $pool.nodesPerWorker) 1 -}}
 {{- $_ := set (index $own $role) "nodes" (int $pool.nodesPerWorker) -}}
 {{- $_ := set (index $own $role) "rank_port" (int $pool.rankPort) -}}
+{{- $_ := set (index $own $role) "join_s" (int $pool.startupSeconds) -}}
 {{- end -}}
 {{- end -}}
 {{- if $v.secrets.apiKeys.enabled -}}

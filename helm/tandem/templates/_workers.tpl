@@ -27,6 +27,7 @@ spec:
           valueFrom: {fieldRef: {fieldPath: status.podIP}}
         - name: POD_INDEX
           valueFrom: {fieldRef: {fieldPath: "metadata.labels['{{ ternary "leaderworkerset.sigs.k8s.io/group-index" "apps.kubernetes.io/pod-index" (gt $nodes 1) }}']"}}
+        {{- include "tandem.groupRevision" $nodes | nindent 8 }}
         # Where it listens, and what its notice in Redis says.
         - {name: TANDEM_{{ upper .component }}__HOST, value: "'$(POD_IP)'"}
         - {name: TANDEM_ENGINE__DEVICE, value: {{ ternary "cuda" "cpu" .pool.gpu.enabled }}}
@@ -107,6 +108,7 @@ spec:
           valueFrom: {fieldRef: {fieldPath: "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']"}}
         - name: NODE_INDEX
           valueFrom: {fieldRef: {fieldPath: "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']"}}
+        {{- include "tandem.groupRevision" 2 | nindent 8 }}
         - {name: HOME, value: /tmp}
         - {name: XDG_CACHE_HOME, value: /cache}
         - {name: TRITON_CACHE_DIR, value: /cache/triton}
@@ -144,4 +146,12 @@ spec:
 - name: kv-tls
   secret: {secretName: {{ include "tandem.kvTlsSecret" .root }}, defaultMode: 0440}
 {{- end }}
+{{- end -}}
+
+{{/* Which revision of the group a pod is of: in a roll-out, pods of the one before must not join the new first pod. */}}
+{{- define "tandem.groupRevision" -}}
+{{- if gt (int .) 1 -}}
+- name: GROUP_REVISION
+  valueFrom: {fieldRef: {fieldPath: "metadata.labels['leaderworkerset.sigs.k8s.io/template-revision-hash']"}}
+{{- end -}}
 {{- end -}}

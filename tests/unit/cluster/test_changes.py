@@ -13,6 +13,7 @@ from cluster.operations import carry_out
 from cluster.rollout import ChangeRefused, Rollout, Step
 from cluster.supervisor import Policy, ProcessState
 from tandem.config import load
+from tandem.hosts import hold
 from tests.unit.cluster.fake_cluster import fake_command, fake_config
 
 POLICY = Policy(stop_early_s=0.5, backoff_s=0.01, max_rapid_deaths=2, start_timeout_s=30)
@@ -217,3 +218,22 @@ async def give_up(cluster, name):
     cluster.kill(name)
     with pytest.raises(ClusterFailed):
         await cluster.wait_ready(name, after_pid=pid)
+
+
+async def test_workers_over_nodes_leave_before_their_successors_and_do_not_change_sides(journal):
+    config = fake_config(decode=2)
+    with hold("127.0.0.1", 0) as held:
+        spread = {"tensor_parallel_size": 2, "nodes": 2, "rank_port": held.getsockname()[1]}
+    config = config.model_copy(update={"decode": config.decode.model_copy(update=spread)})
+    async with LocalCluster(config, command=fake_command(journal), policy=POLICY) as cluster:
+        told = []
+        await carry_out(cluster, RestartAsked(roles=("decode", "prefill")), told.append)
+        assert told[0].startswith("in place, since ranks on other nodes follow one worker at a time")
+        assert "decode-0, decode-1;" in told[0]
+        # Each at the index that the nodes' ranks know; the other pool as ever.
+        assert names(cluster) == ["decode-0", "decode-1", "prefill-1", "router"]
+        with pytest.raises(ChangeRefused, match="ranks on other nodes follow workers of their own pool"):
+            await carry_out(cluster, FlipAsked(to="prefill"), [].append)
+        await carry_out(cluster, ScaleAsked(decode=1), [].append)
+        with pytest.raises(ChangeRefused, match="or its nodes have no room for another worker beside decode-0"):
+            await carry_out(cluster, RestartAsked(roles=("decode",)), [].append)

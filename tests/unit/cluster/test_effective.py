@@ -23,7 +23,7 @@ from cluster.process_view import ProcessView
 from cluster.supervisor import ProcessPlan, ProcessState, Role
 from tandem.config import ClusterConfig, ModelConfig, RouterConfig, load
 from tandem.errors import ConfigError
-from tandem.hosts import split
+from tandem.hosts import hold, split
 from tandem.pool_config import PoolConfig
 
 FREE = RouterConfig(port=0, grpc_port=0)
@@ -69,6 +69,15 @@ def test_a_taken_port_is_named_before_anything_starts():
 def test_contradictions_are_refused(decode, message):
     with pytest.raises(ConfigError, match=message):
         make_effective(ClusterConfig(router=FREE, decode=decode))
+
+
+def test_two_workers_that_listen_for_ranks_at_one_port_are_refused_before_anything_starts():
+    with hold("127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+    spread = {"tensor_parallel_size": 2, "nodes": 2}
+    prefill = PoolConfig(replicas=2, rank_port=port, **spread)
+    with pytest.raises(ConfigError, match=rf"decode.rank_port: cannot listen on 127.0.0.1:{port + 1}"):
+        make_effective(ClusterConfig(router=FREE, prefill=prefill, decode=PoolConfig(rank_port=port + 1, **spread)))
 
 
 def test_addresses():

@@ -5,6 +5,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from engine.parallel.interfaces import interface_of
 from engine.parallel.link_store import LinkStore
@@ -51,6 +52,18 @@ def test_a_store_says_which_key_is_missing() -> None:
     assert (store.add("count", 2), store.add("count", 3)) == (2, 5)
     with pytest.raises(RuntimeError, match="no other rank has said else"):
         store.get("else")
+
+
+def test_a_store_has_what_nccl_asks_of_one() -> None:
+    store = LinkStore(KeyBoard(), timeout_s=0.01)
+    store.set("one", b"1")
+    store.set("two", b"2")
+    # As torch's own code calls them, and through its prefix, too.
+    clone = dist.PrefixStore("group", store).clone()
+    clone.set("three", b"3")
+    assert dist.Store.num_keys(store) == 3
+    assert (dist.Store.delete_key(store, "one"), dist.Store.delete_key(store, "one")) == (True, False)
+    assert (clone.delete_key("three"), store.check(["two"]), dist.Store.num_keys(store)) == (True, True, 1)
 
 
 def test_an_address_is_of_an_interface() -> None:

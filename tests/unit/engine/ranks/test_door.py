@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.parallel.lost import RankLost
+from engine.ranks import door as doors
 from engine.ranks import joining
 from engine.ranks.channel import Channel, Kind
 from engine.ranks.door import NodeDoor
@@ -19,6 +21,7 @@ from engine.ranks.joining import RankLink, knock
 from engine.ranks.nodes import NodeGroup
 from engine.ranks.pulse import PulseDesk
 from tandem.errors import ConfigError
+from tandem.mutual_tls import MutualTls
 from tests.integration.nodes import OTHER_HOST, group
 from tests.unit.kv_transfer.certificates import Authority
 
@@ -44,8 +47,13 @@ def desk(lost: list[RankLost]) -> Iterator[PulseDesk]:
 
 
 @pytest.fixture
-def given(tmp_path: Path) -> NodeGroup:
-    return group(size=4, num_nodes=2, tls=Authority().issue(tmp_path))
+def authority() -> Authority:
+    return Authority()
+
+
+@pytest.fixture
+def given(authority: Authority, tmp_path: Path) -> NodeGroup:
+    return group(size=4, num_nodes=2, tls=authority.issue(tmp_path))
 
 
 @pytest.fixture
@@ -53,6 +61,22 @@ def door(given: NodeGroup, desk: PulseDesk) -> Iterator[NodeDoor]:
     made = NodeDoor(given, desk.serve)
     yield made
     made.close()
+
+
+@pytest.fixture
+def turned_away() -> Iterator[threading.Semaphore]:
+    """One more whenever a door says that it has turned somebody away."""
+    told = threading.Semaphore(0)
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "is turned away" in record.getMessage():
+                told.release()
+
+    watcher = Told()
+    logging.getLogger("engine.ranks.door").addHandler(watcher)
+    yield told
+    logging.getLogger("engine.ranks.door").removeHandler(watcher)
 
 
 class Guests:
@@ -107,6 +131,13 @@ def test_nobody_comes_once_all_are_there(guests: Guests, door: NodeDoor, given: 
         socket.create_connection((given.host, given.port))
 
 
+def test_who_comes_between_the_last_and_the_close_is_not_taken(guests: Guests, door: NodeDoor) -> None:
+    guests.come(2, 3)
+    guests.gathered(door)
+    with pytest.raises(RankLost):
+        guests.connect(2, Purpose.STEPS)
+
+
 def test_what_others_say_of_the_group_must_agree(door: NodeDoor, given: NodeGroup) -> None:
     with pytest.raises(ConfigError, match="of 6 ranks over 2 nodes"):
         knock(replace(given, size=6), 3, None)
@@ -114,46 +145,149 @@ def test_what_others_say_of_the_group_must_agree(door: NodeDoor, given: NodeGrou
         knock(given, 1, None)
 
 
-def test_another_secret_is_refused(door: NodeDoor, given: NodeGroup) -> None:
-    with pytest.raises(ConfigError, match="does not know this cluster's secret"):
-        knock(replace(given, secret=b"another secret !"), 2, None)
+def test_ranks_of_another_revision_knock_until_their_own_group_is_there(
+    given: NodeGroup, desk: PulseDesk, turned_away: threading.Semaphore
+) -> None:
+    door = NodeDoor(replace(given, revision="new"), desk.serve)
+    old = replace(given, revision="old")
+    with pytest.raises(RankLost):
+        joining._come(old, 2, None, old.open_tls())
+    assert turned_away.acquire(timeout=WAIT_S)
+    for known in ("new", ""):  # nobody may have said it
+        same = Guests(replace(given, revision=known))
+        assert same.connect(2, Purpose.STEPS)
+        same.channels[0].close()
+    door.close()
 
 
-def test_a_stranger_who_answers_in_the_leaders_place_is_not_believed(given: NodeGroup) -> None:
+def test_another_secret_opens_nothing_and_ends_nobody(door: NodeDoor, given: NodeGroup) -> None:
+    other = replace(given, secret=b"another secret !")
+    with pytest.raises(RankLost, match="does not know this cluster's secret"):
+        joining._come(other, 2, None, other.open_tls())
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "reason"),
+    [
+        (Kind.CHALLENGE, b'{"nonce": "00", "proof": "00"}', "does not know this cluster's secret"),
+        (Kind.CHALLENGE, b'{"nonce": "\\ud800", "proof": "\xc3\xa9"}', "does not know this cluster's secret"),
+        (Kind.CHALLENGE, b"[" * 4000, "a greeting is not understood"),
+        (Kind.REFUSED, b"go home", "refused by who has proven nothing"),
+    ],
+)
+def test_who_answers_in_the_leaders_place_is_not_believed_and_ends_nobody(
+    kind: Kind, answer: bytes, reason: str, given: NodeGroup
+) -> None:
     with socket.create_server((given.host, 0)) as server, ThreadPoolExecutor(1) as threads:
         there = replace(given, port=server.getsockname()[1], tls=None)
-        coming = threads.submit(knock, there, 2, None)
+        coming = threads.submit(joining._come, there, 2, None, None)
         sock, _ = server.accept()
         channel = Channel(sock, "stranger", carries_descriptors=False)
         channel.expect(Kind.HELLO)
-        channel.send(Kind.CHALLENGE, b'{"nonce": "00", "proof": "00"}')
-        with pytest.raises(ConfigError, match="does not know this cluster's secret"):
+        channel.send(kind, answer)
+        with pytest.raises(RankLost, match=reason):
             coming.result(timeout=WAIT_S)
         channel.close()
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Kind.HELLO, b'{"rank": Infinity, "size": 4, "num_nodes": 2, "version": 2, "purpose": "steps", "token": ""}'),
+        (Kind.HELLO, b"[" * 4000),
+        (Kind.REFUSED, b"go home"),
+    ],
+)
+def test_nonsense_is_turned_away_with_a_word(
+    kind: Kind, said: bytes, given: NodeGroup, desk: PulseDesk, turned_away: threading.Semaphore
+) -> None:
+    door = NodeDoor(replace(given, tls=None), desk.serve)
+    with socket.create_connection((given.host, given.port)) as sock:
+        Channel(sock, "door", carries_descriptors=False).send(kind, said)
+        assert turned_away.acquire(timeout=WAIT_S)
+    door.close()
+
+
+def test_who_stands_between_with_a_certificate_but_no_secret_is_noticed(
+    door: NodeDoor, given: NodeGroup, authority: Authority, tmp_path: Path
+) -> None:
+    own = tmp_path / "between"
+    own.mkdir()
+    tls = MutualTls(authority.issue(own), "tls")
+
+    def pass_on(server: socket.socket) -> None:
+        sock, _ = server.accept()
+        with tls.server.wrap_socket(sock, server_side=True) as follower:
+            onward = socket.create_connection((given.host, given.port), WAIT_S)
+            with tls.client.wrap_socket(onward) as leader:
+                heard, said = (
+                    Channel(end, "end", carries_descriptors=False, most_bytes=4096) for end in (follower, leader)
+                )
+                for source, sink in ((heard, said), (said, heard), (heard, said), (said, heard)):
+                    message = source.receive()
+                    if message is None:
+                        return
+                    sink.send(message[0], bytes(message[1]))
+
+    with socket.create_server((given.host, 0)) as server, ThreadPoolExecutor(1) as threads:
+        server.settimeout(WAIT_S)
+        between = threads.submit(pass_on, server)
+        there = replace(given, port=server.getsockname()[1])
+        with pytest.raises(RankLost, match="does not know this cluster's secret, or somebody stands before it"):
+            joining._connect(there, 2, None, there.open_tls(), Purpose.STEPS, "")
+        between.result(timeout=WAIT_S)
+
+
+def test_who_drips_is_hung_up_on_in_time(given: NodeGroup, desk: PulseDesk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "_GREETING_S", 0.2)
+    door = NodeDoor(replace(given, tls=None), desk.serve)
+    with socket.create_connection((given.host, given.port)) as sock:
+        sock.settimeout(0.05)
+        sock.sendall(struct.pack("<BI", Kind.HELLO, 4000))
+        left = 400  # bytes, each well within the time of one read
+        while left:
+            left -= 1
+            try:
+                sock.sendall(b"x")
+                if sock.recv(1) == b"":
+                    break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+        assert left
+    door.close()
+
+
+def test_one_address_does_not_take_all_places(
+    guests: Guests, door: NodeDoor, given: NodeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors, "_GREETING_S", 600.0)
+
+    def silent() -> socket.socket:
+        return socket.create_connection((given.host, given.port), WAIT_S, source_address=("127.0.0.9", 0))
+
+    with silent(), silent(), silent() as third:
+        assert third.recv(1) == b"", "turned away at once: two ranks are to come"
+        guests.come(2, 3)
+        assert sorted(guests.gathered(door)) == [2, 3]
+
+
 @pytest.mark.parametrize("stranger", ["another authority", "no TLS"])
 def test_who_has_no_certificate_of_the_authority_is_turned_away(
-    guests: Guests, stranger: str, door: NodeDoor, given: NodeGroup, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    guests: Guests,
+    stranger: str,
+    door: NodeDoor,
+    given: NodeGroup,
+    tmp_path: Path,
+    turned_away: threading.Semaphore,
 ) -> None:
     other = tmp_path / "other"
     other.mkdir()
     tls = Authority().issue(other) if stranger == "another authority" else None
-    tried = threading.Semaphore(0)
-
-    class Told(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "is turned away" in record.getMessage():
-                tried.release()
-
-    watcher = Told()
-    logging.getLogger("engine.ranks.door").addHandler(watcher)
-    try:
-        with pytest.raises((OSError, RankLost)):
-            joining._come(replace(given, tls=tls), 2, None, replace(given, tls=tls).open_tls())
-        assert tried.acquire(timeout=WAIT_S)
-    finally:
-        logging.getLogger("engine.ranks.door").removeHandler(watcher)
+    with pytest.raises((OSError, RankLost)):
+        joining._come(replace(given, tls=tls), 2, None, replace(given, tls=tls).open_tls())
+    assert turned_away.acquire(timeout=WAIT_S)
     guests.come(2, 3)
     assert sorted(guests.gathered(door)) == [2, 3], "who belongs here came in all the same"
 

@@ -1,9 +1,11 @@
 """Whatever a worker does, a step reads there, and a peer reads here, what was written last."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.ranks import mirror_book
 from engine.ranks.mirror_book import MirrorBook
 from engine.step_inputs import StepInputs
 
@@ -95,3 +97,28 @@ def test_nothing_is_copied_twice_and_nothing_that_nobody_reads() -> None:
     assert book.leaves([2, 5, 3]).tolist() == [2, 5]
     assert book.leaves([2, 5, 3]).tolist() == []
     assert book.step(step([3], 0, 1)).tolist() == [3]
+
+
+def test_a_step_sorts_only_what_it_must_take_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    sorted_sizes: list[int] = []
+    unique = np.unique
+
+    def counted(values: np.ndarray) -> np.ndarray:
+        sorted_sizes.append(len(values))
+        return unique(values)
+
+    monkeypatch.setattr(mirror_book.np, "unique", counted)
+    book = MirrorBook(NUM_BLOCKS)
+    book.comes([3])
+    assert book.step(step([1, 2, 4, 5], 12, 4)).tolist() == []
+    assert book.step(step([1, 3], 4, 4)).tolist() == [3]
+    assert sorted_sizes == [0, 1]
+
+
+def test_what_is_written_over_before_anybody_reads_it_is_forgotten() -> None:
+    book = MirrorBook(NUM_BLOCKS)
+    book.comes([2, 3])
+    book.step(step([0], 0, 1, loads=[(5, 3)]))
+    assert book.num_newer_here == 1
+    book.step(step([0], 0, 1, copies=[(0, 2)]))
+    assert book.num_newer_here == 0

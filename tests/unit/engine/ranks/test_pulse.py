@@ -96,6 +96,7 @@ def test_what_one_leaves_another_finds(ends) -> None:
     assert [keys.add("count", 2), desk.keys.add("count", 1)] == [2, 3]
     assert (keys.has("count"), keys.has("nothing")) == (True, False)
     assert keys.get("nothing", 0.01) is None
+    assert (keys.count(), keys.delete("mine"), keys.delete("mine"), desk.keys.count()) == (3, True, False, 2)
     desk.hang_up()
 
 
