@@ -163,7 +163,7 @@ def test_pods_have_classes_that_are_made_or_named(release: Rendered) -> None:
     made = {one["metadata"]["name"] for one in release.of("PriorityClass")}
     for component, pod in release.pods():
         if "priorityClassName" in pod["spec"]:
-            named = release.values[component]["priorityClassName"]
+            named = release.values[component.removesuffix("-node")]["priorityClassName"]
             assert pod["spec"]["priorityClassName"] in ({named} if named else made), component
 
 
