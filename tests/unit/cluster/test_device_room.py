@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+import torch
 
 from cluster.device_room import crowded, has_room
 from cluster.process_view import ProcessView
@@ -46,6 +47,5 @@ async def test_gpus_are_asked_only_where_somebody_computes_there_and_what_they_d
 @pytest.mark.slow
 async def test_torch_is_asked_for_what_a_worker_would_see():
     """Without a GPU here that is nothing, in which a worker on one has no room."""
-    torch = pytest.importorskip("torch")
     full = await crowded([view("a", {"num_gpus": torch.cuda.device_count() + 1})], load(None))
     assert full == {"a"}
