@@ -27,6 +27,8 @@ from kv_transfer.transports.grants import TOKEN_BYTES, GrantTable
 from tandem.errors import TransferError
 
 HELLO_S = 5.0
+PARTING_S = 1.0
+"""For all writers together to say, when the receiver closes, that they have stopped."""
 MAX_WRITERS = 256
 
 log = logging.getLogger(__name__)
@@ -112,15 +114,19 @@ class ClaimReceiver(ABC):
         self._listener = listener
 
     def close(self) -> None:
-        """Stop serving. Writers see the end of their sockets and stop."""
+        """Stop serving. Writers see the end, stop and hang up; who has not within PARTING_S is not waited for."""
         with self._lock:
             self._closing.set()
             writers = list(self._writers)
         hang_up(self._server)
         self._thread.join()
         for writer in writers:
-            hang_up(writer.sock)
+            say_last(writer.sock)
+        latest_s = time.monotonic() + PARTING_S
+        for writer in writers:
             if writer.thread is not None:
+                writer.thread.join(max(0.0, latest_s - time.monotonic()))
+                hang_up(writer.sock)
                 writer.thread.join()
         self._server.close()
 
@@ -211,11 +217,17 @@ class ClaimReceiver(ABC):
 
 def _await_end(sock: socket.socket) -> None:
     """Tell the writer to stop, and wait until it hangs up: only its own end proves that it copies no more."""
+    say_last(sock)
     with suppress(OSError):
         sock.settimeout(None)
-        sock.shutdown(socket.SHUT_WR)
         while sock.recv(4096):
             pass
+
+
+def say_last(sock: socket.socket) -> None:
+    """Nothing more is said to the peer, which may still answer."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_WR)
 
 
 def hang_up(sock: socket.socket) -> None:
