@@ -4,23 +4,23 @@
 
 A request is refused before anything is computed for it when its tenant's limits are reached (429), when the queue is
 full (429, the longest line first), or when it is predicted to come too late (503); each refusal says when to come back.
-The prediction is the wait in line, by what is served before it in fair order at the rate at which the queue drains,
-then the backlog of the worker that is done first, then its own prompt. Whoever waits is looked at again and again.
-Nobody waits while the cluster has room, and nobody for the prefill pool whose prompt a decode worker would read itself.
+Whoever waits is looked at again and again. Nobody waits while the cluster has room, and nobody for the prefill pool
+whose prompt a decode worker would read itself.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from router.admission_counts import AdmissionCounts, Rejection
 from router.admission_values import AdmissionPolicy, Entered, Entry, Held, Wanted
-from router.cluster_room import ClusterRoom, DrainMeter, InTransit, Lack, look
+from router.cluster_room import ClusterRoom, Lack
 from router.fair_queue import FairQueue, Ticket
 from router.fair_share import VirtualCounters
 from router.pools import ClusterView
-from router.retry_times import RetryTimes
+from router.queue_bounds import victims
 from router.tenant_limits import Limiter
 from router.tickets import Tickets
+from router.turn_rule import RoomWatch, TurnRule
+from router.wait_forecast import WaitForecast
 from tandem.errors import DeadlineExceeded, Overloaded, ServingError, Unavailable
 
 
@@ -38,15 +38,7 @@ class FairAdmission:
         num_refused: Callable[[], int] = int,
         is_due: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`places`: how many requests of a priority may run besides, whatever the workers say. `num_refused`: those
-        that had their turn and that every decode worker was too full for; they go first. `is_due`: whether a decode
-        worker is expected, asked while none takes requests.
-        """
-        self._view = view
-        self._is_due = is_due
-        self._awaited = False
-        """At the last look: nobody serves, and somebody is expected to."""
-        self._places = places
+        """`places`, `num_refused`: see `TurnRule`; `is_due`: see `RoomWatch`."""
         self._num_refused = num_refused
         self._limiter = limiter
         self._policy = policy
@@ -57,13 +49,9 @@ class FairAdmission:
         self._queue = FairQueue(self._counters)
         self._entries: dict[Ticket, Entry] = {}
         self._tickets = Tickets(self._counters, limiter, clock)
-        self._meter = DrainMeter(now_s=clock())
-        self._lacked = Lack.ROUTER
-        """By whoever had to wait last."""
-        self._transit: set[Entry] = set()
-        self._retry = RetryTimes(now_s=clock())
-        self._seen_s: dict[str, float] = {}
-        """When each tenant last had a request here."""
+        self._watch = RoomWatch(view=view, policy=policy.room, clock=clock, is_due=is_due)
+        self._rule = TurnRule(self._queue, self._watch, places=places, num_refused=num_refused)
+        self._forecast = WaitForecast(self._queue, self._rule, policy=policy, clock=clock, num_refused=num_refused)
         self.closed = False
         self.counts = AdmissionCounts()
         self.num_inflight = 0
@@ -85,19 +73,11 @@ class FairAdmission:
 
     def held(self) -> dict[Lack, Held]:
         """All in line by what they wait for: what they lack themselves, or else what who goes before them lacks."""
-        held = {lack: Held() for lack in Lack}
-        if (first := self._queue.first()) is not None:
-            room = self._room()
-            ahead = self._lack(room, first) or self._lacked
-            for ticket in self._queue:
-                sums = held[self._lack(room, ticket) or ahead]
-                sums.num_requests += 1
-                sums.num_tokens += ticket.num_tokens
-        return held
+        return self._rule.held(self._watch.look())
 
     def has_idle_room(self) -> bool:
         """Whether nobody waits, and the cluster would take another request at once."""
-        return not self.closed and not len(self._queue) and self._room().takes(0)
+        return not self.closed and not len(self._queue) and self._watch.look().takes(0)
 
     def oldest_s(self) -> float:
         """For how long the one has waited that has waited longest."""
@@ -128,7 +108,7 @@ class FairAdmission:
                     self._limiter.cancel(rest.grant)
                 return entered._replace(refusal=error)
             finally:
-                self._seen_s[wanted.tenant] = entry.ticket.arrived_s
+                self._forecast.seen(wanted.tenant, entry.ticket.arrived_s)
             self.num_inflight += 1
             if not entry.waiting:
                 self._give_turn(entry)
@@ -141,16 +121,11 @@ class FairAdmission:
             return turns
         self._pass_time()
         while (first := self._queue.first()) is not None:
-            room = self._room()
-            if (lack := self._lack(room, first)) is None:
-                ticket = first
-                # Who passes makes no other's turn come sooner.
-                self._meter.served(ticket.cost)
-            else:
-                self._lacked = lack
-                if (passing := self._queue.first_within(self._most_passing(room))) is None:
-                    break
-                ticket = passing
+            room = self._watch.look()
+            if (ticket := self._rule.next_turn(first, room)) is None:
+                break
+            if ticket is first:  # who passes makes no other's turn come sooner
+                self._forecast.meter.served(ticket.cost)
             self._queue.remove(ticket)
             entry = self._entries.pop(ticket)
             entry.is_local = room.reads_itself(ticket.num_tokens) is not None
@@ -158,32 +133,20 @@ class FairAdmission:
             turns.append(entry)
         return turns
 
-    def _most_passing(self, room: ClusterRoom) -> float:
-        """The longest prompt that need not wait for whoever is first, who waits for the prefill pool; below 0: none.
-
-        A decode worker reads it at once, and what else the first one needs is left to it.
-        """
-        first = self._queue.first()
-        return -1.0 if first is None or not self._may_be_passed(first, room) else room.most_passing(first.num_tokens)
-
-    def _may_be_passed(self, first: Ticket, room: ClusterRoom) -> bool:
-        return self._lack(room, first) is Lack.PREFILL and self._places(first.priority) > len(self._transit) + 1
-
     def hopeless(self) -> list[tuple[Entry, ServingError]]:
         """Those in line that cannot be served in time any more; they have ended."""
         if not len(self._queue):
             return []
         self._pass_time()
-        room, now_s = self._room(), self._clock()
+        room, forecast = self._watch.look(), self._forecast
         # A prediction may be wrong, so those let in are given more time; here is none.
         patience = 1.0 if room.awaited else self._policy.patience
-        # Nobody waits longer than it takes to serve everybody.
-        whole_s = sum(t.cost for t in self._queue) / self._rate(room) + room.least_wait_s
+        whole_s = forecast.whole_s(room)
         found = []
         for ticket in list(self._queue):
             if (
-                self._left_s(ticket, room, now_s, patience) <= whole_s
-                and (late := self._lateness(ticket, room, share=1.0, patience=patience)) is not None
+                forecast.left_s(ticket, room, patience) <= whole_s
+                and (late := forecast.lateness(ticket, room, share=1.0, patience=patience)) is not None
             ):
                 entry = self._entries[ticket]
                 error = self._refuse(ticket, *late, waited=True)
@@ -193,8 +156,7 @@ class FairAdmission:
 
     def placed(self, entry: Entry) -> None:
         """Workers' books have it now."""
-        entry.in_transit = False
-        self._transit.discard(entry)
+        self._watch.placed(entry)
 
     def generated(self, entry: Entry, num_tokens: int) -> None:
         """Tokens came that its client did not have."""
@@ -215,7 +177,7 @@ class FairAdmission:
         if entry.ended:
             return
         entry.ended = True
-        self._seen_s[entry.ticket.tenant] = self._clock()
+        self._forecast.seen(entry.ticket.tenant, self._clock())
         self.num_inflight -= 1
         self.placed(entry)
         ticket = entry.ticket
@@ -236,8 +198,8 @@ class FairAdmission:
 
     def predicted_first_token_s(self, wanted: Wanted) -> float:
         """Seconds until a request that came now would have its first token."""
-        ticket, room = self._tickets.make(wanted), self._room()
-        return self._wait_s(ticket, room) + room.compute_s(ticket.work_tokens)
+        ticket, room = self._tickets.make(wanted), self._watch.look()
+        return self._forecast.wait_s(ticket, room) + room.compute_s(ticket.work_tokens)
 
     def _admit(self, call: Sequence[Wanted]) -> list[Entry]:
         tenant, promised = call[0].tenant, all(wanted.promised for wanted in call)
@@ -256,145 +218,61 @@ class FairAdmission:
 
     def _line_up(self, entry: Entry) -> list[tuple[Entry, ServingError]]:
         """Make it wait, unless it need not. Raises what `enter` raises."""
-        ticket, room = entry.ticket, self._room()
+        ticket, room, forecast = entry.ticket, self._watch.look(), self._forecast
         # Who fits no pool would wait in vain, and whoever is behind it as well.
         too_large = not room.ever_holds(ticket.num_tokens)
-        at_once = too_large or (self._has_room(room, ticket) and (not len(self._queue) or self._passes(ticket, room)))
+        at_once = too_large or (self._rule.lack(ticket, room) is None and self._rule.passes(ticket, room))
         if at_once and not len(self._queue):
-            spare = self._rate(room) * self._meter.since(ticket.arrived_s)
-            self._counters.unclaimed(ticket.tenant, spare, credit=self._policy.credit_s * self._rate(room))
+            rate = forecast.rate(room)
+            spare = rate * forecast.meter.since(ticket.arrived_s)
+            self._counters.unclaimed(ticket.tenant, spare, credit=self._policy.credit_s * rate)
         self._pass_time()
-        late = self._lateness(ticket, room, share=1.0 if at_once else self._policy.entry_share)
+        late = forecast.lateness(ticket, room, share=1.0 if at_once else self._policy.entry_share)
         if late is not None and not too_large:
             raise self._refuse(ticket, *late)
         if at_once:
             if ticket.tenant not in (waiting := self._queue.tenants):
-                self._counters.activate(ticket.tenant, waiting, credit=self._credit(ticket, room))
+                self._counters.activate(ticket.tenant, waiting, credit=forecast.credit(ticket, room))
             entry.is_local = room.reads_itself(ticket.num_tokens) is not None
             return []
         evicted = self._make_place(ticket, room)
-        self._queue.push(ticket, credit=self._credit(ticket, room))
+        self._queue.push(ticket, credit=forecast.credit(ticket, room))
         self._entries[ticket] = entry
         entry.waiting = True
         return evicted
 
-    def _passes(self, ticket: Ticket, room: ClusterRoom) -> bool:
-        """Whether it need not line up behind those that wait; nobody who waits could pass before it."""
-        most = self._most_passing(room)
-        return ticket.num_tokens <= most and self._queue.first_within(most) is None
-
     def _make_place(self, ticket: Ticket, room: ClusterRoom) -> list[tuple[Entry, ServingError]]:
         """End those that must give way to it. Raises Overloaded before anybody has ended if that would not suffice."""
-        policy, queue = self._policy, self._queue
-        num_waiting, num_tokens = len(queue), queue.num_tokens + ticket.num_tokens
-        victims: list[Ticket] = []
-        for victim, line_cost in queue.given_up():
-            if num_waiting < policy.max_requests and num_tokens <= policy.max_tokens:
-                break
-            if not self._displaces(ticket, victim, line_cost):
-                raise self._turned_away(ticket, room)
-            victims.append(victim)
-            num_waiting, num_tokens = num_waiting - 1, num_tokens - victim.num_tokens
-        return [self._evict(victim, room) for victim in victims]
+        if (leaving := victims(ticket, self._queue, self._counters, self._policy)) is None:
+            raise self._turned_away(ticket, room)
+        return [self._evict(victim, room) for victim in leaving]
 
     def _evict(self, victim: Ticket, room: ClusterRoom) -> tuple[Entry, ServingError]:
         entry = self._entries[victim]
         self.end(entry)
         return entry, self._turned_away(victim, room)
 
-    def _displaces(self, ticket: Ticket, victim: Ticket, line_cost: float) -> bool:
-        if victim.priority != ticket.priority:
-            return victim.priority > ticket.priority
-        own = self._queue.line_cost(ticket.tenant, ticket.priority)
-        own += ticket.cost / self._counters.weight(ticket.tenant)
-        return ticket.tenant != victim.tenant and own < line_cost
-
     def _turned_away(self, ticket: Ticket, room: ClusterRoom) -> Overloaded:
-        wait_s = ticket.cost / self._rate(room)
+        wait_s = ticket.cost / self._forecast.rate(room)
         self.counts.rejected(Rejection.QUEUE_FULL, ticket.tenant)
-        return Overloaded(f"{len(self._queue)} requests wait", retry_after_s=self._retry_after_s(ticket, wait_s, room))
-
-    def _lateness(
-        self, ticket: Ticket, room: ClusterRoom, *, share: float, patience: float = 1.0
-    ) -> tuple[Rejection, float] | None:
-        """Why it would come too late with that share of the time to its deadline, and by how much in seconds."""
-        now_s, wait_s = self._clock(), self._wait_s(ticket, room)
-        if ticket.deadline_s is not None:
-            over_s = wait_s + room.compute_s(ticket.work_tokens) - share * (ticket.deadline_s - now_s)
-            if over_s > 0.0:
-                return Rejection.DEADLINE, over_s
-        over_s = now_s - ticket.arrived_s + wait_s - patience * self._policy.max_queue_s
-        return (Rejection.QUEUE_TIME, over_s) if over_s > 0.0 else None
+        retry_s = self._forecast.retry_after_s(ticket, wait_s, room)
+        return Overloaded(f"{len(self._queue)} requests wait", retry_after_s=retry_s)
 
     def _refuse(self, ticket: Ticket, why: Rejection, over_s: float, *, waited: bool = False) -> ServingError:
         self.counts.rejected(Rejection.HOPELESS if waited else why, ticket.tenant)
         if why is Rejection.DEADLINE and ticket.deadline_s is not None and ticket.deadline_s <= self._clock():
             return DeadlineExceeded("the request's time ran out before its turn came")
-        retry_s = self._retry_after_s(ticket, over_s, room := self._room())
+        retry_s = self._forecast.retry_after_s(ticket, over_s, room := self._watch.look())
         why_late = "no decode worker takes requests" if room.awaited else "the cluster is overloaded"
         bound = "its deadline" if why is Rejection.DEADLINE else f"{self._policy.max_queue_s:g} s"
         return Unavailable(f"{why_late}: the wait would be longer than {bound}", retry_after_s=retry_s)
 
-    def _retry_after_s(self, ticket: Ticket, over_s: float, room: ClusterRoom) -> float:
-        return self._retry.retry_after_s(ticket.cost, over_s, rate=self._rate(room), now_s=self._clock())
-
-    def _wait_s(self, ticket: Ticket, room: ClusterRoom) -> float:
-        local, first = room.awaits_reading(ticket.num_tokens), self._queue.first()
-        # Whoever cannot pass the first one waits as long as that one.
-        if (
-            local
-            and not self._num_refused()
-            and (first is None or room.awaits_reading(first.num_tokens) or self._may_be_passed(first, room))
-        ):
-            return self._queue.within(local.most_tokens) / local.tokens_per_s + local.wait_s
-        if not len(self._queue) and self._has_room(room, ticket):
-            return room.least_wait_s
-        ahead = self._queue.ahead_of(ticket, credit=self._credit(ticket, room))
-        return (ahead.cost + ticket.cost) / self._rate(room) + room.least_wait_s
-
-    def _left_s(self, ticket: Ticket, room: ClusterRoom, now_s: float, patience: float) -> float:
-        left_s = ticket.arrived_s + patience * self._policy.max_queue_s - now_s
-        if ticket.deadline_s is None:
-            return left_s
-        return min(left_s, ticket.deadline_s - now_s - room.compute_s(ticket.work_tokens))
-
-    def _credit(self, ticket: Ticket, room: ClusterRoom) -> float:
-        away_s = ticket.arrived_s - self._seen_s.get(ticket.tenant, ticket.arrived_s)
-        return self._policy.credit_s * self._rate(room) if away_s < self._policy.credit_lapses_s else 0.0
-
-    def _rate(self, room: ClusterRoom) -> float:
-        return self._meter.rate(room.prefill_tokens_per_s * self._policy.input_weight)
-
-    def _room(self) -> ClusterRoom:
-        transit = InTransit(
-            num_requests=len(self._transit),
-            work_tokens=sum(entry.ticket.work_tokens for entry in self._transit if not entry.is_local),
-            local_tokens=sum(entry.ticket.work_tokens for entry in self._transit if entry.is_local),
-        )
-        room = look(self._view(), self._policy.room, transit, self._clock())
-        self._awaited = not room.usable and self._is_due()
-        return replace(room, awaited=True) if self._awaited else room
-
-    def _has_room(self, room: ClusterRoom, ticket: Ticket) -> bool:
-        return self._lack(room, ticket) is None
-
-    def _lack(self, room: ClusterRoom, ticket: Ticket) -> Lack | None:
-        """Why it cannot run now; None: it can, or never will."""
-        if not room.ever_holds(ticket.num_tokens):
-            return None
-        lack = room.lack(ticket.num_tokens)
-        if self._num_refused():
-            return Lack.DECODE if lack is None else lack.and_decode()
-        if lack is None and self._places(ticket.priority) <= len(self._transit):
-            return Lack.ROUTER
-        return lack
-
     def _pass_time(self) -> None:
         # How fast the queue drains is not learned while there is nobody to drain it.
-        self._meter.passed(self._clock(), busy=len(self._queue) > 0 and not self._awaited)
+        self._forecast.meter.passed(self._clock(), busy=len(self._queue) > 0 and not self._watch.awaited)
 
     def _give_turn(self, entry: Entry) -> None:
-        entry.waiting, entry.had_turn, entry.in_transit = False, True, True
-        self._transit.add(entry)
+        entry.waiting, entry.had_turn = False, True
+        self._watch.began(entry)
         self._counters.served(entry.ticket.tenant, input_tokens=entry.ticket.work_tokens)
         self.counts.waited(self._clock() - entry.ticket.arrived_s)
