@@ -32,6 +32,8 @@ from tandem.runtime_folder import enter_privately
 
 Command = Callable[[ProcessPlan, Path, int], Sequence[str]]
 """The command line of a process: its plan, the configuration's path, the descriptor for its ready line."""
+EXIT_NOT_STARTED = 127
+"""The status of a process that could not be started, as shells tell it."""
 
 
 class Launched(Protocol):

@@ -17,7 +17,7 @@ from pydantic import SecretStr
 
 from cluster.child import Callbacks
 from cluster.effective import with_router_ports
-from cluster.launcher import Launched, LocalLauncher
+from cluster.launcher import EXIT_NOT_STARTED, Launched, LocalLauncher
 from cluster.ray_placement import GPU, Node, Placement, bundle_of, told, worker_config
 from cluster.ray_session import HostHandle, NodeLost, RaySession
 from cluster.supervisor import ProcessPlan, Role
@@ -27,7 +27,6 @@ from tandem.errors import ConfigError
 from tandem.hosts import join
 from tandem.load_progress import LoadReport
 
-EXIT_NOT_STARTED = 127
 LEASE_S = 60.0
 """An actor of which `tandem up` has asked nothing for so long ends, and its worker with it."""
 _ROOM_S = 5.0

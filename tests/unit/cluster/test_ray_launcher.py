@@ -10,7 +10,8 @@ import yaml
 from cluster import ray_launcher
 from cluster.child import Callbacks
 from cluster.endings import ChangeFailed
-from cluster.ray_launcher import EXIT_NOT_STARTED, RayLauncher
+from cluster.launcher import EXIT_NOT_STARTED
+from cluster.ray_launcher import RayLauncher
 from cluster.ray_placement import Node
 from cluster.ray_session import NodeLost, connect
 from cluster.shared_config import SharedConfig
