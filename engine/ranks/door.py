@@ -203,6 +203,10 @@ class NodeDoor:
             raise
 
     def _refusal(self, caller: Caller) -> str | None:
+        ours = self._group.revision
+        if caller.revision and ours and caller.revision != ours:
+            # No refusal, whatever else differs: in a roll-out, one of this group's own comes after it.
+            raise RankLost(f"its revision is {caller.revision}, this one's {ours}")
         return unlike(caller, size=self._group.size, num_nodes=self._group.num_nodes)
 
     def _enter(self, caller: Caller, token: str, channel: Channel) -> None:
@@ -210,9 +214,6 @@ class NodeDoor:
         with self._changed:
             if self._is_closing:
                 raise RankLost("the group has begun without it")
-            if caller.revision != self._group.revision and caller.revision and self._group.revision:
-                # No refusal: in a roll-out, one of this group's own comes after it.
-                raise RankLost(f"its revision is {caller.revision}, this one's {self._group.revision}")
             if caller.purpose is Purpose.STEPS:
                 before = self._comers.pop(caller.rank, None)
                 if before is not None:

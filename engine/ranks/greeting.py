@@ -70,7 +70,8 @@ def admit(
 ) -> tuple[Caller, str]:
     """The leader's side, up to the welcome: who came, and the token that was given.
 
-    `refusal`: why somebody who knows the secret is not taken all the same; `bond`: see `greet`. Raises RankLost.
+    `refusal`: why somebody who knows the secret is not taken all the same, now or later; it raises RankLost for one who
+    may knock again. `bond`: see `greet`. Raises RankLost.
     """
     hello = bytes(_unproven(channel, Kind.HELLO))
     caller = _caller(hello)
