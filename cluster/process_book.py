@@ -26,8 +26,6 @@ class _Known:
     """Its last ready line."""
     reaches: frozenset[str] | None = None
     """Of a router: the addresses of the workers that answer it."""
-    is_outdated: bool = False
-    """It was starting when the configuration last changed."""
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_TAIL_LINES))
 
 
@@ -93,7 +91,7 @@ class ProcessBook:
         """It is started (again): what it wrote and reached before is another process's."""
         known = self._known[name]
         known.tail.clear()
-        known.reaches, known.is_outdated = None, False
+        known.reaches = None
 
     def launched(self, name: str, child: Launched) -> None:
         """It lives."""
@@ -132,14 +130,3 @@ class ProcessBook:
     def is_alive(self, name: str) -> bool:
         """Whether it can be signalled."""
         return name in self._known and self._known[name].child is not None
-
-    def outdate(self) -> None:
-        """The configuration has changed: who is starting may have read what was right before."""
-        for name, known in self._known.items():
-            known.is_outdated |= self._state_of(name) is ProcessState.STARTING
-
-    def settle_outdated(self, name: str) -> bool:
-        """Whether it is to read the configuration again, now that it serves; asked once."""
-        known = self._known[name]
-        was, known.is_outdated = known.is_outdated, False
-        return was

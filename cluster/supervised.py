@@ -1,7 +1,6 @@
 """Carries facts of running processes to their supervisor and to a rollout, and carries out what these decide."""
 
 import asyncio
-import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -162,7 +161,6 @@ class SupervisedProcesses:
         except OSError as error:  # routers go on with what they know, and hear of it when it can be written again
             self._watcher.on_note(Note(name="configuration", text=f"cannot be written: {error}", is_error=True))
             return
-        self.book.outdate()
         self._carry_out(self.supervisor.reread(Role.ROUTER))
 
     def _addresses(self, role: Role) -> tuple[str, ...]:
@@ -195,8 +193,6 @@ class SupervisedProcesses:
         self.book.serves(name, info)
         actions = self.supervisor.on_ready(name, _now())
         self._publish()
-        if self.book.settle_outdated(name):  # it may have read what was right when it began
-            actions.append(Send(name=name, signum=signal.SIGHUP))
         self.apply(actions)
         self._watcher.on_state(self.view(name))
 

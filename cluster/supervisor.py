@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
+from cluster.beats import Beats
 from cluster.endings import describe_exit
-from router.silence import SilenceWatch
 from tandem.errors import InvariantError
 
 
@@ -27,8 +27,6 @@ class Role(Enum):
     ROUTER = "router"
 
 
-_LOOK_S = 1.0
-"""Between two looks at who is silent."""
 REQUIRED_ROLES = (Role.DECODE, Role.ROUTER)
 """Without one of each nothing is answered; without prefill workers the decode workers compute prompts themselves."""
 
@@ -154,13 +152,14 @@ class _Process:
     ready_at: float | None = None
     deadline: float | None = None
     """Of the start, of the backoff or of the drain, by the state."""
-    watch: SilenceWatch | None = None
-    look_at: float | None = None
-    """When `watch` is asked next."""
+    beats: Beats | None = None
+    """Of one that says that it is alive, and is to go on with that."""
     terminated: bool = False
     rapid_deaths: int = 0
     is_candidate: bool = False
     """It was added and has not served yet: if it ends it is not started again."""
+    is_outdated: bool = False
+    """While it was starting its files have changed: it may have read them before."""
 
     @property
     def is_alive(self) -> bool:
@@ -212,7 +211,7 @@ class Supervisor:
         if not process.is_alive:
             return self._forget(process)
         wait_s = self._patience(process)
-        process.watch = process.look_at = None
+        process.beats = None
         process.state = ProcessState.RETIRING
         return self._terminate(process, wait_s, now)
 
@@ -225,8 +224,9 @@ class Supervisor:
         notes: list[Action] = [Note(name=name, text="is back")] if process.was_ready else []
         process.was_ready, process.is_candidate = True, False
         if process.plan.beats:
-            process.watch = SilenceWatch(silence_s=self.policy.silence_s, period_s=_LOOK_S, now_s=now)
-            process.look_at = now + _LOOK_S
+            process.beats = Beats(silence_s=self.policy.silence_s, now=now)
+        if process.is_outdated:
+            notes.append(Send(name=name, signum=signal.SIGHUP))
         if self.phase is Phase.STARTING:
             if all(p.state is ProcessState.READY for p in self._processes.values()):
                 self.phase = Phase.RUNNING
@@ -235,8 +235,8 @@ class Supervisor:
 
     def on_beat(self, name: str, now: float) -> None:
         """A process says that it is alive."""
-        if (watch := self._processes[name].watch) is not None:
-            watch.heard(now)
+        if (beats := self._processes[name].beats) is not None:
+            beats.heard(now)
 
     def on_room(self, name: str, has_room: bool, now: float) -> None:
         """Whether there is room for one that starts: while there is none it is not late, unless nobody counts on it."""
@@ -249,7 +249,7 @@ class Supervisor:
     def on_exited(self, name: str, status: int, now: float) -> list[Action]:
         """A process ended; `status` is negative when a signal ended it, as in `subprocess`."""
         process = self._processes[name]
-        process.watch = process.look_at = None
+        process.beats = None
         if self.phase in (Phase.STOPPING, Phase.STOPPED):
             process.state, process.deadline = ProcessState.EXITED, None
             return self._advance_stop(now)
@@ -275,7 +275,8 @@ class Supervisor:
         actions: list[Action] = []
         for process in self._processes.values():
             name = process.plan.name
-            if self._is_silent(process, now):
+            if process.beats is not None and process.beats.is_silent(now):
+                process.beats = None
                 text = f"says nothing for {self.policy.silence_s:g} s: killed"
                 actions += [Note(name=name, text=text, is_error=True), Send(name=name, signum=signal.SIGKILL)]
             if process.deadline is None or now < process.deadline:
@@ -293,8 +294,9 @@ class Supervisor:
 
     def next_wake(self) -> float | None:
         """When `tick` next has something to do, if nothing else happens."""
-        due = (at for p in self._processes.values() for at in (p.deadline, p.look_at) if at is not None)
-        return min(due, default=None)
+        processes = self._processes.values()
+        due = [p.deadline for p in processes if p.deadline is not None]
+        return min(due + [p.beats.look_at for p in processes if p.beats is not None], default=None)
 
     def is_member(self, name: str) -> bool:
         """Whether it belongs to the set for good: it is neither new nor on its way out."""
@@ -302,10 +304,14 @@ class Supervisor:
         return not process.is_candidate and process.state is not ProcessState.RETIRING
 
     def reread(self, role: Role | None = None) -> list[Action]:
-        """Have every process (of one role) that serves look at its files; one that is starting reads them anyway."""
-        processes = [p for p in self._processes.values() if p.state is ProcessState.READY]
-        ready = [p.plan.name for p in processes if role in (None, p.plan.role)]
-        return [Send(name=name, signum=signal.SIGHUP) for name in ready if self.phase is Phase.RUNNING]
+        """Have every process (of one role) look at its files: now if it serves, when it does if it is starting."""
+        if self.phase in (Phase.STOPPING, Phase.STOPPED):
+            return []
+        processes = [p for p in self._processes.values() if role in (None, p.plan.role)]
+        for process in processes:
+            process.is_outdated = process.state is ProcessState.STARTING
+        ready = [p.plan.name for p in processes if p.state is ProcessState.READY]
+        return [Send(name=name, signum=signal.SIGHUP) for name in ready]
 
     def stop(self, now: float) -> list[Action]:
         """End everything in order, each process finishing its work within its bound."""
@@ -314,7 +320,7 @@ class Supervisor:
         was_running, self.phase = self.phase is Phase.RUNNING, Phase.STOPPING
         actions: list[Action] = []
         for process in self._processes.values():
-            process.watch = process.look_at = None
+            process.beats = None
             if process.state is ProcessState.RETIRING:
                 continue  # it is being ended already, within its own bound
             process.deadline = None
@@ -333,17 +339,6 @@ class Supervisor:
         kills: list[Action] = [Send(name=p.plan.name, signum=signal.SIGKILL) for p in alive]
         return [a for a in actions if not isinstance(a, Send)] + kills
 
-    @staticmethod
-    def _is_silent(process: _Process, now: float) -> bool:
-        """Whether that has turned out now; one that is to be killed is not looked at any more."""
-        if process.watch is None or process.look_at is None or now < process.look_at:
-            return False
-        process.look_at = now + _LOOK_S
-        if not process.watch.is_silent(now):
-            return False
-        process.watch = process.look_at = None
-        return True
-
     def _launch_pending(self, now: float) -> list[Action]:
         """The next stage, once every process before it is ready."""
         waiting = [p for p in self._processes.values() if p.state is not ProcessState.READY]
@@ -352,7 +347,7 @@ class Supervisor:
         return [action for process in due for action in self._launch(process, now)]
 
     def _launch(self, process: _Process, now: float) -> list[Action]:
-        process.state, process.ready_at = ProcessState.STARTING, None
+        process.state, process.ready_at, process.is_outdated = ProcessState.STARTING, None, False
         process.deadline = now + self.policy.start_timeout_s
         return [Launch(name=process.plan.name)]
 

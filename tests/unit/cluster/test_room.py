@@ -89,3 +89,18 @@ def test_a_worker_that_waits_for_room_for_long_serves_when_there_is_some():
 
     with asyncio.Runner(loop_factory=ClockThatJumps) as runner:
         runner.run(scenario())
+
+
+async def test_files_that_change_while_a_worker_waits_for_room_are_read_when_it_serves():
+    launcher = Crowded("decode-0")
+    cluster = LocalCluster(fake_config(), launcher=launcher, policy=POLICY)
+    entering = asyncio.ensure_future(cluster.__aenter__())
+    async with asyncio.timeout(WAIT_S):
+        await launcher.waits.wait()
+        late = launcher.started["decode-0"]
+        cluster.request_reread()
+        assert late.signals == []
+        late.find_room()
+        await entering
+    assert late.signals == [signal.SIGHUP]
+    await cluster.__aexit__(None, None, None)

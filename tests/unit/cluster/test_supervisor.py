@@ -149,15 +149,30 @@ def test_a_stop_drains_the_router_first_then_the_workers():
     assert supervisor.failure is None
 
 
-def test_only_who_serves_is_told_to_read_files_again():
+def test_who_serves_is_told_to_read_files_again_and_who_starts_when_it_does():
     supervisor = running()
     assert sent(supervisor.reread()) == [(name, signal.SIGHUP) for name in NAMES]
     supervisor.on_exited(NAMES[0], -9, 101)
     supervisor.tick(supervisor.next_wake())
     assert supervisor.state(NAMES[0]) is ProcessState.STARTING
     assert sent(supervisor.reread()) == [(name, signal.SIGHUP) for name in NAMES[1:]]
-    supervisor.stop(102)
+    assert sent(supervisor.on_ready(NAMES[0], 102)) == [(NAMES[0], signal.SIGHUP)]
+    supervisor.on_exited(NAMES[0], -9, 103)
+    supervisor.reread()
+    supervisor.tick(supervisor.next_wake())
+    assert sent(supervisor.on_ready(NAMES[0], 110)) == [], "it has read them since"
+    supervisor.stop(111)
     assert supervisor.reread() == []
+
+
+def test_files_that_change_during_the_start_are_read_by_all():
+    supervisor = make()
+    supervisor.start(0)
+    supervisor.on_ready("prefill-0", 1)
+    assert sent(supervisor.reread()) == [("prefill-0", signal.SIGHUP)]
+    assert sent(supervisor.on_ready("decode-0", 2)) == [("decode-0", signal.SIGHUP)]
+    supervisor.on_ready("decode-1", 3)
+    assert sent(supervisor.on_ready("router", 4)) == [], "it was started behind the change"
 
 
 def test_a_drain_beyond_its_bound_is_killed():
