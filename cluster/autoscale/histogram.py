@@ -29,11 +29,16 @@ class Histogram:
         return sum(self.counts)
 
     def plus(self, other: "Histogram", *, kept: float = 1.0) -> "Histogram":
-        """A share of this, and another's; one that is empty has no buckets yet."""
+        """A share of this, and another's; one that is empty has no buckets yet.
+
+        Routers of two versions may have other bounds: then those stay that both have, infinity at least.
+        """
         if not self.bounds:
             return other
         if not other.bounds:
             return self.scaled(kept)
+        if self.bounds != other.bounds:
+            return self._at(other.bounds).plus(other._at(self.bounds), kept=kept)
         counts = tuple(kept * mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True))
         return Histogram(bounds=self.bounds, counts=counts, total=kept * self.total + other.total)
 
@@ -45,6 +50,19 @@ class Histogram:
         """So much of each bucket."""
         counts = tuple(share * count for count in self.counts)
         return Histogram(bounds=self.bounds, counts=counts, total=share * self.total)
+
+    def _at(self, bounds: tuple[float, ...]) -> "Histogram":
+        """With those of its bounds alone that are among these."""
+        kept: list[float] = []
+        counts: list[float] = []
+        below = 0.0
+        for bound, count in zip(self.bounds, self.counts, strict=True):
+            below += count
+            if bound in bounds:
+                kept.append(bound)
+                counts.append(below)
+                below = 0.0
+        return Histogram(bounds=tuple(kept), counts=tuple(counts), total=self.total)
 
     def fell_below(self, earlier: "Histogram") -> bool:
         """Whether it counts anew: no bucket of one that goes on ever falls."""

@@ -100,7 +100,9 @@ class LoadWatch:
         num_lost = sum(after.num_lost - before.num_lost for before, after in pairs)
         if queried > 0.0:
             self._hit_rate += _HIT_WEIGHT * (min(1.0, hits / queried) - self._hit_rate)
-        self._prompts = self._prompts.plus(prompts, kept=_REMEMBERED)
+        # Of other buckets, such as another version's, nothing is remembered: it would be as rough as both.
+        known = self._prompts if self._prompts.bounds == prompts.bounds else Histogram()
+        self._prompts = known.plus(prompts, kept=_REMEMBERED)
         answered = _answered(answers, self._prompts, hits)
         context = answered.context_tokens / answered.output_tokens if answered.output_tokens else None
         self._speed.look(now, prompt_tokens=self._prompts.moment(1), context_tokens=context)

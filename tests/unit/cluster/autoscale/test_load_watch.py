@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from cluster.autoscale.figures import read_figures
+from cluster.autoscale.figures import RouterFigures, read_figures
 from cluster.autoscale.histogram import Histogram
 from cluster.autoscale.load_watch import LoadWatch, Unseen, live_workers
 from cluster.autoscale.speed import SpeedWatch
@@ -215,3 +215,36 @@ def test_a_histogram_knows_what_lies_above() -> None:
     assert spread.above(0.0) == 25.0
     assert spread.above(99.0) == 5.0
     assert Histogram().above(1.0) == Histogram().moment(2) == 0.0
+
+
+def test_of_histograms_with_other_bounds_those_count_that_both_have() -> None:
+    one = Histogram(bounds=(1.0, 2.0, 5.0, inf), counts=(10.0, 20.0, 3.0, 4.0), total=70.0)
+    other = Histogram(bounds=(2.0, 3.0, 4.0, inf), counts=(5.0, 1.0, 1.0, 2.0), total=30.0)
+    both = Histogram(bounds=(2.0, inf), counts=(35.0, 11.0), total=100.0)
+    assert one.plus(other) == other.plus(one) == both
+    assert one.plus(Histogram(bounds=(7.0, inf), counts=(1.0, 0.0), total=3.0)).counts == (38.0,)
+
+
+def test_routers_of_another_version_may_have_other_buckets() -> None:
+    """Both sum up while there are both; what was remembered of lengths begins anew with the buckets."""
+
+    def newer(router: ToldRouter) -> RouterFigures:
+        """Without each second bound of prompts' lengths."""
+        lines = router.text().splitlines(keepends=True)
+        buckets = [line for line in lines if line.startswith("vllm:request_prompt_tokens_bucket")]
+        return read_figures("".join(line for line in lines if line not in buckets[1:-1:2]))
+
+    one, other, looks = ToldRouter(), ToldRouter(), watch()
+    assert 4 < len(newer(one).prompts.bounds) < len(one.figures().prompts.bounds)
+    looks.look(0.0, {"a": one.figures(), "b": newer(other)})
+    one.serve(30, prompt=700)
+    other.serve(20, prompt=700)
+    told = seen(looks.look(PERIOD_S, {"a": one.figures(), "b": newer(other)}))
+    assert told.demand.num_requests == 50
+    assert told.demand.prompt_tokens == 50 * 700
+    for now_s in (2, 3):  # the other one is replaced: two looks are lost, as whenever a router begins anew
+        assert "a" in why(looks.look(now_s * PERIOD_S, {"a": newer(one), "b": newer(other)}))
+    one.serve(40, prompt=900)
+    told = seen(looks.look(4 * PERIOD_S, {"a": newer(one), "b": newer(other)}))
+    assert told.demand.num_requests == 40
+    assert told.demand.prompt_seconds == pytest.approx(40 * WORKER.prompt_seconds(0, 900), rel=0.1)
