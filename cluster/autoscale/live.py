@@ -25,6 +25,7 @@ from cluster.planner.planner import Planner
 from cluster.planner.staffing import Margins, Promise, Staffing, WorkerModel
 from cluster.planner.values import FleetView, PlannerPolicy
 from tandem.errors import ConfigError
+from tandem.hangup import on_hangup
 
 _FORGET_PERIODS = 4.0
 """For so many a silent router is waited for; after that its clients are the others'."""
@@ -55,7 +56,7 @@ class LivePlanner:
     def __init__(self, options: LiveOptions, scaler: Scaler | None, say: Callable[[str], None]) -> None:
         """`scaler`: None: what routers know of workers is the fleet, and it cannot be changed. Raises ConfigError."""
         if scaler is None and not options.is_dry_run:
-            raise ConfigError("to change a fleet takes --control SOCKET or --kubernetes NAME; --dry-run changes none")
+            raise ConfigError("to change a fleet takes --socket PATH or --kubernetes NAME; --dry-run changes none")
         self._options = options
         self._scaler = scaler
         self._routers = Routers(options.urls, api_key_file=options.api_key_file, tls=options.tls)
@@ -134,6 +135,8 @@ async def autoscale_live(options: LiveOptions, scaler: Scaler | None, say: Calla
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, stop.set)
             stack.callback(loop.remove_signal_handler, signum)
+        if on_hangup(loop, closed=stop.set, reread=lambda: None):  # keys and tokens are read for every look anyway
+            stack.callback(loop.remove_signal_handler, signal.SIGHUP)
         if options.metrics_address is not None:
             host, port = options.metrics_address
             try:

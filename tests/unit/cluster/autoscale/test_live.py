@@ -3,6 +3,8 @@
 import asyncio
 import http.server
 import json
+import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.autoscale.command import address_of, sizes_of
-from cluster.autoscale.live import LiveOptions, LivePlanner
+from cluster.autoscale.live import LiveOptions, LivePlanner, autoscale_live
 from cluster.autoscale.load_watch import LoadWatch, Unseen
 from cluster.autoscale.orders import Order, OrderFailed
 from cluster.autoscale.routers import Routers
@@ -161,6 +163,26 @@ async def test_an_order_that_fails_is_said_and_tried_again_later() -> None:
     assert len(failures) == len(workers.orders)
     assert all("no room" in line["why"][0] for line in failures)
     assert workers.sizes == SHAPE
+
+
+async def test_whoever_says_that_files_have_changed_ends_no_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a unit's reload does; SIGTERM ends it."""
+    reached: list[int] = []
+    before = signal.signal(signal.SIGHUP, lambda number, _frame: reached.append(number))
+    monkeypatch.setattr("tandem.hangup.has_terminal", lambda: False)
+    told: list[str] = []
+
+    def say(line: str) -> None:
+        told.append(line)
+        os.kill(os.getpid(), signal.SIGTERM if len(told) > 2 else signal.SIGHUP)
+
+    try:
+        with door() as router:
+            assert await autoscale_live(options(router.url, is_dry_run=True), None, say) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert reached == []
+    assert len(told) >= 3
 
 
 async def test_what_no_scaler_may_raise_ends_the_planner() -> None:
