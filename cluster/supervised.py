@@ -14,6 +14,9 @@ from cluster.supervisor import Action, Gone, Launch, Note, Phase, Role, Send, Su
 from tandem.errors import ConfigError
 from tandem.hosts import join
 
+_WRITE_AGAIN_S = 5.0
+"""After the configuration could not be written."""
+
 
 class SupervisedProcesses:
     """The processes of one cluster while it lives. Use it on the event loop."""
@@ -38,6 +41,8 @@ class SupervisedProcesses:
         self._watcher = watcher
         self._names_workers = names_workers
         self._timer: asyncio.TimerHandle | None = None
+        self._publish_at: float | None = None
+        """When to try that again, where it has failed."""
         self._changed = asyncio.Event()
 
     def view(self, name: str) -> ProcessView:
@@ -81,7 +86,8 @@ class SupervisedProcesses:
         self._carry_out(actions)
         self._advance()
         self.cancel_alarm()
-        wakes = (self.supervisor.next_wake(), None if self.rollout is None else self.rollout.next_wake())
+        of_change = None if self.rollout is None else self.rollout.next_wake()
+        wakes = (self.supervisor.next_wake(), of_change, self._publish_at)
         wake = min((at for at in wakes if at is not None), default=None)
         self._timer = None if wake is None else asyncio.get_running_loop().call_at(wake, self._tick)
         self._changed.set()
@@ -155,11 +161,14 @@ class SupervisedProcesses:
         if not self._names_workers:
             return
         prefill, decode = self._addresses(Role.PREFILL), self._addresses(Role.DECODE)
+        tried_at, self._publish_at = self._publish_at, None
         try:
             if not self._shared.name_workers(prefill=prefill, decode=decode):
                 return
         except OSError as error:  # routers go on with what they know, and hear of it when it can be written again
-            self._watcher.on_note(Note(name="configuration", text=f"cannot be written: {error}", is_error=True))
+            self._publish_at = _now() + _WRITE_AGAIN_S
+            if tried_at is None:
+                self._watcher.on_note(Note(name="configuration", text=f"cannot be written: {error}", is_error=True))
             return
         self._carry_out(self.supervisor.reread(Role.ROUTER))
 
@@ -211,6 +220,8 @@ class SupervisedProcesses:
             self._watcher.on_state(self.view(name))
 
     def _tick(self) -> None:
+        if self._publish_at is not None and self._publish_at <= _now():
+            self._publish()
         self.apply(self.supervisor.tick(_now()))
 
 

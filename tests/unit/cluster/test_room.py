@@ -4,7 +4,10 @@ import asyncio
 import signal
 from pathlib import Path
 
+import pytest
+
 from cluster.local import LocalCluster
+from cluster.process_view import SilentWatcher
 from cluster.supervisor import Policy, ProcessState
 from tests.unit.cluster.clock_that_jumps import ClockThatJumps
 from tests.unit.cluster.fake_cluster import fake_config
@@ -18,14 +21,15 @@ class Played:
 
     pid = None
 
-    def __init__(self, callbacks, *, has_room):
+    def __init__(self, callbacks, *, has_room, address=None):
+        self.address = address
         self.callbacks = callbacks
         self.signals = []
         asyncio.get_running_loop().call_soon(self.find_room if has_room else lambda: callbacks.on_room(False))
 
     def find_room(self):
         self.callbacks.on_room(True)
-        self.callbacks.on_ready({})
+        self.callbacks.on_ready({} if self.address is None else {"address": self.address})
 
     def send(self, signum):
         self.signals.append(signum)
@@ -86,6 +90,75 @@ def test_a_worker_that_waits_for_room_for_long_serves_when_there_is_some():
             await entering
             assert {view.state for view in cluster.processes} == {ProcessState.READY}
             await cluster.__aexit__(None, None, None)
+
+    with asyncio.Runner(loop_factory=ClockThatJumps) as runner:
+        runner.run(scenario())
+
+
+class Moving(Crowded):
+    """Where each worker is at another address when it starts again. `is_full`: of the disk."""
+
+    is_full = False
+
+    def __init__(self):
+        super().__init__(None)
+        self.num_tries = 0
+        self.named = []
+
+    def configure(self, config):
+        self.num_tries += 1
+        if self.is_full:
+            raise OSError(28, "No space left on device")
+        self.named.append(config.decode.addresses)
+
+    def start(self, plan, callbacks):
+        address = f"10.0.0.{len(self.started)}:7000" if plan.name == "decode-0" else None
+        made = self.started[plan.name] = Played(callbacks, has_room=True, address=address)
+        return made
+
+
+class Noting(SilentWatcher):
+    def __init__(self):
+        self.notes = []
+
+    def on_note(self, note):
+        self.notes.append(str(note))
+
+
+def test_where_a_worker_is_now_is_written_as_soon_as_that_is_possible_again():
+    """Once it is told that it is not; routers would otherwise wait for the next change of the set."""
+
+    async def scenario():
+        loop, launcher, watcher = asyncio.get_running_loop(), Moving(), Noting()
+        cluster = LocalCluster(fake_config(), launcher=launcher, policy=POLICY, watcher=watcher)
+
+        async def until(reached):
+            for _ in range(1000):
+                if reached():
+                    return
+                loop.away_s += 1.0  # whatever is due is due now
+                await asyncio.sleep(0)
+            pytest.fail("it does not come to that")
+
+        async with cluster:
+            (first,) = launcher.named[-1]
+            launcher.is_full = True
+            tries = launcher.num_tries
+            launcher.started["decode-0"].send(signal.SIGKILL)
+            await until(lambda: launcher.num_tries == tries + 3)
+            assert sum("cannot be written" in note for note in watcher.notes) == 1
+            router = launcher.started["router"]
+            told = len(router.signals)
+            launcher.is_full = False
+            await until(lambda: len(router.signals) > told)
+            assert router.signals[told:] == [signal.SIGHUP]
+            (now,) = launcher.named[-1]
+            assert now == launcher.started["decode-0"].address != first
+            tries = launcher.num_tries
+            for _ in range(60):
+                loop.away_s += 1.0
+                await asyncio.sleep(0)
+            assert launcher.num_tries == tries, "it is written"
 
     with asyncio.Runner(loop_factory=ClockThatJumps) as runner:
         runner.run(scenario())
