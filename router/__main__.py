@@ -327,8 +327,6 @@ async def _await_successor(
         relieved=lifetime.stop,
         succeeds=predecessor is not None,
     )
-    if predecessor is not None:
-        await asyncio.to_thread(predecessor.look_again)
     await stack.enter_async_context(handing)
     if predecessor is not None:
         predecessor.relieve()

@@ -75,12 +75,9 @@ class Doors:
 class Predecessor:
     """Who has the doors until this process serves; close it in the end."""
 
-    def __init__(self, path: Path, doors: bytes, link: socket.socket, http: socket.socket) -> None:
-        """`doors`: as it told them."""
+    def __init__(self, path: Path, link: socket.socket, http: socket.socket) -> None:
         self._path = path
-        self._doors = doors
-        self._links = [link]
-        """To it and, perhaps, to whoever has succeeded it meanwhile."""
+        self._link = link
         self.http = http
         """The listening socket of the HTTP door."""
 
@@ -107,7 +104,7 @@ class Predecessor:
                 return None
             raise ConfigError(f"router: the router that answers at {path} has other doors: {told.decode()}")
         _log.info("the router that runs will hand its doors over")
-        return cls(path, told, link, http)
+        return cls(path, link, http)
 
     def reached(self) -> frozenset[str] | None:
         """Addresses of the workers that answer it; none of one that has gone meanwhile, or that is too old to know the
@@ -128,33 +125,16 @@ class Predecessor:
         except (ConfigError, OSError, ValueError, TypeError):
             return None
 
-    def look_again(self) -> None:
-        """Before its place is taken: another successor may be there by now, whom nobody would find then. Blocks."""
-        try:
-            link, told, http = _meet(self._path)
-        except (ConfigError, OSError):
-            return
-        http.close()
-        if told == self._doors:
-            self._links.append(link)
-        else:
-            link.close()
-
     def relieve(self) -> None:
-        """This process serves: the other one may go, and whoever has succeeded it meanwhile."""
-        failures: list[OSError] = []
-        for link in self._links:
-            try:
-                link.sendall(_SERVES)
-            except OSError as error:
-                failures.append(error)
-        if len(failures) == len(self._links):
-            _log.warning("the router that ran cannot be told that this one serves, or has gone: %s", failures[0])
+        """This process serves: the other one may go."""
+        try:
+            self._link.sendall(_SERVES)
+        except OSError as error:
+            _log.warning("the router that ran cannot be told that this one serves, or has gone: %s", error)
 
     def close(self) -> None:
         """The listening socket stays with whoever has taken it."""
-        for link in self._links:
-            link.close()
+        self._link.close()
 
 
 def _meet(path: Path) -> tuple[socket.socket, bytes, socket.socket]:

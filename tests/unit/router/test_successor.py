@@ -280,39 +280,6 @@ async def test_the_successors_own_socket_stays_when_the_predecessor_leaves(confi
         found.close()
 
 
-async def test_of_two_successors_the_later_one_relieves_the_first(config, door):
-    """Else both would serve at the same doors for ever, and nobody could succeed the one whose place is taken."""
-    relieved, first_relieved = asyncio.Event(), asyncio.Event()
-    async with hands_over(config, door, relieved=relieved.set) as before:
-        first, second = await find(config), await find(config)
-        await asyncio.to_thread(first.look_again)
-        async with hands_over(config, door, relieved=first_relieved.set, succeeds=True):
-            first.relieve()
-            await relieved.wait()
-            await before.close()
-            await asyncio.to_thread(second.look_again)
-            async with hands_over(config, door, relieved=lambda: pytest.fail("relieved"), succeeds=True):
-                second.relieve()
-                await first_relieved.wait()
-    for one in (first, second):
-        one.http.close()
-        one.close()
-
-
-async def test_whoever_has_other_doors_by_then_is_left_alone(unnamed, door, caplog):
-    """The place is named after the port alone: the predecessor has died, and another address's router is there."""
-    async with hands_over(unnamed, door, relieved=lambda: None):
-        found = await find(unnamed)
-    other = unnamed.model_copy(update={"host": "127.0.0.2"})
-    async with hands_over(other, door, relieved=lambda: pytest.fail("relieved")) as handing:
-        await asyncio.to_thread(found.look_again)
-        found.relieve()
-        assert not handing.is_relieved
-    assert "cannot be told that this one serves" in caplog.text
-    found.http.close()
-    found.close()
-
-
 async def test_where_others_can_enter_nobody_is_awaited(config, door, tmp_path, caplog):
     tmp_path.chmod(0o755)
     async with hands_over(config, door, relieved=lambda: None):
