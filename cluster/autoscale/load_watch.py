@@ -77,6 +77,8 @@ class LoadWatch:
         silent = [f"{name}: {said}" for name, said in told.items() if isinstance(said, str)]
         if silent and (not answered or any(name in self._known for name in told.keys() - answered.keys())):
             return "; ".join(silent)
+        if len({figures.buckets for figures in answered.values()}) > 1:  # of two versions, side by side for a while
+            return f"{' and '.join(sorted(answered))} do not count in the same buckets"
         fallen = []
         for name, known in self._known.items():
             if not answered[name].began_anew(known.figures):
@@ -99,7 +101,9 @@ class LoadWatch:
         hits = sum(after.hit_tokens - before.hit_tokens for before, after in pairs)
         num_lost = sum(after.num_lost - before.num_lost for before, after in pairs)
         if queried > 0.0:
-            self._hit_rate += _HIT_WEIGHT * (min(1.0, hits / queried) - self._hit_rate)
+            self._hit_rate += _HIT_WEIGHT * (max(0.0, min(1.0, hits / queried)) - self._hit_rate)
+        if self._prompts.bounds != prompts.bounds:  # routers of another version
+            self._prompts = Histogram()
         self._prompts = self._prompts.plus(prompts, kept=_REMEMBERED)
         answered = _answered(answers, self._prompts, hits)
         context = answered.context_tokens / answered.output_tokens if answered.output_tokens else None

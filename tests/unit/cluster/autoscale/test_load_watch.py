@@ -1,10 +1,11 @@
 """What routers tell becomes what a period was: summed over them, right in its moments, and never made up."""
 
+from dataclasses import replace
 from math import inf
 
 import pytest
 
-from cluster.autoscale.figures import read_figures
+from cluster.autoscale.figures import RouterFigures, read_figures
 from cluster.autoscale.histogram import Histogram
 from cluster.autoscale.load_watch import LoadWatch, Unseen, live_workers
 from cluster.autoscale.speed import SpeedWatch
@@ -142,6 +143,63 @@ def test_every_router_tells_of_the_same_workers() -> None:
     told = seen(looks.look(15.0, figures))
     assert told.waiting_prompt_seconds == pytest.approx(170 * WORKER.prompt_token_s)
     assert live_workers(list(figures.values())) == Sizes(prefill=2, decode=3)
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "-1.0", "1e300"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vllm:request_prompt_tokens_sum",
+        'vllm:time_to_first_token_seconds_bucket{le="+Inf"}',
+        "vllm:prefix_cache_hits_total",
+        'tandem_workers{role="decode",state="live"}',
+        'tandem_queue_tokens{lacks="prefill"}',
+        'tandem_worker_backlog_tokens{worker="w",role="prefill"}',
+        'tandem_worker_step_seconds_total{worker="w",role="prefill",kind="prefill"}',
+    ],
+)
+def test_no_number_that_nobody_counts_is_planned_by(name: str, value: str) -> None:
+    router = ToldRouter()
+    router.serve(3)
+    with pytest.raises(ValueError, match=r"\bis\b|fewer"):
+        read_figures(f"{router.text()}{name} {value}\n")
+
+
+def test_buckets_that_fall_and_pools_without_end_are_refused() -> None:
+    with pytest.raises(ValueError, match="fewer observations"):
+        Histogram.of({1.0: 5.0, 2.0: 3.0, inf: 6.0}, 7.0)
+    with pytest.raises(ValueError, match="fewer observations"):
+        Histogram.of({float("nan"): 5.0, inf: 6.0}, 7.0)
+    for blocks in ("9" * 300, "-4"):
+        with pytest.raises(ValueError, match="cache_config_info is"):
+            ToldRouter().figures(f'vllm:cache_config_info{{engine="w",block_size="16",num_gpu_blocks="{blocks}"}} 1\n')
+
+
+def test_a_sum_that_falls_is_of_a_router_that_began_anew() -> None:
+    before = Histogram(bounds=(1.0, inf), counts=(3.0, 0.0), total=3.0)
+    assert Histogram(bounds=(1.0, inf), counts=(9.0, 0.0), total=2.0).fell_below(before)
+    assert not Histogram(bounds=(1.0, inf), counts=(3.0, 0.0), total=3.0 - 1e-15).fell_below(before)
+
+
+def test_routers_whose_buckets_differ_are_not_added_up_and_new_ones_are_learnt() -> None:
+    """Two versions side by side: nothing is decided, and the planner lives to see the upgrade's end."""
+    old, new, looks = ToldRouter(), ToldRouter(), watch()
+    old.serve(4)
+    new.serve(4)
+
+    def other(router: ToldRouter) -> RouterFigures:
+        figures = router.figures()
+        wider = replace(figures.prompts, bounds=(0.5, *figures.prompts.bounds), counts=(0.0, *figures.prompts.counts))
+        return replace(figures, prompts=wider)
+
+    looks.look(0.0, {"a": old.figures(), "b": old.figures()})
+    old.serve(1)
+    seen(looks.look(15.0, {"a": old.figures(), "b": old.figures()}))
+    assert "a and b do not count in the same buckets" in why(looks.look(30.0, {"a": old.figures(), "b": other(new)}))
+    for at_s in (45.0, 60.0):
+        assert "a" in why(looks.look(at_s, {"a": other(new), "b": other(new)}))
+    new.serve(5)
+    assert seen(looks.look(75.0, {"a": other(new), "b": other(new)})).demand.num_requests == 10
 
 
 @pytest.mark.parametrize("bottleneck", ["prefill", "decode"])
