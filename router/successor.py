@@ -4,13 +4,15 @@ The successor finds a Unix socket named after the HTTP port and gets the listeni
 queue goes on, whoever closes which end. gRPC lets nobody hand it a socket, so both listen at its port for a moment.
 The successor opens the doors when it has joined every worker that the predecessor reaches. Once it serves it says so,
 and the predecessor drains and ends. One that dies first has changed nothing. Each question has a connection of its own:
-a predecessor of an older version closes it, and that word must still reach it.
+a predecessor of an older version closes it, and that word must still reach it. Of two successors that were started at
+once the one that took the place last stays: the other sees that, and drains as well.
 """
 
 import asyncio
 import contextlib
 import json
 import logging
+import secrets
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,7 +41,7 @@ _ANSWER_S = 5.0
 _JOIN_S = 60.0
 """For a successor to join all of them; then it takes over with those that it has."""
 _LOOK_S = 1.0
-"""Between two looks at whom the predecessor reaches by now."""
+"""Between two looks at whom the predecessor reaches by now, and at whose the place is."""
 _AGAIN_S = 1.0
 """Before successors are accepted again where there was no descriptor for one."""
 _MAX_BYTES = 4096
@@ -184,6 +186,7 @@ class HandsOver:
         self._inode: int | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         """Where there is no safe place the router serves all the same, and says so."""
@@ -198,6 +201,7 @@ class HandsOver:
             _log.warning("a successor will not find this router: %s", error)
             return self
         self._accepting = asyncio.get_running_loop().create_task(self._accept(self._listening))
+        self._looking = asyncio.get_running_loop().create_task(self._look_after(self._path))
         return self
 
     async def __aexit__(
@@ -207,7 +211,7 @@ class HandsOver:
 
     async def close(self) -> None:
         """Offer the doors no more: this router leaves them to nobody, or has left them. Once is enough."""
-        tasks = [*self._tasks] + ([self._accepting] if self._accepting is not None else [])
+        tasks = [*self._tasks, *(task for task in (self._accepting, self._looking) if task is not None)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -216,12 +220,12 @@ class HandsOver:
         self._listening.close()
         self._listening = None
         with contextlib.suppress(OSError):
-            if self._path.stat().st_ino == self._inode:  # the successor's own may be there by now
+            if self._is_there(self._path):  # the successor's own may be there by now
                 self._path.unlink()
 
     def _listen(self, path: Path) -> socket.socket:
         """In the place of a predecessor's, at once."""
-        fresh = path.with_name(f"{path.name}.new")
+        fresh = path.with_name(f"{path.name}.{secrets.token_hex(2)}")  # another one may be at it, too
         fresh.unlink(missing_ok=True)
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.setblocking(False)
@@ -257,9 +261,33 @@ class HandsOver:
             while (asked := await loop.sock_recv(link, len(_REACHED))) == _REACHED:
                 await loop.sock_sendall(link, json.dumps(sorted(self._reached())).encode() + b"\n")
             if asked == _SERVES:
-                _log.info("a successor serves")
-                self.is_relieved = True
-                self._relieved()
+                self._leave()
+
+    def _leave(self) -> None:
+        _log.info("a successor serves")
+        self.is_relieved = True
+        self._relieved()
+
+    async def _look_after(self, path: Path) -> None:
+        """Until somebody else has the place: one that found our predecessor as we did has no link to tell us by."""
+        while not await asyncio.to_thread(self._is_taken, path):  # noqa: ASYNC110 - no event tells of another process
+            await asyncio.sleep(_LOOK_S)
+        self._leave()
+
+    def _is_taken(self, path: Path) -> bool:
+        """Whether a router with these doors answers there, and it is not this one. Blocks."""
+        try:
+            if self._is_there(path):
+                return False
+            link, told, http = _meet(path)
+        except (ConfigError, OSError):
+            return False
+        with link, http:
+            return told == self._doors.as_json()
+
+    def _is_there(self, path: Path) -> bool:
+        """Whether what this router listens at is still at the place."""
+        return path.stat().st_ino == self._inode
 
 
 async def enough_joined(

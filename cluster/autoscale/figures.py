@@ -37,6 +37,8 @@ _OF_LIMITS = {"concurrent_requests", "requests_per_minute", "tokens_per_minute",
 """Turned away whatever workers there are."""
 _FOR_READERS = {"prefill", "both"}
 """What those in the routers' queues lack where more prefill workers would read them sooner."""
+_LARGEST = float(1 << 63)
+"""Nobody has counted further: beyond it, or below 0, or no number at all, is no word to plan by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +102,8 @@ def read_figures(text: str) -> RouterFigures:
                 backlog[labels["worker"]] = value
                 roles[labels["worker"]] = labels["role"]
             elif name == _POOL:
-                kv_tokens[labels["engine"]] = int(labels["block_size"]) * int(labels["num_gpu_blocks"])
+                tokens = int(labels["block_size"]) * int(labels["num_gpu_blocks"])
+                kv_tokens[labels["engine"]] = int(_sane(name, tokens))
             elif name == _WORKERS and labels["state"] == "live" and labels["role"] in live:
                 live[labels["role"]] = int(value)
             elif (key := _key(name, labels)) is not None:
@@ -132,7 +135,15 @@ def _samples(text: str) -> Iterator[Sample]:
     # Most of what a router tells is of no use here, and parsing is what costs.
     lines = "\n".join(line for line in text.splitlines() if line.startswith(_READ))
     for family in text_string_to_metric_families(lines + "\n"):
-        yield from family.samples
+        for sample in family.samples:
+            _sane(sample.name, sample.value)
+            yield sample
+
+
+def _sane(name: str, value: float) -> float:
+    if not 0.0 <= value <= _LARGEST:  # not a number is neither
+        raise ValueError(f"{name} is {value:g}")
+    return value
 
 
 def _key(name: str, labels: Mapping[str, str]) -> str | None:

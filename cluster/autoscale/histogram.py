@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf
+from math import inf, isnan
+
+_ROUNDING = 1e-9
+"""Parts of a sum may be added up in another order each time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,10 +20,12 @@ class Histogram:
 
     @classmethod
     def of(cls, cumulative: dict[float, float], total: float) -> "Histogram":
-        """From the text format: by upper end, how many are at most that."""
+        """From the text format: by upper end, how many are at most that. ValueError for what no histogram says."""
         bounds = tuple(sorted(cumulative))
         reached = [0.0, *(cumulative[bound] for bound in bounds)]
         counts = tuple(after - before for before, after in pairwise(reached))
+        if any(isnan(bound) for bound in bounds) or any(count < 0.0 for count in counts):
+            raise ValueError("a histogram has fewer observations up to a value than up to a smaller one, or no values")
         return cls(bounds=bounds, counts=counts, total=total)
 
     @property
@@ -65,9 +70,11 @@ class Histogram:
         return Histogram(bounds=tuple(kept), counts=tuple(counts), total=self.total)
 
     def fell_below(self, earlier: "Histogram") -> bool:
-        """Whether it counts anew: no bucket of one that goes on ever falls."""
+        """Whether it counts anew: no bucket of one that goes on ever falls, nor its sum, but for the last digits."""
         if earlier.bounds != self.bounds:
             return bool(earlier.bounds)
+        if self.total < earlier.total * (1.0 - _ROUNDING):
+            return True
         return any(now < before for now, before in zip(self.counts, earlier.counts, strict=True))
 
     def above(self, value: float) -> float:

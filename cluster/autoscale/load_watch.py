@@ -99,7 +99,7 @@ class LoadWatch:
         hits = sum(after.hit_tokens - before.hit_tokens for before, after in pairs)
         num_lost = sum(after.num_lost - before.num_lost for before, after in pairs)
         if queried > 0.0:
-            self._hit_rate += _HIT_WEIGHT * (min(1.0, hits / queried) - self._hit_rate)
+            self._hit_rate += _HIT_WEIGHT * (max(0.0, min(1.0, hits / queried)) - self._hit_rate)
         # Of other buckets, such as another version's, nothing is remembered: it would be as rough as both.
         known = self._prompts if self._prompts.bounds == prompts.bounds else Histogram()
         self._prompts = known.plus(prompts, kept=_REMEMBERED)

@@ -16,6 +16,9 @@ from tandem.errors import ConfigError
 from tandem.hosts import join
 
 _ANSWER_S = 5.0
+"""Between two pieces of an answer."""
+_WHOLE_S = 10.0
+"""For all of it: one that drips must not keep the planner from looking at the others."""
 _MOST_BYTES = 64 << 20
 
 
@@ -50,7 +53,7 @@ class Routers:
             host, port = str(url.hostname), url.port or (443 if url.scheme == "https" else 80)
             try:
                 self._addresses[url.geturl()] = await _addresses(host, port)
-            except OSError as error:
+            except (OSError, UnicodeError) as error:
                 # Routers go on while nobody can resolve their name: they are asked where they were.
                 if url.geturl() not in self._addresses:
                     told[url.geturl()] = f"its name is not known: {error}"
@@ -65,9 +68,12 @@ class Routers:
         try:
             # The name is what its certificate is for, whichever of its addresses is asked.
             headers = {"Host": netloc} | self._key()
-            async with self._http.stream(
-                "GET", f"{url}/metrics", headers=headers, extensions={"sni_hostname": host}
-            ) as response:
+            async with (
+                asyncio.timeout(_WHOLE_S),
+                self._http.stream(
+                    "GET", f"{url}/metrics", headers=headers, extensions={"sni_hostname": host}
+                ) as response,
+            ):
                 if response.status_code != httpx.codes.OK:
                     return f"answers {response.status_code}{_HINTS.get(response.status_code, '')}"
                 body = bytearray()
@@ -76,6 +82,8 @@ class Routers:
                     if len(body) > _MOST_BYTES:
                         return f"its metrics are more than {_MOST_BYTES >> 20} MiB"
             return await asyncio.to_thread(read_figures, body.decode())
+        except TimeoutError:
+            return f"its metrics take more than {_WHOLE_S:g} s"
         except (httpx.HTTPError, OSError, ValueError) as error:
             return f"{type(error).__name__} {error}".strip()
 
@@ -83,7 +91,10 @@ class Routers:
         """Read each time: keys are changed while we run."""
         if self._api_key_file is None:
             return {}
-        return {"Authorization": f"Bearer {self._api_key_file.read_text(encoding='utf-8').strip()}"}
+        key = self._api_key_file.read_text(encoding="utf-8").strip()
+        if not (key.isascii() and key.isprintable()):  # whoever refuses it later would show it
+            raise ValueError(f"{self._api_key_file} holds no key: one line of ASCII")
+        return {"Authorization": f"Bearer {key}"}
 
 
 _HINTS = {

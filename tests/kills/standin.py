@@ -15,7 +15,7 @@ def main(path: str, ready_fd: str, *arguments: str) -> int:
     """The exit code, unless a signal ended the worker: then the same signal ends this process."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link.connect(path)
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, lambda number, _frame: link.send(str(number).encode()))
     socket.send_fds(link, [json.dumps(arguments).encode()], [int(ready_fd), 1, 2])
     os.close(int(ready_fd))

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -266,6 +267,29 @@ async def test_who_takes_over_from_one_that_says_nothing_tells_so(config, door, 
         found.close()
     found.relieve()
     assert "cannot be told that this one serves" in caplog.text
+
+
+async def test_of_two_successors_that_found_the_same_router_one_stays(config, door, monkeypatch):
+    """Only the last one has the place; nobody has a link to the other to tell it."""
+    monkeypatch.setattr(successor, "_LOOK_S", 0.01)
+    relieved = [asyncio.Event() for _ in range(2)]
+    async with hands_over(config, door, relieved=relieved[0].set) as predecessor:
+        found = [await find(config) for _ in range(2)]
+        async with hands_over(config, door, relieved=relieved[1].set, succeeds=True) as first:
+            found[0].relieve()
+            await relieved[0].wait()
+            await predecessor.close()
+            async with hands_over(config, door, relieved=lambda: pytest.fail("relieved"), succeeds=True) as last:
+                found[1].relieve()
+                await relieved[1].wait()
+                await first.close()
+                assert (first.is_relieved, last.is_relieved) == (True, False)
+                third = await find(config)
+                found.append(third)
+    assert not list(Path(config.handover_socket).parent.iterdir())
+    for one in found:
+        one.http.close()
+        one.close()
 
 
 async def test_the_successors_own_socket_stays_when_the_predecessor_leaves(config, door):

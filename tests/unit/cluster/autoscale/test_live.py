@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -219,6 +219,37 @@ async def test_a_key_is_read_anew_and_its_lack_is_named(tmp_path: Path) -> None:
             assert "--api-key-file" in str((await routers.ask())[router.url])
             key.write_text("new\n")
             assert not isinstance((await routers.ask())[router.url], str)
+
+
+async def test_a_router_that_drips_is_given_up_and_the_others_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.autoscale.routers._WHOLE_S", 0.2)
+
+    async def drip(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n# ")
+        with suppress(OSError):
+            while True:
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        writer.close()
+
+    slow = await asyncio.start_server(drip, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{slow.sockets[0].getsockname()[1]}"
+    async with slow:
+        with door() as router:
+            async with Routers([url, router.url], api_key_file=None, tls=None) as routers:
+                told = await routers.ask()
+    assert "more than 0.2 s" in str(told[url])
+    assert not isinstance(told[router.url], str)
+
+
+@pytest.mark.parametrize("text", ["hush\nhush", "hush\u00e9"])
+async def test_a_key_that_is_none_is_not_told(tmp_path: Path, text: str) -> None:
+    (tmp_path / "key").write_text(text)
+    async with Routers(["http://127.0.0.1:1"], api_key_file=tmp_path / "key", tls=None) as routers:
+        [said] = (await routers.ask()).values()
+    assert "holds no key" in str(said)
+    assert "hush" not in str(said)
 
 
 async def test_a_name_stands_for_its_addresses_and_is_still_told() -> None:

@@ -144,6 +144,42 @@ def test_every_router_tells_of_the_same_workers() -> None:
     assert live_workers(list(figures.values())) == Sizes(prefill=2, decode=3)
 
 
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "-1.0", "1e300"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vllm:request_prompt_tokens_sum",
+        'vllm:time_to_first_token_seconds_bucket{le="+Inf"}',
+        "vllm:prefix_cache_hits_total",
+        'tandem_workers{role="decode",state="live"}',
+        'tandem_queue_tokens{lacks="prefill"}',
+        'tandem_worker_backlog_tokens{worker="w",role="prefill"}',
+        'tandem_worker_step_seconds_total{worker="w",role="prefill",kind="prefill"}',
+    ],
+)
+def test_no_number_that_nobody_counts_is_planned_by(name: str, value: str) -> None:
+    router = ToldRouter()
+    router.serve(3)
+    with pytest.raises(ValueError, match=r"\bis\b|fewer"):
+        read_figures(f"{router.text()}{name} {value}\n")
+
+
+def test_buckets_that_fall_and_pools_without_end_are_refused() -> None:
+    with pytest.raises(ValueError, match="fewer observations"):
+        Histogram.of({1.0: 5.0, 2.0: 3.0, inf: 6.0}, 7.0)
+    with pytest.raises(ValueError, match="fewer observations"):
+        Histogram.of({float("nan"): 5.0, inf: 6.0}, 7.0)
+    for blocks in ("9" * 300, "-4"):
+        with pytest.raises(ValueError, match="cache_config_info is"):
+            ToldRouter().figures(f'vllm:cache_config_info{{engine="w",block_size="16",num_gpu_blocks="{blocks}"}} 1\n')
+
+
+def test_a_sum_that_falls_is_of_a_router_that_began_anew() -> None:
+    before = Histogram(bounds=(1.0, inf), counts=(3.0, 0.0), total=3.0)
+    assert Histogram(bounds=(1.0, inf), counts=(9.0, 0.0), total=2.0).fell_below(before)
+    assert not Histogram(bounds=(1.0, inf), counts=(3.0, 0.0), total=3.0 - 1e-15).fell_below(before)
+
+
 @pytest.mark.parametrize("bottleneck", ["prefill", "decode"])
 def test_prompts_that_wait_for_a_place_to_decode_are_no_work_for_more_readers(bottleneck: Bottleneck) -> None:
     told: list[tuple[float, int]] = []
