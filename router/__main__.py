@@ -19,7 +19,6 @@ from router.admission_assembly import cost_model, hedging_settings, make_gate, m
 from router.asked import ModelInfo
 from router.batch_assembly import open_batches
 from router.board import RouterBoard
-from router.board_metrics import BoardMetrics
 from router.canary import CANARY_SALT, Canary
 from router.decisions import DecisionLog
 from router.descriptors import connection_bounds, raise_file_limit
@@ -36,6 +35,7 @@ from router.http.connections import ConnectionLimits
 from router.http.profile_routes import ProfileRoutes
 from router.http.server import HttpDoor
 from router.metrics import RouterMetrics
+from router.metrics_assembly import make_metrics
 from router.named_caches import KeptPrompts, NamedCaches
 from router.named_siblings import NamedSiblings
 from router.placer import Placer
@@ -50,12 +50,10 @@ from router.shared_names import SharedNames
 from router.sibling_limits import SiblingLimits
 from router.siblings import Siblings
 from router.slow_reader import WRITE_TIMEOUT_S
-from router.spending import PriceTable
-from router.stated_workers import StatedWorkers, stated
+from router.stated_workers import StatedPools, StatedWorkers, stated
 from router.status.assembly import open_status
 from router.successor import HandsOver, Predecessor, enough_joined
 from router.surroundings import DispatchSettings
-from router.tenant_usage import TenantUsage
 from router.tokenizer import Tokenizer
 from router.workers import WorkerRegistry
 from tandem.block_hash import BlockHasher
@@ -96,11 +94,8 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
             return
         model = _model_info(registry)
         tokenizer.check_fits(model.vocab_size)
-        metrics = RouterMetrics(model.name, TenantUsage(PriceTable(config.prices), since_s=time.time()))
-        keeper.show(metrics.registry)
-        metrics.tenants.is_nameless = keeper.keys.is_nameless
-        if board is not None:
-            metrics.registry.register(BoardMetrics(board))
+        metrics = make_metrics(config, model.name, keeper, board)
+        lifetime.on_reread(OneAtATime(StatedPools(place.config_path, config, metrics.stated_workers).read))
         siblings = await _join_siblings(stack, place, metrics, None if board is not None else (incarnation, limits))
         decisions = DecisionLog(config.router.decisions_kept, clock=time.monotonic)
         admission = Admission(max_inflight=config.router.max_inflight_requests, clock=time.monotonic)

@@ -57,6 +57,10 @@ class Totals(Collector):
         """Add, under the labels' values in their order."""
         self._values[values] = self._values.get(values, 0.0) + amount
 
+    def show(self, *values: str, total: float) -> None:
+        """What somebody else has counted under these labels' values."""
+        self._values[values] = total
+
     def sum(self, *, without: str | None = None) -> float:
         """Over all labels; `without`: values that begin with this label are left out."""
         return sum(value for labels, value in self._values.items() if labels[0] != without)

@@ -31,6 +31,7 @@ from router.work_metrics import WorkMetrics
 from router.worker_view import WorkerSnapshot
 from tandem.errors import Code
 from tandem.outputs import FinishReason
+from tandem.roles import WorkerRole
 
 _TTFT = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -136,6 +137,12 @@ class RouterMetrics:
     def _add_workers(self) -> None:
         """What each worker says of itself, but for what collectors of their own show."""
         self._workers = Gauge("tandem_workers", "Workers by role and state", ("role", "state"), registry=self.registry)
+        text = (
+            "Workers the configuration names; who sizes pools may have others, but a pool of 0 is meant to be missing"
+        )
+        self._stated = Gauge("tandem_pool_stated_workers", text, ("role",), registry=self.registry)
+        text, roles = "Workers that went although nobody had told them to", [(role.value,) for role in WorkerRole]
+        self._lost = self._counters("tandem_workers_lost", text, ("role",), known=roles)
         text = "Whether the router is ready: some decode worker takes requests and gives tokens"
         self._ready = Gauge("tandem_ready", text, registry=self.registry)
         text = "Decode workers that give tokens and can be paired with some prefill worker"
@@ -203,8 +210,16 @@ class RouterMetrics:
         self._retries.inc(reason)
 
     def workers(self, role: str, state: str, count: int) -> None:
-        """How many workers of a role are in a state, such as (`decode`, `healthy`)."""
+        """How many workers of a role are in a state, such as (`decode`, `live`)."""
         self._workers.labels(role, state).set(count)
+
+    def workers_lost(self, role: str, total: int) -> None:
+        """How many of a role have gone that nobody had told to, since this router began."""
+        self._lost.show(role, total=total)
+
+    def stated_workers(self, role: str, count: int) -> None:
+        """How many of a role the configuration names."""
+        self._stated.labels(role).set(count)
 
     def ready(self, is_ready: bool, *, num_paired: int) -> None:
         """Whether the router is, and how many decode workers have a prefill worker beside them."""

@@ -41,6 +41,7 @@ class Readiness:
         workers = self._registry.status().workers
         for role in WorkerRole:
             self._metrics.workers(role.value, "live", sum(w.info.role is role for w in workers))
+            self._metrics.workers_lost(role.value, self._registry.lost[role])
         self._metrics.ready(self.not_ready_reason() is None, num_paired=self._num_paired(workers))
         self._metrics.worker_loads(workers)
         known = self._registry.prefix_map

@@ -1,13 +1,15 @@
-"""The workers that the configuration names, read again when somebody says that the file has changed."""
+"""The workers and pools that the configuration names, read again when somebody says that the file has changed."""
 
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from tandem.config import ClusterConfig, load
 from tandem.errors import ConfigError
 from tandem.registry import WorkerAddress, stated_addresses
+from tandem.roles import WorkerRole
 
 _log = logging.getLogger(__name__)
 
@@ -36,3 +38,23 @@ class StatedWorkers:
             _log.error("%s; the workers stay those that were named before", error)
             return
         self._loop.call_soon_threadsafe(self._apply, found)
+
+
+class StatedPools:
+    """Shows how many workers each pool is configured to have: a pool of none is meant to be missing."""
+
+    def __init__(self, path: Path | None, config: ClusterConfig, show: Callable[[str, int], None]) -> None:
+        """`show` takes a role and a number, in whatever thread. Without a path nothing is ever read."""
+        self._path = path
+        self._show = show
+        self._tell(config)
+
+    def read(self) -> None:
+        """In a thread. What makes no sense changes nothing: `StatedWorkers` complains of it."""
+        if self._path is not None:
+            with suppress(ConfigError, OSError):
+                self._tell(load(self._path))
+
+    def _tell(self, config: ClusterConfig) -> None:
+        self._show(WorkerRole.PREFILL.value, config.prefill.replicas)
+        self._show(WorkerRole.DECODE.value, config.decode.replicas)

@@ -5,7 +5,7 @@ the ledger of what it has sent, because a worker's own word on its load is alway
 """
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -71,6 +71,8 @@ class WorkerRegistry:
         self._successions = Successions(snapshots=self.snapshots, port=self.port, clock=clock)
         self.pins = PinRegistry(find=self._pin_site, clock=clock, max_pins=max_pins)
         self._left_in_order: deque[WorkerKey] = deque(maxlen=_REMEMBERED)
+        self.lost: Counter[WorkerRole] = Counter()
+        """How many went, since this router began, that nobody had told to."""
         self.on_load: Callable[[WorkerSnapshot], None] = _nobody
         """Called with every load report."""
         self.peer_loads: Callable[[WorkerKey, int], PeerShare] = _no_peers
@@ -109,6 +111,7 @@ class WorkerRegistry:
         if worker.info.role is WorkerRole.DECODE:
             self.expected.left(key, in_order=worker.draining)
         is_expected = worker.draining or reason == CLOSED_HERE
+        self.lost[worker.info.role] += not is_expected
         del self._workers[key.worker_id]
         self._table.changed()
         self.prefix_map.drop_worker(key.worker_id)

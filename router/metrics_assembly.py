@@ -1,0 +1,23 @@
+"""From the configuration to a router's metrics."""
+
+import time
+
+from router.board import RouterBoard
+from router.board_metrics import BoardMetrics
+from router.doorkeeper import Doorkeeper
+from router.metrics import RouterMetrics
+from router.spending import PriceTable
+from router.tenant_usage import TenantUsage
+from tandem.config import ClusterConfig
+
+
+def make_metrics(
+    config: ClusterConfig, model_name: str, keeper: Doorkeeper, board: RouterBoard | None
+) -> RouterMetrics:
+    """With what keys and the board in Redis have to show; the latter where there is one."""
+    metrics = RouterMetrics(model_name, TenantUsage(PriceTable(config.prices), since_s=time.time()))
+    keeper.show(metrics.registry)
+    metrics.tenants.is_nameless = keeper.keys.is_nameless
+    if board is not None:
+        metrics.registry.register(BoardMetrics(board))
+    return metrics
