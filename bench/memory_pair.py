@@ -4,7 +4,6 @@ The workers, hubs, sessions and gRPC servers are the real ones; only the process
 """
 
 import asyncio
-import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
@@ -25,7 +24,7 @@ from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.ids import WorkerId
 from tandem.model_path import model_name
-from tandem.process import Lifetime, WorkerPlace, announce, worker_main
+from tandem.process import Lifetime, WorkerPlace, announce, end, worker_main
 from tandem.roles import WorkerRole
 from tandem.rpc import ClusterAuth, listen, make_server
 from tandem.v1.session_pb2_grpc import add_WorkerServicer_to_server
@@ -126,4 +125,4 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
 
 
 if __name__ == "__main__":
-    sys.exit(worker_main(WorkerRole.DECODE, serve))
+    end(worker_main(WorkerRole.DECODE, serve))

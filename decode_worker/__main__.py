@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import sys
 import time
 from contextlib import AsyncExitStack
 from typing import Any
@@ -23,7 +22,7 @@ from tandem.board.assembly import make_publisher, publish
 from tandem.config import ClusterConfig
 from tandem.ids import WorkerId
 from tandem.model_path import model_name
-from tandem.process import Lifetime, WorkerPlace, announce, load_progress, worker_main
+from tandem.process import Lifetime, WorkerPlace, announce, end, load_progress, worker_main
 from tandem.roles import WorkerRole
 from tandem.rpc import ClusterAuth, listen, make_server
 from tandem.telemetry import open_tracer
@@ -109,4 +108,4 @@ async def _with_fabric(
 
 
 if __name__ == "__main__":
-    sys.exit(worker_main(WorkerRole.DECODE, serve))
+    end(worker_main(WorkerRole.DECODE, serve))

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import sys
 import time
 from contextlib import AsyncExitStack
 
@@ -24,7 +23,7 @@ from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.ids import WorkerId
 from tandem.model_path import model_name
-from tandem.process import Lifetime, WorkerPlace, announce, load_progress, worker_main
+from tandem.process import Lifetime, WorkerPlace, announce, end, load_progress, worker_main
 from tandem.roles import WorkerRole
 from tandem.rpc import ClusterAuth, listen, make_server
 from tandem.telemetry import open_tracer
@@ -107,4 +106,4 @@ def _region(parts: EngineParts, stack: AsyncExitStack) -> KVRegion:
 
 
 if __name__ == "__main__":
-    sys.exit(worker_main(WorkerRole.PREFILL, serve))
+    end(worker_main(WorkerRole.PREFILL, serve))

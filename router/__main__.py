@@ -4,7 +4,6 @@ import asyncio
 import gc
 import logging
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -63,7 +62,7 @@ from tandem.heartbeat import Heartbeat
 from tandem.hosts import hold, join, reachable
 from tandem.ids import Incarnation
 from tandem.model_path import model_directory
-from tandem.process import Lifetime, OneAtATime, RouterPlace, router_main
+from tandem.process import Lifetime, OneAtATime, RouterPlace, end, router_main
 from tandem.registry import ChangingDirectory, WorkerAddress
 from tandem.rpc import ClusterAuth, open_channel
 from tandem.telemetry import open_tracer, read_sampling_again
@@ -386,4 +385,4 @@ def _model_info(registry: WorkerRegistry) -> ModelInfo:
 
 
 if __name__ == "__main__":
-    sys.exit(router_main(serve))
+    end(router_main(serve))

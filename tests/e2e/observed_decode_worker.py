@@ -12,7 +12,7 @@ from decode_worker.__main__ import serve
 from engine.block_mover import BlockMover
 from engine.sampler import Sampler
 from engine.step_inputs import StepInputs
-from tandem.process import worker_main
+from tandem.process import end, worker_main
 from tandem.roles import WorkerRole
 
 MARK = (7, 13.5)
@@ -60,4 +60,4 @@ def observed(lines: list[str], name: str) -> int:
 if __name__ == "__main__":
     observe()
     make_nan()
-    sys.exit(worker_main(WorkerRole.DECODE, serve))
+    end(worker_main(WorkerRole.DECODE, serve))

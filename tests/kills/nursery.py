@@ -1,13 +1,14 @@
-"""Workers without the wait: a process that has imported everything forks them, `python -m tests.kills.nursery SOCKET`.
+"""Processes without the wait: one that has imported everything forks them, `python -m tests.kills.nursery SOCKET KIND`.
 
 Importing takes a worker seconds of processor time, its own work to start a few tenths. Each connection to the socket is
-the life of one worker: its arguments and descriptors come in (see `standin`), then signals, and its exit status goes
-out. A worker dies with its connection. What is forked runs the same `serve` as `python -m prefill_worker`, and says
-more about itself (`tests.kills.watched`).
+the life of one process: its arguments and descriptors come in (see `standin`), then signals, and its exit status goes
+out. A process dies with its connection. What is forked runs the same `serve` as `python -m prefill_worker`; a worker
+says more about itself (`tests.kills.watched`). Routers come from a nursery of their own, where there is no torch.
 """
 
 import ctypes
 import gc
+import importlib
 import json
 import os
 import selectors
@@ -16,49 +17,51 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
-import decode_worker.__main__
-import prefill_worker.__main__
-from cluster.effective import child_environment, module_command, place_arguments
+from cluster.effective import child_environment, place_arguments
 from cluster.supervisor import ProcessPlan, Role
-from tandem.process import worker_main
+from tandem.process import router_main, worker_main
 from tandem.roles import WorkerRole
-from tests.kills.watched import watch
 
 _STANDIN = Path(__file__).with_name("standin.py")
 _PR_SET_PDEATHSIG = 1
-_MODULES = {WorkerRole.PREFILL: prefill_worker.__main__, WorkerRole.DECODE: decode_worker.__main__}
+_MODULES = {role.value: "router.__main__" if role is Role.ROUTER else f"{role.value}_worker.__main__" for role in Role}
+_ROUTERS, _WORKERS = "routers", "workers"
+_KINDS = {
+    _ROUTERS: (_MODULES[Role.ROUTER.value],),
+    _WORKERS: (_MODULES[Role.PREFILL.value], _MODULES[Role.DECODE.value], "tests.kills.watched"),
+}
+"""What each kind of nursery imports."""
 
 
 @contextmanager
 def nursery(folder: Path) -> Iterator[Callable[[ProcessPlan, Path, int], Sequence[str]]]:
-    """Start one; how `LocalCluster` is to start its processes then. Workers are watched in `folder`."""
-    path = folder / "nursery.sock"
+    """Start one of each kind; how `LocalCluster` is to start its processes then. Workers are watched in `folder`."""
+    paths = {kind: folder / f"{kind}.nursery" for kind in _KINDS}
     environment = child_environment(os.environ) | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.kills.nursery", str(path)], env=environment, stdout=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline(), "the nursery has not started"
+    with ExitStack() as stack:
+        begun = []
+        for kind, path in paths.items():
+            command = [sys.executable, "-m", "tests.kills.nursery", str(path), kind]
+            begun.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE))
+            stack.callback(begun[-1].communicate)
+            stack.callback(begun[-1].kill)
+        for process in begun:
+            assert process.stdout is not None
+            assert process.stdout.readline(), "the nursery has not started"
 
-        def command(plan: ProcessPlan, config_path: Path, ready_fd: int) -> Sequence[str]:
-            if plan.role is Role.ROUTER:
-                return module_command(plan, config_path, ready_fd)
-            worker = [plan.role.value, str(folder / f"{plan.name}.sock")]
-            worker += place_arguments(plan, config_path)
-            return [sys.executable, "-I", "-S", str(_STANDIN), str(path), str(ready_fd), *worker]
+        def command_of(plan: ProcessPlan, config_path: Path, ready_fd: int) -> Sequence[str]:
+            path = paths[_ROUTERS if plan.role is Role.ROUTER else _WORKERS]
+            place = [plan.role.value, str(folder / f"{plan.name}.sock"), *place_arguments(plan, config_path)]
+            return [sys.executable, "-I", "-S", str(_STANDIN), str(path), str(ready_fd), *place]
 
-        yield command
-    finally:
-        process.kill()
-        process.communicate()
+        yield command_of
 
 
 class Nursery:
-    """One process's workers."""
+    """Whoever was forked from one process."""
 
     def __init__(self, path: str) -> None:
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -94,7 +97,7 @@ class Nursery:
         if pid == 0:
             code = 1
             try:
-                code = _be_a_worker(descriptors, *json.loads(told))
+                code = _be(descriptors, *json.loads(told))
             finally:
                 os._exit(code)
         for descriptor in descriptors:
@@ -126,10 +129,11 @@ class Nursery:
         self._selector.register(link, selectors.EVENT_READ, told)
 
 
-def _be_a_worker(descriptors: list[int], role_name: str, watch_path: str, *arguments: str) -> int:
-    """The worker's whole life, down to its exit code."""
+def _be(descriptors: list[int], role: str, watch_path: str, *arguments: str) -> int:
+    """One process's whole life, down to its exit code."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as in `cluster.child`
     ready_fd, out, err = descriptors
     os.dup2(out, 1)
     os.dup2(err, 2)
@@ -137,14 +141,20 @@ def _be_a_worker(descriptors: list[int], role_name: str, watch_path: str, *argum
         if number > 2 and number != ready_fd:
             with suppress(OSError):  # that of the listing itself
                 os.close(number)
-    role = WorkerRole(role_name)
-    sys.argv = [f"{role_name}_worker", *arguments, "--ready-fd", str(ready_fd)]
-    watch(_MODULES[role], Path(watch_path))
-    return worker_main(role, _MODULES[role].serve)
+    module = importlib.import_module(_MODULES[role])
+    sys.argv = [role, *arguments, "--ready-fd", str(ready_fd)]
+    if role == Role.ROUTER.value:
+        return router_main(module.serve)
+    from tests.kills.watched import watch
+
+    watch(module, Path(watch_path))
+    return worker_main(WorkerRole(role), module.serve)
 
 
-def main(path: str) -> None:
+def main(path: str, kind: str) -> None:
     """Serve until killed."""
+    for name in _KINDS[kind]:
+        importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) > 1:
         raise SystemExit("something that was imported has started threads: nothing can be forked from here")
     gc.collect()
@@ -155,4 +165,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,7 +1,7 @@
-"""What a supervisor starts in place of a worker that is forked elsewhere: `python standin.py SOCKET READY_FD ARG ...`.
+"""What a supervisor starts in place of a process that is forked elsewhere: `python standin.py SOCKET READY_FD ARG ...`.
 
-It hands its descriptors and the worker's arguments to the nursery, passes signals on, and ends as the worker ends. If
-it is killed itself, the nursery kills the worker. Imports next to nothing: it starts in some milliseconds.
+It hands its descriptors and that one's arguments to the nursery, passes signals on, and ends as the process ends. If
+it is killed itself, the nursery kills the process. Imports next to nothing: it starts in some milliseconds.
 """
 
 import json
@@ -12,7 +12,7 @@ import sys
 
 
 def main(path: str, ready_fd: str, *arguments: str) -> int:
-    """The exit code, unless a signal ended the worker: then the same signal ends this process."""
+    """The exit code, unless a signal ended the other one: then the same signal ends this process."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link.connect(path)
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -122,3 +124,17 @@ def test_however_often_files_are_to_be_read_again_they_are_read_once_more():
 
     asyncio.run(storm())
     assert len(turns) == 2
+
+
+def test_a_process_ends_with_all_said_and_without_being_taken_apart():
+    code = (
+        "import atexit, tandem.process\n"
+        "class Kept:\n"
+        "    def __del__(self): print('taken apart')\n"
+        "kept = Kept()\n"
+        "atexit.register(print, 'told of the end')\n"
+        "print('said')\n"
+        "tandem.process.end(3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "said\ntold of the end\n", "")
