@@ -1,56 +1,144 @@
-"""Models from the hub. `python -m cluster.hub ORG/NAME --into DIR` is what a pod runs before it serves one."""
+"""Models from the hub. `python -m cluster.hub ORG/NAME --into DIR` is what a pod runs before it serves one.
+
+A download that breaks is gone on with, by the hub's own client, where it broke; `cluster.patience` says for how long.
+What is there is compared with the hub's list before it counts as fetched: where the client cannot ask for that list, it
+takes whatever lies in the directory.
+"""
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import NamedTuple, Protocol
 
+from cluster.patience import DownloadPatience
 from tandem.errors import ConfigError
 
 _TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer.model")
 _MODEL_FILES = (*_TOKENIZER_FILES, "*.safetensors")
-_Download = Callable[..., Any]
+STALLED_S = 600.0
+
+
+class Listing(NamedTuple):
+    """What the hub has of a model."""
+
+    commit: str
+    sizes: Mapping[str, int | None]
+    """In bytes, by the file's name; None where the hub does not say."""
+
+
+class Hub(Protocol):
+    """Whoever has models. Raises what it likes."""
+
+    def files(self, hub_id: str, revision: str | None) -> Listing:
+        """Of that branch, tag or commit; None: of the main branch."""
+
+    def download(self, hub_id: str, commit: str, patterns: Sequence[str], into: Path | None) -> str:
+        """Into a directory, or the user's own cache; returns where the files are."""
+
+
+class HubClient:
+    """Hugging Face's."""
+
+    def files(self, hub_id: str, revision: str | None) -> Listing:
+        """One request, whatever the number of files."""
+        from huggingface_hub import HfApi
+
+        info = HfApi().model_info(hub_id, revision=revision, files_metadata=True)
+        return Listing(str(info.sha), {file.rfilename: file.size for file in info.siblings or ()})
+
+    def download(self, hub_id: str, commit: str | None, patterns: Sequence[str], into: Path | None) -> str:
+        """Goes on with what an earlier call has begun."""
+        from huggingface_hub import snapshot_download
+
+        return str(snapshot_download(hub_id, revision=commit, allow_patterns=list(patterns), local_dir=into))
 
 
 def download(hub_id: str) -> str:
     """Into the user's own cache; returns the directory. Raises ConfigError."""
-    return _snapshot(hub_id, None, allow_patterns=list(_MODEL_FILES))
-
-
-def fetch(hub_id: str, into: Path, *, revision: str | None, weights: bool, snapshot: _Download | None = None) -> bool:
-    """Put the model's files into a directory; False where an earlier call has done so. Raises ConfigError.
-
-    Several pods may share the directory: the hub's client locks each file, and what one has begun another goes on with.
-    """
-    done = into / f".fetched-{'model' if weights else 'tokenizer'}"
-    asked = f"{hub_id}@{revision or 'main'}\n"
-    if done.is_file() and done.read_text(encoding="utf-8") == asked:
-        return False
-    into.mkdir(parents=True, exist_ok=True)
-    patterns = list(_MODEL_FILES if weights else _TOKENIZER_FILES)
-    _snapshot(hub_id, snapshot, allow_patterns=patterns, revision=revision, local_dir=into)
-    done.write_text(asked, encoding="utf-8")
-    return True
-
-
-def _snapshot(hub_id: str, snapshot: _Download | None, **options: Any) -> str:
     try:
-        return str((snapshot or _hub_client())(hub_id, **options))
+        return HubClient().download(hub_id, None, _MODEL_FILES, None)
     except ImportError:
         raise ConfigError(
             f"model.path: {hub_id} is not a directory; for hub ids `pip install huggingface-hub`"
         ) from None
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"model.path: cannot fetch {hub_id}: {reason}") from None
+        raise ConfigError(f"model.path: cannot fetch {hub_id}: {_first_line(error)}") from None
 
 
-def _hub_client() -> _Download:
-    from huggingface_hub import snapshot_download
+class Fetch:
+    """Puts one model's files into a directory."""
 
-    client: _Download = snapshot_download
-    return client
+    def __init__(
+        self,
+        hub: Hub,
+        patience: DownloadPatience,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+        tell: Callable[[str], None] = print,
+    ) -> None:
+        self._hub = hub
+        self._patience = patience
+        self._clock = clock
+        self._pause = pause
+        self._tell = tell
+
+    def run(self, hub_id: str, into: Path, *, revision: str | None, weights: bool) -> bool:
+        """False where an earlier call has done so. Raises ConfigError, OSError.
+
+        Several pods may share the directory: the hub's client locks each file, and what one has begun another goes on
+        with.
+        """
+        done = into / f".fetched-{'model' if weights else 'tokenizer'}"
+        asked = f"{hub_id}@{revision or 'main'}\n"
+        if done.is_file() and done.read_text(encoding="utf-8") == asked:
+            return False
+        into.mkdir(parents=True, exist_ok=True)
+        patterns = _MODEL_FILES if weights else _TOKENIZER_FILES
+        self._patience.begin(_num_bytes(into), self._clock())
+        while (error := self._attempt(hub_id, revision, patterns, into)) is not None:
+            wait_s = self._patience.wait_s(error, _num_bytes(into), self._clock())
+            if wait_s is None:
+                raise ConfigError(f"model.path: cannot fetch {hub_id}: {_first_line(error)}") from error
+            self._tell(f"{hub_id}: {_first_line(error)}; again in {wait_s:.0f} s")
+            self._pause(wait_s)
+        done.write_text(asked, encoding="utf-8")
+        return True
+
+    def _attempt(self, hub_id: str, revision: str | None, patterns: Sequence[str], into: Path) -> Exception | None:
+        """Why it failed; None: every file is there."""
+        try:
+            listing = self._hub.files(hub_id, revision)
+            wanted = [name for name in listing.sizes if any(fnmatch(name, pattern) for pattern in patterns)]
+            if not wanted:
+                raise ValueError(f"none of its files is {', '.join(patterns)}")
+            self._hub.download(hub_id, listing.commit, patterns, into)
+            torn = next((name for name in wanted if not _is_whole(into / name, listing.sizes[name])), None)
+            return None if torn is None else ConnectionError(f"{torn} has not come whole")
+        except Exception as error:  # noqa: BLE001  # the client's transports raise classes of their own
+            return error
+
+
+def _is_whole(path: Path, size: int | None) -> bool:
+    return path.is_file() and size in (None, path.stat().st_size)
+
+
+def _num_bytes(folder: Path) -> int:
+    """Of what has come so far, whole files and begun ones."""
+    num_bytes = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # another pod has just renamed it
+            num_bytes += path.lstat().st_size
+    return num_bytes
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,9 +148,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--into", type=Path, required=True, help="the directory to fill")
     parser.add_argument("--revision", help="branch, tag or commit; main when absent")
     parser.add_argument("--tokenizer-only", action="store_true", help="what a router needs: no weights")
+    parser.add_argument(
+        "--give-up-after",
+        type=float,
+        default=STALLED_S,
+        metavar="SECONDS",
+        help="in which nothing has come, however often it was tried again; %(default)g when absent",
+    )
     told = parser.parse_args(arguments)
     try:
-        is_new = fetch(told.hub_id, told.into, revision=told.revision, weights=not told.tokenizer_only)
+        fetch = Fetch(HubClient(), DownloadPatience(stalled_s=told.give_up_after, rng=Random()))
+        is_new = fetch.run(told.hub_id, told.into, revision=told.revision, weights=not told.tokenizer_only)
     except (ConfigError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1

@@ -7,7 +7,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from random import Random
 from types import TracebackType
 
@@ -19,25 +18,13 @@ from router.session import SessionListener, SessionSettings, WorkerSession
 from router.session_wire import ProtocolError
 from router.worker_view import WorkerKey
 from router.workers import WorkerRejected
+from tandem.backoff import Backoff
 from tandem.registry import WorkerAddress, WorkerDirectory
 from tandem.roles import WorkerRole
 
 logger = logging.getLogger(__name__)
 
 ChannelFactory = Callable[[str], grpc.aio.Channel]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backoff:
-    """Exponential waiting times, half of each at random so that routers do not return in step."""
-
-    first_s: float = 0.1
-    most_s: float = 2.0
-
-    def wait_s(self, num_failures: int, rng: Random) -> float:
-        """Time to wait after so many failures in a row (from 1)."""
-        whole_s = min(self.most_s, self.first_s * 2.0 ** min(num_failures - 1, 30))
-        return whole_s * rng.uniform(0.5, 1.0)
 
 
 class WorkerFleet:

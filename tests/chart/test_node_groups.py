@@ -43,6 +43,8 @@ def test_the_first_pod_waits_for_the_others_and_ends_with_them(
     spec = one["spec"]["leaderWorkerTemplate"]
     assert spec["size"] == group.num_nodes == release.values[role]["nodesPerWorker"]
     assert spec["restartPolicy"] == "RecreateGroupOnPodRestart"
+    # A group that still starts is not thrown away with all that its pods have fetched.
+    assert one["metadata"]["annotations"] == {f"{_LABEL}/experimental-recreate-group-after-start": "true"}
     [worker] = spec["leaderTemplate"]["spec"]["containers"]
     assert {"name": "ranks", "containerPort": group.port, "protocol": "TCP"} in worker["ports"]
     assert not [made for made in release.of("StatefulSet") if made["metadata"]["name"] == one["metadata"]["name"]]

@@ -19,13 +19,14 @@ from router.admission_assembly import make_limits
 from router.board import RouterBoard
 from router.costs import CostModel
 from router.dispatch import Dispatcher
-from router.fleet import Backoff, WorkerFleet
+from router.fleet import WorkerFleet
 from router.placer import Placer
 from router.prefix_map import PrefixMap
 from router.session import SessionSettings
 from router.shared_limits import SharedLimits
 from router.surroundings import DispatchSettings
 from router.workers import WorkerRegistry
+from tandem.backoff import Backoff
 from tandem.block_hash import BlockHasher
 from tandem.board.breaker import BreakerPolicy, CircuitBreaker
 from tandem.board.entries import BoardCodec, Notice, Process

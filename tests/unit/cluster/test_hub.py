@@ -1,38 +1,156 @@
-"""What a pod fetches before it starts, and that it does so once."""
+"""What a pod fetches before it starts: once, whole, and on after a break."""
 
+import errno
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from random import Random
+from types import SimpleNamespace
 
 import pytest
 
-from cluster.hub import fetch
+from cluster.hub import Fetch, Listing
+from cluster.patience import DownloadPatience, will_fail_again
 from tandem.errors import ConfigError
 
+FILES = {"config.json": 4, "tokenizer.json": 4, "model.safetensors": 40, "model.bin": 40}
 
-class Hub:
-    def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
 
-    def __call__(self, hub_id: str, **options: Any) -> Path:
-        self.asked.append({"id": hub_id} | options)
-        return options["local_dir"]
+class FakeHub:
+    """Has one model; each of `breaks` is raised by one download, after some bytes have come."""
+
+    def __init__(self, *breaks: Exception, comes: int = 0) -> None:
+        self.breaks = list(breaks)
+        self.comes = comes
+        self.asked: list[tuple[str, bool]] = []
+
+    def files(self, _hub_id: str, revision: str | None) -> Listing:
+        return Listing(f"commit of {revision}", FILES)
+
+    def download(self, _hub_id: str, commit: str, patterns: Sequence[str], into: Path | None) -> str:
+        assert into is not None
+        self.asked.append((commit, "*.safetensors" in patterns))
+        if self.breaks:
+            with (into / "begun.incomplete").open("ab") as file:
+                file.write(bytes(self.comes))
+            raise self.breaks.pop(0)
+        for name, size in FILES.items():
+            if f"*{Path(name).suffix}" in patterns:
+                (into / name).write_bytes(bytes(size))
+        return str(into)
+
+
+class Fetching:
+    """A fetch on a clock of its own."""
+
+    def __init__(self, hub: FakeHub, *, stalled_s: float = 600.0) -> None:
+        self.now_s = 0.0
+        self.pauses: list[float] = []
+        self.fetch = Fetch(
+            hub,
+            DownloadPatience(stalled_s=stalled_s, rng=Random(1)),
+            clock=lambda: self.now_s,
+            pause=self._pass,
+            tell=lambda _line: None,
+        )
+
+    def _pass(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now_s += seconds
+
+
+def fetch(hub: FakeHub, into: Path, *, revision: str | None = None, weights: bool = True) -> bool:
+    return Fetching(hub).fetch.run("org/m", into, revision=revision, weights=weights)
 
 
 def test_a_model_is_fetched_once_and_a_tokenizer_is_no_model(tmp_path: Path) -> None:
-    hub, into = Hub(), tmp_path / "models" / "m"
-    assert fetch("org/m", into, revision=None, weights=False, snapshot=hub)
-    assert fetch("org/m", into, revision=None, weights=True, snapshot=hub)
-    assert not fetch("org/m", into, revision=None, weights=True, snapshot=hub)
-    assert not fetch("org/m", into, revision=None, weights=False, snapshot=hub)
-    assert ["*.safetensors" in asked["allow_patterns"] for asked in hub.asked] == [False, True]
-    assert fetch("org/m", into, revision="v2", weights=True, snapshot=hub)
-    assert hub.asked[-1]["revision"] == "v2"
+    hub, into = FakeHub(), tmp_path / "models" / "m"
+    assert fetch(hub, into, weights=False)
+    assert fetch(hub, into)
+    assert not fetch(hub, into)
+    assert not fetch(hub, into, weights=False)
+    assert fetch(hub, into, revision="v2")
+    assert hub.asked == [("commit of None", False), ("commit of None", True), ("commit of v2", True)]
 
 
-def test_what_failed_is_fetched_again(tmp_path: Path) -> None:
-    def gone(_hub_id: str, **_options: Any) -> Path:
-        raise OSError("no such repository")
+def test_what_breaks_is_tried_again_with_longer_and_longer_pauses(tmp_path: Path) -> None:
+    fetching = Fetching(FakeHub(*[ConnectionError("reset")] * 9))
+    assert fetching.fetch.run("org/m", tmp_path, revision=None, weights=True)
+    assert (tmp_path / "model.safetensors").stat().st_size == 40
+    for number, pause_s in enumerate(fetching.pauses):
+        whole_s = min(60.0, 2.0**number)
+        assert whole_s / 2 <= pause_s <= whole_s
+    assert len(fetching.pauses) == 9
 
-    with pytest.raises(ConfigError, match="cannot fetch org/m: no such repository"):
-        fetch("org/m", tmp_path, revision=None, weights=True, snapshot=gone)
-    assert fetch("org/m", tmp_path, revision=None, weights=True, snapshot=Hub())
+
+def test_nothing_for_too_long_is_the_end_but_whatever_comes_counts(tmp_path: Path) -> None:
+    dead = Fetching(FakeHub(*[ConnectionError("reset\nby peer")] * 99), stalled_s=30.0)
+    with pytest.raises(ConfigError, match=r"cannot fetch org/m: reset$"):
+        dead.fetch.run("org/m", tmp_path, revision=None, weights=True)
+    assert 15.0 <= dead.now_s <= 30.0
+    slow = Fetching(FakeHub(*[ConnectionError("reset")] * 99, comes=1), stalled_s=30.0)
+    assert slow.fetch.run("org/m", tmp_path, revision=None, weights=True)
+    assert slow.now_s > 30.0, "each attempt brought something"
+    assert max(slow.pauses) <= 1.0
+
+
+def _answer(status: int) -> OSError:
+    error = OSError(f"{status}")
+    error.response = SimpleNamespace(status_code=status)  # type: ignore[attr-defined]
+    return error
+
+
+def _caused_by(cause: Exception) -> Exception:
+    error = FileNotFoundError("an error happened while trying to locate the files")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [_answer(401), _answer(404), _caused_by(_answer(404)), ValueError("no/such/id"), OSError(errno.ENOSPC, "full"),
+     ImportError("huggingface_hub")],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_not_to_be_had_is_not_asked_for_again(error: Exception, tmp_path: Path) -> None:
+    fetching = Fetching(FakeHub(error))
+    with pytest.raises(ConfigError, match="cannot fetch org/m"):
+        fetching.fetch.run("org/m", tmp_path, revision=None, weights=True)
+    assert fetching.pauses == []
+    assert fetch(FakeHub(), tmp_path), "what failed is not said to be there"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [_answer(429), _answer(503), _caused_by(_answer(500)), ConnectionResetError(errno.ECONNRESET, "reset"),
+     RuntimeError("of a transport's own"), OSError("Consistency check failed"), TimeoutError()],
+    ids=repr,
+)  # fmt: skip
+def test_what_passes_is(error: Exception) -> None:
+    assert not will_fail_again(error)
+
+
+def test_what_a_client_that_cannot_ask_finds_in_the_directory_is_no_model(tmp_path: Path) -> None:
+    class Deaf(FakeHub):
+        """Cannot reach the hub while it downloads, and so takes what lies there."""
+
+        def download(self, hub_id: str, commit: str, patterns: Sequence[str], into: Path | None) -> str:
+            if len(self.asked) < 2:
+                self.asked.append((commit, True))
+                return str(into)
+            return super().download(hub_id, commit, patterns, into)
+
+    (tmp_path / "config.json").write_bytes(bytes(4))
+    (tmp_path / "model.safetensors").write_bytes(bytes(7))
+    fetching = Fetching(Deaf())
+    assert fetching.fetch.run("org/m", tmp_path, revision=None, weights=True)
+    assert len(fetching.pauses) == 2
+    assert (tmp_path / "model.safetensors").stat().st_size == 40
+
+
+def test_a_model_without_any_such_file_is_refused(tmp_path: Path) -> None:
+    class Empty(FakeHub):
+        def files(self, _hub_id: str, revision: str | None) -> Listing:
+            return Listing("c", {"model.bin": 4})
+
+    with pytest.raises(ConfigError, match="none of its files is"):
+        fetch(Empty(), tmp_path)

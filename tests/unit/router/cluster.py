@@ -8,7 +8,7 @@ from random import Random
 
 from router.admission import Admission
 from router.dispatch import Dispatcher
-from router.fleet import Backoff, WorkerFleet
+from router.fleet import WorkerFleet
 from router.placement import CostModel
 from router.placer import Placer
 from router.prefix_map import PrefixMap
@@ -18,6 +18,7 @@ from router.session_events import WorkerPort
 from router.surroundings import DispatchSettings
 from router.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
 from router.workers import WorkerRegistry
+from tandem.backoff import Backoff
 from tandem.block_hash import BlockHasher, root_hash
 from tandem.ids import Incarnation, RequestId
 from tandem.registry import ChangingDirectory, stated_addresses

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from random import Random
 
-from router.fleet import Backoff, WorkerFleet
+from router.fleet import WorkerFleet
+from tandem.backoff import Backoff
 from tandem.registry import WorkerAddress
 from tandem.roles import WorkerRole
 from tandem.rpc import open_channel

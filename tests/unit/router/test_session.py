@@ -8,12 +8,12 @@ from random import Random
 
 import pytest
 
-from router.fleet import Backoff
 from router.prefix_map import PrefixMap
 from router.session import SessionSettings
 from router.session_events import PrefillRoute, SubmitOrder
 from router.session_wire import ProtocolError, hello_from_pb, submit_to_pb, take_together, tokens_from_pb
 from router.worker_view import WorkerKey
+from tandem.backoff import Backoff
 from tandem.block_hash import BlockHasher
 from tandem.errors import ConfigError, Unavailable
 from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
