@@ -128,6 +128,13 @@ class Rollout:
         if self.state is RolloutState.UNDER_WAY and self._aborted is None:
             self._aborted = reason
 
+    def tells_end(self, name: str) -> bool:
+        """Whether it says itself, when this process has left, that it has."""
+        if self.state is not RolloutState.UNDER_WAY or self._waiting is not _Waiting.GONE:
+            return False
+        step = self.steps[self._position]
+        return step.retire == name and not step.in_place
+
     def gone(self, name: str, failure: str | None) -> None:
         """A process has left the set; `failure`: it never served."""
         if self.state is RolloutState.UNDER_WAY and name == self._added and self._waiting is _Waiting.ADDED:

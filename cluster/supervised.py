@@ -151,8 +151,10 @@ class SupervisedProcesses:
         name, last_line = gone.name, self.book.tail(gone.name)[-1:]
         failure = None if gone.failure is None else ": ".join([gone.failure, *last_line])
         self.book.forget(name)
-        text = "has left" if failure is None else f"is given up: {failure}"
-        self._watcher.on_note(Note(name=name, text=text, is_error=failure is not None))
+        if failure is not None:
+            self._watcher.on_note(Note(name=name, text=f"is given up: {failure}", is_error=True))
+        elif self.rollout is None or not self.rollout.tells_end(name):
+            self._watcher.on_note(Note(name=name, text="has left"))
         if self.rollout is not None:
             self.rollout.gone(name, failure)
 

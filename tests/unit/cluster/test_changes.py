@@ -10,6 +10,7 @@ from cluster.device_room import crowded
 from cluster.endings import ChangeFailed, ClusterFailed
 from cluster.local import LocalCluster
 from cluster.operations import carry_out
+from cluster.process_view import SilentWatcher
 from cluster.rollout import ChangeRefused, Rollout, Step
 from cluster.supervisor import Policy, ProcessState
 from tandem.config import load
@@ -60,6 +61,16 @@ async def test_it_grows_and_shrinks_and_routers_read_of_it(journal):
         await carry_out(cluster, ScaleAsked(), told.append)
         assert cluster.failure is None
     assert events(journal).count("router started") == 1
+
+
+async def test_whoever_leaves_for_a_change_is_told_of_once(journal):
+    notes, told = [], []
+    watcher = SilentWatcher()
+    watcher.on_note = lambda note: notes.append(f"{note.name} {note.text}")
+    command = fake_command(journal, None)
+    async with LocalCluster(fake_config(decode=2), command=command, policy=POLICY, watcher=watcher) as cluster:
+        await carry_out(cluster, ScaleAsked(decode=1), told.append)
+    assert [*notes, *told].count("decode-1 has left") == 1
 
 
 async def test_a_flip_starts_the_one_before_the_other_leaves(journal):

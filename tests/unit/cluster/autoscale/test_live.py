@@ -224,14 +224,17 @@ async def test_a_key_is_read_anew_and_its_lack_is_named(tmp_path: Path) -> None:
 async def test_a_router_that_drips_is_given_up_and_the_others_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.autoscale.routers._WHOLE_S", 0.2)
 
-    async def drip(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    hung_up = asyncio.Event()
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n# ")
         with suppress(OSError):
-            while True:
+            while not reader.at_eof():
                 writer.write(b"x")
-                await writer.drain()
-                await asyncio.sleep(0.01)
-        writer.close()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(reader.read(4096), 0.01)
+        writer.transport.abort()
+        hung_up.set()
 
     slow = await asyncio.start_server(drip, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{slow.sockets[0].getsockname()[1]}"
@@ -239,6 +242,7 @@ async def test_a_router_that_drips_is_given_up_and_the_others_are_heard(monkeypa
         with door() as router:
             async with Routers([url, router.url], api_key_file=None, tls=None) as routers:
                 told = await routers.ask()
+        await asyncio.wait_for(hung_up.wait(), 20)
     assert "more than 0.2 s" in str(told[url])
     assert not isinstance(told[router.url], str)
 
