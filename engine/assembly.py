@@ -18,7 +18,8 @@ from engine.dry_run import measure_workspace_bytes
 from engine.free_memory import free_memory_bytes
 from engine.guidance import LlGuides
 from engine.guide import Guides
-from engine.kernels.cpu.threads import num_processors
+from engine.host_room import HostRoom
+from engine.kernels.cpu.threads import threads_of_one
 from engine.kv_cache import PagedKVCache
 from engine.memory import DEFAULT_MEMORY_SHARE, MemoryBudget, estimate_workspace_bytes, kv_layout, plan_memory
 from engine.model_config import ModelConfig, load_model_config
@@ -102,7 +103,7 @@ def assemble(spec: EngineSpec, *, pool: Pool | None = None, progress: Progress |
     `pool` places a CPU pool in memory that peers can map. Raises ConfigError; RankLost when a rank dies meanwhile.
     """
     device = _device(spec.device, spec.ranks_here)
-    num_threads = spec.num_threads or max(1, num_processors() // max(1, spec.num_workers_here))
+    num_threads = threads_of_one(spec.num_threads, spec.num_workers_here)
     if device.type == "cpu":
         torch.set_num_threads(num_threads)
     # Before the weights take theirs: the budget counts them itself.
@@ -142,7 +143,9 @@ def _open_ranks(spec: EngineSpec, config: ModelConfig, options: BackendOptions) 
             log_level=logging.getLevelName(logging.getLogger().getEffectiveLevel()),
             timeout_s=_RANK_TIMEOUT_S,
             log_format=configured_style(),
-            num_nodes=1 if spec.nodes is None else spec.nodes.num_nodes,
+            num_nodes=_num_nodes(spec),
+            num_threads=spec.num_threads,
+            num_sharers=spec.num_workers_here,
         ),
         spec.nodes,
     )
@@ -164,7 +167,8 @@ def _parts(
         tp_size=size,
         kv_dtype=spec.kv_dtype,
     )
-    slots = host_slots(_tier_sizes(spec), layout, free_bytes=free_memory_bytes())
+    rooms = [HostRoom(free_memory_bytes()), *([] if tightest.room is None else [tightest.room])]
+    slots = host_slots(_tier_sizes(spec), layout, rooms, num_nodes=_num_nodes(spec))
     budget = _budget(model, layout, spec, ranks, limit_bytes, tightest.weights_bytes, slots.num_slots)
     memory = pool(budget.kv_bytes * size) if pool is not None and device.type == "cpu" else None
     ranks.use_pool(layout, budget.num_blocks, memory, num_host_slots=slots.num_slots)
@@ -268,6 +272,10 @@ def _scheduler(
     if scheduler.tiers is not None:
         scheduler.tiers.costs.copies_at(rates)
     return scheduler, None if disk is None else disk[0]
+
+
+def _num_nodes(spec: EngineSpec) -> int:
+    return 1 if spec.nodes is None else spec.nodes.num_nodes
 
 
 def _tier_sizes(spec: EngineSpec) -> TierSizes:

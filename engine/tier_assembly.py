@@ -1,5 +1,6 @@
 """Places in host memory and files on disk for KV that leaves the pool: made from the configuration, left in order."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -9,6 +10,7 @@ from engine.block_mover import BlockMover
 from engine.cache_tiers import CacheTiers, TierSpec
 from engine.disk_store import DiskStore, file_bytes
 from engine.disk_tier import DiskSpec
+from engine.host_room import HostRoom
 from tandem.disk_cache import contradiction
 from tandem.errors import ConfigError
 from tandem.kv_layout import KVLayout
@@ -27,6 +29,11 @@ class TierSizes:
     """For evicted blocks."""
     disk_cache_bytes: int = 0
     disk_cache_path: Path | None = None
+
+    @property
+    def in_memory(self) -> tuple[tuple[str, int], ...]:
+        """Those in host memory, by the setting's name."""
+        return ("offload_bytes", self.offload_bytes), ("host_cache_bytes", self.host_cache_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,19 +54,32 @@ class HostSlots:
         return range(self.num_offload, self.num_slots)
 
 
-def host_slots(sizes: TierSizes, layout: KVLayout, *, free_bytes: int) -> HostSlots:
-    """The blocks, over all ranks, that the sizes hold. Raises ConfigError, also for more than is free on the host."""
+def host_slots(sizes: TierSizes, layout: KVLayout, rooms: Sequence[HostRoom], *, num_nodes: int = 1) -> HostSlots:
+    """The blocks, over all ranks, that the sizes hold. Each of the worker's machines has its ranks' parts of them.
+
+    Raises ConfigError, also for more than is free on one of these machines.
+    """
     _check_disk(sizes, layout)
-    for field, num_bytes in (("offload_bytes", sizes.offload_bytes), ("host_cache_bytes", sizes.host_cache_bytes)):
+    for room in rooms:
+        _check_room(sizes, room, num_nodes)
+    for field, num_bytes in sizes.in_memory:
         if 0 < num_bytes < layout.worker_block_bytes:
             raise ConfigError(f"engine.{field} is {num_bytes}; one KV block takes {layout.worker_block_bytes}")
-        if num_bytes > free_bytes:
-            raise ConfigError(f"engine.{field} is {num_bytes}; {free_bytes} bytes of memory are free")
-        free_bytes -= num_bytes
     return HostSlots(
         num_offload=sizes.offload_bytes // layout.worker_block_bytes,
         num_cache=sizes.host_cache_bytes // layout.worker_block_bytes,
     )
+
+
+def _check_room(sizes: TierSizes, room: HostRoom, num_nodes: int) -> None:
+    free_bytes = room.free_bytes
+    for field, num_bytes in sizes.in_memory:
+        part = -(-num_bytes // num_nodes)
+        if part > free_bytes:
+            share = "" if num_nodes == 1 else f", {part} of it on each of {num_nodes} nodes"
+            whose = f" at {room.where}" if room.where else ""
+            raise ConfigError(f"engine.{field} is {num_bytes}{share}; {free_bytes} bytes of memory are free{whose}")
+        free_bytes -= part
 
 
 def _check_disk(sizes: TierSizes, layout: KVLayout) -> None:

@@ -11,6 +11,8 @@ import torch
 from engine.backends.select import select_backend
 from engine.dry_run import PeakMemory, give_back
 from engine.free_memory import free_memory_bytes
+from engine.host_room import HostRoom
+from engine.kernels.cpu.threads import threads_of_one
 from engine.kv_cache import PagedKVCache
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
@@ -68,11 +70,12 @@ def serve_rank(link: RankLink) -> int:
 def _follow(channel: Channel, setup: RankSetup, store_fd: int | None, over_nodes: OverNodes | None) -> int:
     if store_fd is None and over_nodes is None:
         raise RankLost("the set-up came without the group's store")
-    device = setup.backend.device
+    options = setup.on_own_machine(threads_of_one)
+    device = options.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(setup.backend.num_threads)
+        torch.set_num_threads(options.num_threads)
     try:
         group = TorchGroup(
             store_fd,
@@ -80,16 +83,19 @@ def _follow(channel: Channel, setup: RankSetup, store_fd: int | None, over_nodes
             size=setup.size,
             device=device,
             timeout_s=setup.timeout_s,
-            fixed_order=setup.backend.deterministic,
+            fixed_order=options.deterministic,
             over_nodes=over_nodes,
         )
         free_bytes = _free_bytes(setup, device)
-        model = load_model(setup.model_path, backend=select_backend(setup.backend), group=group)
+        model = load_model(setup.model_path, backend=select_backend(options), group=group)
     except ConfigError as refusal:
         channel.send(Kind.REFUSED, str(refusal).encode())
         channel.receive()  # rank 0 ends the group; an earlier exit would look like a death
         return REFUSED
-    facts = RankFacts(weights_bytes=model.weights_bytes, fingerprint=model.fingerprint, free_bytes=free_bytes)
+    room = None if over_nodes is None or setup.is_beside_rank_0 else HostRoom(free_memory_bytes(), over_nodes.host)
+    facts = RankFacts(
+        weights_bytes=model.weights_bytes, fingerprint=model.fingerprint, free_bytes=free_bytes, room=room
+    )
     channel.send(Kind.LOADED, facts.to_json())
     _Follower(channel, model).run()
     return 0

@@ -18,7 +18,7 @@ from engine.ranks.arrivals import Arrivals
 from engine.ranks.channel import Kind
 from engine.ranks.channels import Channels
 from engine.ranks.ending import GroupEnd
-from engine.ranks.messages import PoolMemory, PoolPlan, RankFacts, RankSetup
+from engine.ranks.messages import PoolMemory, PoolPlan, RankFacts, RankSetup, tightest
 from engine.ranks.mirror import Mirror
 from engine.ranks.nodes import NodeGroup
 from engine.ranks.processes import RankProcesses
@@ -83,12 +83,7 @@ class Leader:
         for rank, facts in enumerate(everyone):
             if facts.fingerprint != own.fingerprint:
                 raise ConfigError(f"rank {rank} has loaded another model than rank 0 from the same directory")
-        free = [facts.free_bytes for facts in everyone if facts.free_bytes is not None]
-        return replace(
-            own,
-            weights_bytes=max(facts.weights_bytes for facts in everyone),
-            free_bytes=min(free, default=None),
-        )
+        return tightest(everyone)
 
     def begin_dry_run(self, layout: KVLayout) -> None:
         """See Ranks."""

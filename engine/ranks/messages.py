@@ -1,7 +1,7 @@
 """What rank 0 and the others tell each other beside steps, as values and as JSON."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from engine.backends.options import BackendOptions
+from engine.host_room import HostRoom
 from tandem.kv_layout import KVLayout
 
 
@@ -26,6 +27,10 @@ class RankSetup:
     log_format: str = "text"
     num_nodes: int = 1
     """Machines over which the ranks are spread, as many on each, in order."""
+    num_threads: int | None = None
+    """Of each rank, as configured; None: its part of its machine's processors."""
+    num_sharers: int = 1
+    """Ranks that share a machine."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -43,6 +48,14 @@ class RankSetup:
         if options.device.type == "cuda":
             options = replace(options, device=torch.device("cuda", rank % self.ranks_per_node))
         return replace(self, rank=rank, backend=options)
+
+    def on_own_machine(self, threads_of_one: Callable[[int | None, int], int]) -> BackendOptions:
+        """How this rank computes where it is: another machine than rank 0's may have more processors, or fewer."""
+        if self.is_beside_rank_0:
+            return self.backend
+        num_threads = threads_of_one(self.num_threads, self.num_sharers)
+        binds = num_threads > 1 and self.num_sharers == 1
+        return replace(self.backend, num_threads=num_threads, binds_threads=binds)
 
     def to_json(self) -> bytes:
         """For the channel."""
@@ -66,6 +79,8 @@ class RankFacts:
     fingerprint: str
     free_bytes: int | None = None
     """Of the memory that is the rank's alone, before the weights; None where all ranks share the machine's."""
+    room: HostRoom | None = None
+    """Of its machine, with its weights there; None on rank 0's, who looks itself."""
 
     def to_json(self) -> bytes:
         """For the channel."""
@@ -74,7 +89,25 @@ class RankFacts:
     @classmethod
     def from_json(cls, data: memoryview) -> "RankFacts":
         """What `to_json` was given."""
-        return cls(**json.loads(bytes(data)))
+        values = json.loads(bytes(data))
+        room = values.pop("room")
+        return cls(**values, room=None if room is None else HostRoom(**room))
+
+
+def tightest(everyone: Sequence[RankFacts]) -> RankFacts:
+    """The largest weights, the least free memory and the machine with the least room, of all ranks from rank 0 on."""
+    free = [facts.free_bytes for facts in everyone if facts.free_bytes is not None]
+    rooms = [
+        replace(facts.room, where=f"rank {rank} ({facts.room.where})")
+        for rank, facts in enumerate(everyone)
+        if facts.room is not None
+    ]
+    return replace(
+        everyone[0],
+        weights_bytes=max(facts.weights_bytes for facts in everyone),
+        free_bytes=min(free, default=None),
+        room=min(rooms, key=lambda room: room.free_bytes, default=None),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

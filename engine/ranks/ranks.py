@@ -28,7 +28,7 @@ class Ranks(Protocol):
         ...
 
     def wait_loaded(self, own: RankFacts) -> RankFacts:
-        """Until all have their part of the model: the largest weights and the least free memory of any rank.
+        """Until all have their part of the model: the largest weights and the least memory of any rank.
 
         Raises ConfigError when one refuses the model or has loaded another.
         """

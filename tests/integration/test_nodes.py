@@ -2,6 +2,7 @@
 
 import os
 import queue
+import re
 import signal
 import time
 from dataclasses import replace
@@ -18,6 +19,7 @@ from engine.ranks.door import NodeDoor
 from engine.ranks.leader import Leader
 from engine.ranks.pulse import SILENCE_S, PulseDesk
 from kv_transfer.transports.shared_pool import SharedPool
+from tandem.errors import ConfigError
 from tandem.ids import BlockId
 from tandem.sampling import SamplingParams
 from tests.integration.nodes import OTHER_HOST, another_node, group
@@ -76,6 +78,15 @@ def test_two_nodes_say_and_keep_what_one_does(size: int, tmp_path: Path) -> None
         finally:
             together.ranks.close()
             alone.ranks.close()
+
+
+@pytest.mark.slow
+def test_what_the_other_nodes_memory_cannot_hold_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Both are this machine; only rank 0 is told that there is more.
+    monkeypatch.setattr("engine.assembly.free_memory_bytes", lambda: 1 << 60)
+    given = group()
+    with another_node(given), pytest.raises(ConfigError, match=rf"are free at rank 1 \({re.escape(OTHER_HOST)}\)"):
+        assemble(replace(spec(BUILTIN, 2, nodes=given), offload_bytes=1 << 50), pool=SharedPool)
 
 
 @pytest.mark.slow

@@ -26,6 +26,11 @@ def bind_team(library: KernelLibrary, num_threads: int) -> int:
     return bound
 
 
+def threads_of_one(wanted: int | None, num_sharers: int) -> int:
+    """Threads of one process that computes on this machine beside others, which are `num_sharers` with it."""
+    return wanted or max(1, num_processors() // max(1, num_sharers))
+
+
 def num_processors() -> int:
     """Processors that this process may use: fewer than the machine has, in a container or under taskset."""
     if hasattr(os, "sched_getaffinity"):

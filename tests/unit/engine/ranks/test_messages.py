@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from engine.backends.options import BackendOptions
+from engine.host_room import HostRoom
 from engine.kv_cache import PagedKVCache
-from engine.ranks.messages import PoolPlan, RankFacts, RankSetup
+from engine.ranks.messages import PoolPlan, RankFacts, RankSetup, tightest
 from kv_transfer.messages import CellRange
 from kv_transfer.pairing import Pairing
 from kv_transfer.region import KVRegion
@@ -29,7 +30,7 @@ LAYOUT = KVLayout(
 
 
 def test_messages_survive_json() -> None:
-    facts = RankFacts(weights_bytes=2**40, fingerprint="f")
+    facts = RankFacts(weights_bytes=2**40, fingerprint="f", room=HostRoom(7, "10.0.0.2"))
     plan = PoolPlan(layout=replace(LAYOUT, tp_rank=1), num_blocks=9, num_host_slots=3)
     for value in (SETUP, facts, plan):
         assert type(value).from_json(memoryview(value.to_json())) == value
@@ -40,6 +41,31 @@ def test_each_rank_has_its_own_device_where_there_are_several() -> None:
     on_gpu = replace(SETUP, backend=replace(SETUP.backend, device=torch.device("cuda")))
     there = RankSetup.from_json(memoryview(on_gpu.of_rank(3).to_json()))
     assert (there.rank, there.backend.device) == (3, torch.device("cuda", 3))
+
+
+def test_a_rank_elsewhere_has_the_threads_of_its_own_machine() -> None:
+    def of_eight(wanted: int | None, num_sharers: int) -> int:
+        return wanted or 8 // num_sharers
+
+    over_nodes = replace(SETUP, num_nodes=2, num_sharers=2)
+    assert over_nodes.of_rank(1).on_own_machine(of_eight) == SETUP.backend, "rank 0 has counted for both"
+    there = over_nodes.of_rank(2).on_own_machine(of_eight)
+    assert there == replace(SETUP.backend, num_threads=4, binds_threads=False)
+    alone = replace(over_nodes, num_sharers=1).of_rank(3).on_own_machine(of_eight)
+    assert (alone.num_threads, alone.binds_threads) == (8, True)
+    assert replace(over_nodes, num_threads=5).of_rank(2).on_own_machine(of_eight).num_threads == 5
+
+
+def test_the_machine_with_the_least_room_is_named() -> None:
+    own = RankFacts(weights_bytes=5, fingerprint="f")
+    beside = RankFacts(weights_bytes=7, fingerprint="f")
+    there = [
+        RankFacts(weights_bytes=6, fingerprint="f", free_bytes=free, room=HostRoom(room, host))
+        for free, room, host in ((90, 40, "10.0.0.2"), (80, 30, "10.0.0.2"), (70, 50, "10.0.0.3"))
+    ]
+    assert tightest([own, beside]) == replace(own, weights_bytes=7)
+    told = tightest([own, beside, *there])
+    assert told == replace(own, weights_bytes=7, free_bytes=70, room=HostRoom(30, "rank 3 (10.0.0.2)"))
 
 
 @pytest.mark.parametrize(
