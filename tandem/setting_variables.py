@@ -29,9 +29,11 @@ def put_variables(data: dict[str, Any], variables: Mapping[str, str]) -> None:
 
 
 def put(data: dict[str, Any], keys: list[str], value: Any) -> None:
-    """Set one value below sections, which are made where they are missing. Raises ConfigError."""
+    """Set one value below sections, which are made where they are missing or null. Raises ConfigError."""
     for key in keys[:-1]:
-        data = data.setdefault(key, {})
+        if data.get(key) is None:
+            data[key] = {}
+        data = data[key]
         if not isinstance(data, dict):
             raise ConfigError(f"{'.'.join(keys)}: {key} is not a section")
     data[keys[-1]] = value

@@ -1,13 +1,17 @@
 """Configurations that no cluster can run: each is refused with the field's name, none is tried."""
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from kv_transfer.wire import MAX_LEASE_S, MIN_LEASE_S
 from tandem.api_key import entry_of
-from tandem.config import dump, load
+from tandem.config import ClusterConfig, dump, load
 from tandem.errors import ConfigError
 from tandem.plain_yaml import PlainLoader
 from tandem.pool_config import MAX_REPLICAS
@@ -221,3 +225,38 @@ def test_a_variable_whose_file_is_not_there_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("TANDEM_SECRET__FILE", str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match=r"TANDEM_SECRET__FILE: .*nothing: No such file"):
         load(None)
+
+
+def optional_sections(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        options = get_args(field.annotation) or (field.annotation,)
+        for option in options:
+            if isinstance(option, type) and issubclass(option, BaseModel):
+                if type(None) in options:
+                    yield ".".join((*above, name))
+                yield from optional_sections(option, (*above, name))
+
+
+def test_a_variable_fills_a_section_that_the_file_says_is_null(tmp_path, monkeypatch):
+    path = tmp_path / "cluster.yaml"
+    names = list(optional_sections(ClusterConfig))
+    assert {"router.tls", "router.audit_log", "router.hedging", "transfer.tls"} <= set(names)
+    for name in names:
+        above, _, last = name.rpartition(".")
+        path.write_text(f"{above}: {{{last}: null}}", encoding="utf-8")
+        assert load(path) == load(None)
+        with (
+            monkeypatch.context() as given,
+            pytest.raises(ConfigError, match=rf"{re.escape(name)}\.nothing: there is no such"),
+        ):
+            given.setenv(f"TANDEM_{name.upper().replace('.', '__')}__NOTHING", "1")
+            load(path)
+    path.write_text("router: {tls: null}", encoding="utf-8")
+    monkeypatch.setenv("TANDEM_ROUTER__TLS__CERT", "/c")
+    monkeypatch.setenv("TANDEM_ROUTER__TLS__KEY", "/k")
+    tls = load(path).router.tls
+    assert tls is not None
+    assert (tls.cert, tls.key) == ("/c", "/k")
+    path.write_text("router: {tls: none}", encoding="utf-8")
+    with pytest.raises(ConfigError, match="tls is not a section"):
+        load(path)
