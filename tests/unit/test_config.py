@@ -245,12 +245,11 @@ def test_a_variable_fills_a_section_that_the_file_says_is_null(tmp_path, monkeyp
         above, _, last = name.rpartition(".")
         path.write_text(f"{above}: {{{last}: null}}", encoding="utf-8")
         assert load(path) == load(None)
-        with (
-            monkeypatch.context() as given,
-            pytest.raises(ConfigError, match=rf"{re.escape(name)}\.nothing: there is no such"),
-        ):
-            given.setenv(f"TANDEM_{name.upper().replace('.', '__')}__NOTHING", "1")
+        variable = f"TANDEM_{name.upper().replace('.', '__')}__NOTHING"
+        monkeypatch.setenv(variable, "1")
+        with pytest.raises(ConfigError, match=rf"{re.escape(name)}\.nothing: there is no such"):
             load(path)
+        monkeypatch.delenv(variable)
     path.write_text("router: {tls: null}", encoding="utf-8")
     monkeypatch.setenv("TANDEM_ROUTER__TLS__CERT", "/c")
     monkeypatch.setenv("TANDEM_ROUTER__TLS__KEY", "/k")

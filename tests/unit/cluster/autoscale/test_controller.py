@@ -8,8 +8,8 @@ from cluster.autoscale.orders import Order
 from cluster.planner.planner import Planner
 from cluster.planner.values import Action, ActionKind, FleetView, Observation, PlannerPolicy, Sizes
 from tandem.roles import WorkerRole
-from tests.unit.cluster.autoscale.told import PERIOD_S, POLICY, staffing
-from tests.unit.cluster.planner.test_planner import demand
+from tests.unit.cluster.autoscale.told import POLICY
+from tests.unit.cluster.planned_worker import PERIOD_S, demand, staffing
 
 SMALL, LARGE = Sizes(prefill=1, decode=1), Sizes(prefill=3, decode=3)
 

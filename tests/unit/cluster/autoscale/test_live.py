@@ -25,7 +25,8 @@ from cluster.autoscale.speed import SpeedWatch
 from cluster.cli import app
 from cluster.planner.values import FleetView, Observation, Sizes
 from tandem.errors import ConfigError
-from tests.unit.cluster.autoscale.told import POLICY, PROMISE, WORKER, ToldRouter
+from tests.unit.cluster.autoscale.told import POLICY, ToldRouter
+from tests.unit.cluster.planned_worker import PROMISE, WORKER
 
 # On a busy machine looks come late, and a hold would begin anew with each.
 QUICK = replace(POLICY, start_s=0.1, hold_s=0.0, flip_hold_s=0.0, cooldown_s=0.0, most_workers=3)

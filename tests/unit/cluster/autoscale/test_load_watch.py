@@ -12,7 +12,8 @@ from cluster.planner.values import Observation, Sizes
 from cluster.simulator.simulation import Simulation
 from tandem.errors import Code
 from tandem.roles import WorkerRole
-from tests.unit.cluster.autoscale.told import PERIOD_S, PROMISE, WORKER, ToldRouter, backlog, steps
+from tests.unit.cluster.autoscale.told import ToldRouter, backlog, steps
+from tests.unit.cluster.planned_worker import PERIOD_S, PROMISE, WORKER
 from tests.unit.cluster.simulator.bound import Bottleneck, at_the_queue, exposition
 
 FORGET_S = 60.0

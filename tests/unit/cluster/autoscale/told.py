@@ -1,23 +1,10 @@
 """What routers tell, made by the router's own metrics, so that names and formats are theirs."""
 
 from cluster.autoscale.figures import RouterFigures, read_figures
-from cluster.planner.staffing import Margins, Promise, Staffing, WorkerModel
 from cluster.planner.values import PlannerPolicy, Sizes
 from router.metrics import RouterMetrics
 from tandem.errors import Code
 
-PERIOD_S = 15.0
-WORKER = WorkerModel(
-    step_s=0.05,
-    prompt_token_s=3e-4,
-    pair_s=0.0,
-    row_s=3e-4,
-    context_token_s=4e-7,
-    chunk_tokens=2048,
-    kv_tokens=50_000,
-    max_running=64,
-)
-PROMISE = Promise(ttft_s=5.0, itl_s=0.1)
 POLICY = PlannerPolicy(
     start_s=60.0,
     hold_s=60.0,
@@ -27,10 +14,6 @@ POLICY = PlannerPolicy(
     most_workers=8,
     least=Sizes(prefill=1, decode=1),
 )
-
-
-def staffing() -> Staffing:
-    return Staffing(WORKER, PROMISE, Margins())
 
 
 class ToldRouter:

@@ -7,23 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.planner.planner import Planner
-from cluster.planner.staffing import Margins, Promise, Staffing, WorkerModel
-from cluster.planner.values import ActionKind, Decision, Demand, FleetView, Observation, PlannerPolicy, Sizes
+from cluster.planner.values import ActionKind, Decision, FleetView, Observation, PlannerPolicy, Sizes
 from cluster.planner.values import other as other_pool
 from tandem.errors import ConfigError
+from tests.unit.cluster.planned_worker import PERIOD_S, demand, staffing
 
-PERIOD_S = 15.0
-WORKER = WorkerModel(
-    step_s=0.05,
-    prompt_token_s=3e-4,
-    pair_s=0.0,
-    row_s=3e-4,
-    context_token_s=4e-7,
-    chunk_tokens=2048,
-    kv_tokens=50_000,
-    max_running=64,
-)
-STAFFING = Staffing(WORKER, Promise(ttft_s=5.0, itl_s=0.1), Margins())
 POLICY = PlannerPolicy(
     start_s=60.0,
     hold_s=120.0,
@@ -33,20 +21,6 @@ POLICY = PlannerPolicy(
     most_workers=12,
     least=Sizes(prefill=1, decode=2),
 )
-
-
-def demand(num_requests: float, prompt: int = 1_000, output: int = 200) -> Demand:
-    seconds, length = WORKER.prompt_seconds(0, prompt), prompt + output
-    return Demand(
-        num_requests=num_requests,
-        prompt_tokens=num_requests * prompt,
-        prompt_seconds=num_requests * seconds,
-        prompt_seconds_squared=num_requests * seconds**2,
-        num_answers=num_requests,
-        output_tokens=num_requests * output,
-        context_tokens=num_requests * output * length,
-        context_tokens_squared=num_requests * output * length**2,
-    )
 
 
 def seen(num_requests: float, **changes: int) -> Observation:
@@ -73,7 +47,7 @@ def drive(planner: Planner, loads: list[Observation], sizes: Sizes) -> list[tupl
 
 
 def planner(policy: PlannerPolicy = POLICY) -> Planner:
-    return Planner(STAFFING, policy, period_s=PERIOD_S)
+    return Planner(staffing(), policy, period_s=PERIOD_S)
 
 
 def kinds(decision: Decision) -> list[ActionKind]:

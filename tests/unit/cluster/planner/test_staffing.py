@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from cluster.planner.staffing import chance_to_wait, late_share
-from tests.unit.cluster.planner.test_planner import STAFFING, demand
+from tests.unit.cluster.planned_worker import demand, staffing
 
 
 def waited(count: int, rate: float, left_s: float, seed: int, num: int = 120_000) -> tuple[float, float]:
@@ -35,7 +35,7 @@ def test_servers_that_cannot_keep_up_are_always_late() -> None:
 
 
 def test_more_load_never_takes_fewer_workers() -> None:
-    sizes = [STAFFING.sizes(rate / 4, demand(10.0)) for rate in range(1, 40)]
+    sizes = [staffing().sizes(rate / 4, demand(10.0)) for rate in range(1, 40)]
     assert [s.prefill for s in sizes] == sorted(s.prefill for s in sizes)
     assert [s.decode for s in sizes] == sorted(s.decode for s in sizes)
     assert sizes[-1].prefill > sizes[0].prefill
@@ -43,12 +43,12 @@ def test_more_load_never_takes_fewer_workers() -> None:
 
 
 def test_longer_prompts_take_prefill_and_longer_answers_decode() -> None:
-    plain = STAFFING.sizes(3.0, demand(10.0))
-    assert STAFFING.sizes(3.0, demand(10.0, prompt=4_000)).prefill > plain.prefill
-    answers = STAFFING.sizes(3.0, demand(10.0, output=800))
+    plain = staffing().sizes(3.0, demand(10.0))
+    assert staffing().sizes(3.0, demand(10.0, prompt=4_000)).prefill > plain.prefill
+    answers = staffing().sizes(3.0, demand(10.0, output=800))
     assert answers.decode > plain.decode
     assert answers.prefill == plain.prefill
 
 
 def test_no_number_of_workers_helps_where_a_step_alone_is_too_long() -> None:
-    assert STAFFING.decode(2.0, demand(10.0, prompt=49_000, output=1_500), 20) > 10
+    assert staffing().decode(2.0, demand(10.0, prompt=49_000, output=1_500), 20) > 10
