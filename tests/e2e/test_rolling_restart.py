@@ -223,7 +223,7 @@ class LoneRouter:
     """`python -m router` of the cluster's YAML, by hand, at ports that its successor will have too."""
 
     def __init__(self, cluster, ports, folder, *, speaks_tls=False):
-        self._command = (sys.executable, "-m", "router", "--config", str(cluster.local.config_path))
+        self._config = cluster.local.config_path
         self._environment = os.environ | {
             "TANDEM_ROUTER__PORT": str(ports[0]),
             "TANDEM_ROUTER__GRPC_PORT": str(ports[1]),
@@ -238,10 +238,15 @@ class LoneRouter:
             self._environment["TANDEM_ROUTER__TLS"] = json.dumps({"cert": str(files.cert), "key": str(files.key)})
         self.running = []
 
-    async def start(self, drain_s=30.0):
-        """One more; it serves when the one before has ended, or when the first one is ready."""
+    async def start(self, drain_s=30.0, release=None):
+        """One more; it serves when the one before has ended, or when the first one is ready. `release`: another
+        version's.
+        """
         environment = self._environment | {"TANDEM_DECODE__DRAIN_S": str(drain_s)}
-        process = await asyncio.create_subprocess_exec(*self._command, env=environment)
+        prefix = () if release is None else release.prefix()
+        config = self._config if release is None else release.config(self._config, "lone-router")
+        command = (*prefix, sys.executable, "-m", "router", "--config", str(config))
+        process = await asyncio.create_subprocess_exec(*command, env=environment)
         self.running.append(process)
         if len(self.running) > 1:
             assert await self.running[-2].wait() == 0

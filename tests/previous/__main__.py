@@ -5,7 +5,6 @@ Run it for the last commit of a version when the next one begins; commit what it
 
 import json
 import lzma
-import os
 import shutil
 import subprocess
 import sys
@@ -15,30 +14,22 @@ from io import BytesIO
 from pathlib import Path
 
 from tests.previous import release
-
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("tandem", "engine", "kv_transfer", "fabric", "router", "prefill_worker", "decode_worker")
-LEFT_OUT = (":!engine/builtin_model", ":!*.pyi")
-_DEFAULTS = "from tandem.config import ClusterConfig, dump; print(dump(ClusterConfig()))"
+from tests.previous.revision import extract, git, python, unpack
 
 
 def main(revision: str) -> None:
     """All three files, anew."""
-    commit = _git("rev-parse", revision).decode().strip()
+    commit = git("rev-parse", revision).decode().strip()
     release.DATA.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         code = Path(folder)
-        packed = _git("archive", commit, *PACKAGES, "--", *LEFT_OUT)
-        with tarfile.open(fileobj=BytesIO(packed)) as archive:
-            archive.extractall(code, filter="data")
+        unpack(commit, code)
         shutil.copytree(Path(__file__).with_name("samples"), code / release.SAMPLES_INSIDE)
-        (code / release.DEFAULTS_INSIDE).write_bytes(_python(code, "-c", _DEFAULTS))
         release.ARCHIVE.write_bytes(_packed(code))
-        told = {"commit": commit} | json.loads(_python(code, "-m", release.SAMPLES_INSIDE, "write"))
+        told = {"commit": commit} | json.loads(python(code, "-m", release.SAMPLES_INSIDE, "write"))
         release.SAMPLES.write_text(json.dumps(told, indent=0) + "\n")
     with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(fileobj=BytesIO(_git("archive", commit, "proto"))) as archive:
-            archive.extractall(folder, filter="data")
+        extract(commit, Path(folder), "proto")
         sources = sorted(str(path) for path in (Path(folder) / "proto/tandem/v1").glob("*.proto"))
         out = f"--descriptor_set_out={release.DESCRIPTORS}"
         command = [sys.executable, "-m", "grpc_tools.protoc", "-I", f"{folder}/proto", out, *sources]
@@ -56,17 +47,6 @@ def _packed(code: Path) -> bytes:
             with path.open("rb") as file:
                 archive.addfile(member, file)
     return lzma.compress(packed.getvalue(), preset=9 | lzma.PRESET_EXTREME)
-
-
-def _git(*arguments: str) -> bytes:
-    return subprocess.run(["git", "-C", str(ROOT), *arguments], stdout=subprocess.PIPE, check=True).stdout
-
-
-def _python(code: Path, *arguments: str) -> bytes:
-    """The output of Python in that code's folder, with that code alone."""
-    environment = {**os.environ, "PYTHONPATH": str(code), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-P", *arguments]
-    return subprocess.run(command, cwd=code, env=environment, stdout=subprocess.PIPE, check=True).stdout
 
 
 if __name__ == "__main__":

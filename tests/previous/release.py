@@ -23,6 +23,7 @@ from cluster.launcher import Command
 from cluster.supervisor import ProcessPlan, Role
 from tandem.dialect import VersionRange
 from tandem.model_path import BUILTIN, model_directory
+from tests.previous.revision import DEFAULTS_INSIDE, unpack
 
 DATA = Path(__file__).with_name("data")
 ARCHIVE = DATA / "code.tar.xz"
@@ -30,8 +31,6 @@ DESCRIPTORS = DATA / "wire.binpb"
 SAMPLES = DATA / "samples.json"
 SAMPLES_INSIDE = "samples"
 """In the archive: this folder's, as it was when that version was the newest."""
-DEFAULTS_INSIDE = "defaults.yaml"
-"""In the archive: every setting that the version knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +66,16 @@ def samples_read() -> dict[str, Any]:
 class Release:
     """Its code, unpacked."""
 
-    def __init__(self, folder: Path) -> None:
-        """`folder`: an empty one, which is the code's from now on."""
+    def __init__(self, folder: Path, revision: str | None = None) -> None:
+        """`folder`: an empty one, which is the code's from now on. `revision`: of this checkout's history, in place of
+        the version before.
+        """
         self.folder = folder
-        with tarfile.open(fileobj=BytesIO(lzma.decompress(ARCHIVE.read_bytes()))) as archive:
-            archive.extractall(folder, filter="data")
+        if revision is None:
+            with tarfile.open(fileobj=BytesIO(lzma.decompress(ARCHIVE.read_bytes()))) as archive:
+                archive.extractall(folder, filter="data")
+        else:
+            unpack(revision, folder)
         (folder / "engine/builtin_model").symlink_to(model_directory(BUILTIN))
 
     def says_of(self, said: Mapping[str, bytes]) -> dict[str, Any]:

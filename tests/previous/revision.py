@@ -1,0 +1,39 @@
+"""The code of one revision of this repository, unpacked from a checkout with its history."""
+
+import os
+import subprocess
+import sys
+import tarfile
+from io import BytesIO
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DEFAULTS_INSIDE = "defaults.yaml"
+"""Beside the code: every setting that the version knows."""
+_PACKAGES = ("tandem", "engine", "kv_transfer", "fabric", "router", "prefill_worker", "decode_worker")
+_LEFT_OUT = (":!engine/builtin_model", ":!*.pyi")
+_DEFAULTS = "from tandem.config import ClusterConfig, dump; print(dump(ClusterConfig()))"
+
+
+def unpack(revision: str, folder: Path) -> None:
+    """What processes of it run, without the model. A clone that lacks it (a shallow one) says so through git."""
+    extract(revision, folder, *_PACKAGES, "--", *_LEFT_OUT)
+    (folder / DEFAULTS_INSIDE).write_bytes(python(folder, "-c", _DEFAULTS))
+
+
+def extract(revision: str, folder: Path, *paths: str) -> None:
+    """These files of it."""
+    with tarfile.open(fileobj=BytesIO(git("archive", revision, *paths))) as archive:
+        archive.extractall(folder, filter="data")
+
+
+def git(*arguments: str) -> bytes:
+    """What it prints."""
+    return subprocess.run(["git", "-C", str(ROOT), *arguments], stdout=subprocess.PIPE, check=True).stdout
+
+
+def python(code: Path, *arguments: str) -> bytes:
+    """The output of Python in that code's folder, with that code alone."""
+    environment = {**os.environ, "PYTHONPATH": str(code), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-P", *arguments]
+    return subprocess.run(command, cwd=code, env=environment, stdout=subprocess.PIPE, check=True).stdout
