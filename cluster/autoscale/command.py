@@ -15,6 +15,7 @@ from cluster.planner.staffing import Promise, WorkerModel
 from cluster.planner.values import PlannerPolicy, Sizes
 from cluster.simulator.latency_files import load_latency
 from cluster.simulator.report import Slo
+from cluster.simulator.worker_models import worker_with
 from tandem.errors import ConfigError
 from tandem.roles import WorkerRole
 
@@ -91,13 +92,8 @@ def _scaler(command: LiveCommand, url: str) -> Scaler | None:
 
 
 def _worker(command: LiveCommand) -> WorkerModel:
-    latency = load_latency(command.latency)
-    return WorkerModel(
-        step_s=latency.step_s,
-        prompt_token_s=latency.prompt_token_s,
-        pair_s=latency.pair_s,
-        row_s=latency.row_s,
-        context_token_s=latency.context_token_s,
+    return worker_with(
+        load_latency(command.latency),
         chunk_tokens=_CHUNK_TOKENS,
         kv_tokens=command.kv_tokens,
         max_running=command.max_running,

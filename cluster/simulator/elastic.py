@@ -13,6 +13,7 @@ from cluster.simulator.report import Report, Slo, report_on
 from cluster.simulator.settings import ClusterSpec, PoolSpec
 from cluster.simulator.simulation import Choosing, Simulation
 from cluster.simulator.trace import Trace
+from cluster.simulator.worker_models import worker_with
 from tandem.roles import WorkerRole
 
 
@@ -105,13 +106,9 @@ def sized(spec: ClusterSpec, sizes: Sizes) -> ClusterSpec:
 
 def worker_model(pool: PoolSpec) -> WorkerModel:
     """What the planner is told of a worker: what the simulation makes of it."""
-    latency, engine = pool.latency, pool.engine
-    return WorkerModel(
-        step_s=latency.step_s,
-        prompt_token_s=latency.prompt_token_s,
-        pair_s=latency.pair_s,
-        row_s=latency.row_s,
-        context_token_s=latency.context_token_s,
+    engine = pool.engine
+    return worker_with(
+        pool.latency,
         chunk_tokens=engine.prefill_chunk_tokens,
         kv_tokens=engine.num_blocks * engine.block_size,
         max_running=engine.max_running_requests,

@@ -6,7 +6,6 @@ import http.server
 import shlex
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from cluster.supervisor import Role
 from tandem.config import load
 from tests.chart.pods import lapses
 from tests.chart.schemas import KUBERNETES, mistakes
+from tests.http_server import serving
 
 ROOT = Path(__file__).parents[2]
 MANIFEST = ROOT / "deploy" / "kuberay.yaml"
@@ -133,17 +133,10 @@ class Pages(http.server.BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def serving(page, port=0):
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Pages)
-    server.page, server.well = page, True
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
+def pages(page, port=0):
+    with serving(Pages, port=port) as server:
+        server.page, server.well = page, True
         yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def test_the_head_is_ready_for_the_job_and_then_when_its_doors_are_open(tmp_path):
@@ -153,7 +146,7 @@ def test_the_head_is_ready_for_the_job_and_then_when_its_doors_are_open(tmp_path
         door = ports.draw("127.0.0.1", "a test")
     config, began = tmp_path / "cluster.yaml", tmp_path / "began"
     config.write_text(f"router: {{port: {door}}}\n")
-    with serving("/api/healthz") as ray:
+    with pages("/api/healthz") as ray:
         script = probe[-1]
         for theirs, ours in (
             ("python3", sys.executable),
@@ -171,7 +164,7 @@ def test_the_head_is_ready_for_the_job_and_then_when_its_doors_are_open(tmp_path
         entrypoint = shlex.split(JOB["entrypoint"])[-1].replace("/tmp/tandem-began", str(began))
         subprocess.run(["sh", "-c", entrypoint.split("&&")[0]], check=True)
         assert not is_ready(), "workers are loading"
-        with serving("/readyz", door) as routers:
+        with pages("/readyz", door) as routers:
             assert is_ready()
             routers.well = False
             assert not is_ready()

@@ -14,6 +14,7 @@ from cluster.control import ControlSocket
 from cluster.planner.staffing import Promise, WorkerModel
 from cluster.planner.values import PlannerPolicy, Sizes
 from cluster.simulator.latency_files import load_latency
+from cluster.simulator.worker_models import worker_with
 from tests.e2e.emitted import is_of_planner, unknown
 from tests.e2e.emitted import told as metric_samples
 from tests.e2e.running_cluster import WAIT_S, RunningCluster, running
@@ -30,17 +31,7 @@ POLICY = PlannerPolicy(
 
 def worker() -> WorkerModel:
     """A profile of quite another machine: how fast this one is, the planner sees by itself."""
-    latency = load_latency("small-gpu")
-    return WorkerModel(
-        step_s=latency.step_s,
-        prompt_token_s=latency.prompt_token_s,
-        pair_s=latency.pair_s,
-        row_s=latency.row_s,
-        context_token_s=latency.context_token_s,
-        chunk_tokens=1024,
-        kv_tokens=45_000,
-        max_running=64,
-    )
+    return worker_with(load_latency("small-gpu"), chunk_tokens=1024, kv_tokens=45_000, max_running=64)
 
 
 class Clients:

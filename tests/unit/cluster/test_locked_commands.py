@@ -2,7 +2,6 @@
 
 import http.server
 import ssl
-import threading
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from router.auth import ApiKeys
 from tandem.config import ClusterConfig, RouterConfig
 from tandem.errors import ConfigError
 from tandem.plain_yaml import PlainLoader
+from tests.http_server import answering
 from tests.unit.kv_transfer.certificates import Authority
 
 
@@ -102,21 +102,12 @@ async def test_a_chat_client_believes_whom_it_is_told_to(tmp_path: Path) -> None
         def log_message(self, *_: object) -> None:
             """Nothing."""
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Models)
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    url = f"https://127.0.0.1:{server.server_port}"
-    try:
+    with answering(Models, context) as url:
         async with ChatClient(url, tls=client_tls(files.ca, None)) as client:
             assert await client.model() == "m"
         async with ChatClient(url) as client:
             with pytest.raises(ClientError, match="--ca"):
                 await client.model()
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
     with pytest.raises(ClientError, match="no PEM files"):
         client_tls(files.key, None)
 

@@ -7,13 +7,13 @@ on top of another version, and only the sets and verbs that the account's Role n
 import http.server
 import json
 import ssl
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.http_server import answering
 from tests.unit.kv_transfer.certificates import Authority
 
 NAMESPACE = "llm"
@@ -99,14 +99,5 @@ def api_server(folder: Path) -> Iterator[ApiServer]:
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(files.cert, files.key)
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    state.url = f"https://127.0.0.1:{server.server_port}"
-    try:
+    with answering(Handler, context) as state.url:
         yield state
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from cluster.autoscale.speed import SpeedWatch
 from cluster.cli import app
 from cluster.planner.values import FleetView, Observation, Sizes
 from tandem.errors import ConfigError
+from tests.http_server import answering
 from tests.unit.cluster.autoscale.told import POLICY, ToldRouter
 from tests.unit.cluster.planned_worker import PROMISE, WORKER
 
@@ -70,16 +70,8 @@ def door(**settings: Any) -> Iterator[Door]:
         def log_message(self, *_: object) -> None:
             """Nothing."""
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    state.url = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with answering(Handler) as state.url:
         yield state
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 @dataclass
