@@ -6,6 +6,8 @@ takes whatever lies in the directory.
 """
 
 import argparse
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -70,6 +72,10 @@ def download(hub_id: str) -> str:
         raise ConfigError(f"model.path: cannot fetch {hub_id}: {_first_line(error)}") from None
 
 
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
 class Fetch:
     """Puts one model's files into a directory."""
 
@@ -80,7 +86,7 @@ class Fetch:
         *,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
-        tell: Callable[[str], None] = print,
+        tell: Callable[[str], None] = _say,
     ) -> None:
         self._hub = hub
         self._patience = patience
@@ -156,6 +162,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="in which nothing has come, however often it was tried again; %(default)g when absent",
     )
     told = parser.parse_args(arguments)
+    # A container's first process hears no signal that it has no handler for: its pod would end with its grace alone.
+    # What has come stays, and the next one goes on with it.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     try:
         fetch = Fetch(HubClient(), DownloadPatience(stalled_s=told.give_up_after, rng=Random()))
         is_new = fetch.run(told.hub_id, told.into, revision=told.revision, weights=not told.tokenizer_only)

@@ -1,6 +1,10 @@
 """What a pod fetches before it starts: once, whole, and on after a break."""
 
 import errno
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -8,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from cluster.effective import PortDrawer
 from cluster.hub import Fetch, Listing
 from cluster.patience import DownloadPatience, will_fail_again
 from tandem.errors import ConfigError
@@ -145,6 +150,19 @@ def test_what_a_client_that_cannot_ask_finds_in_the_directory_is_no_model(tmp_pa
     assert fetching.fetch.run("org/m", tmp_path, revision=None, weights=True)
     assert len(fetching.pauses) == 2
     assert (tmp_path / "model.safetensors").stat().st_size == 40
+
+
+def test_a_pod_that_is_told_to_go_does_not_wait_for_the_hub(tmp_path: Path) -> None:
+    with PortDrawer() as ports:
+        nobody = f"http://127.0.0.1:{ports.draw('127.0.0.1', 'a test')}"
+    own = {"HF_ENDPOINT": nobody, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+    command = [sys.executable, "-m", "cluster.hub", "org/m", "--into", str(tmp_path / "m")]
+    with subprocess.Popen(command, env=os.environ | own, stdout=subprocess.PIPE, text=True) as fetching:
+        assert fetching.stdout is not None
+        assert "again in" in fetching.stdout.readline()
+        fetching.terminate()
+        # By its own handler: the first process of a container has no other way.
+        assert fetching.wait() == 128 + signal.SIGTERM
 
 
 def test_a_model_without_any_such_file_is_refused(tmp_path: Path) -> None:
