@@ -1,8 +1,8 @@
 """Models from the hub. `python -m cluster.hub ORG/NAME --into DIR` is what a pod runs before it serves one.
 
-A download that breaks is gone on with, by the hub's own client, where it broke; `cluster.patience` says for how long.
-What is there is compared with the hub's list before it counts as fetched: where the client cannot ask for that list, it
-takes whatever lies in the directory.
+The hub's own client goes on with a file where its connection broke, a few times; then the file is begun anew, after a
+pause, and what has come whole stays: `cluster.patience` says how often. What is there is compared with the hub's list
+before it counts as fetched: where the client cannot ask for that list, it takes whatever lies in the directory.
 """
 
 import argparse
@@ -22,7 +22,8 @@ from tandem.errors import ConfigError
 
 _TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer.model")
 _MODEL_FILES = (*_TOKENIZER_FILES, "*.safetensors")
-STALLED_S = 600.0
+MOST_FAILURES = 20
+"""With pauses of up to a minute: a quarter of an hour and more."""
 
 
 class Listing(NamedTuple):
@@ -84,21 +85,19 @@ class Fetch:
         hub: Hub,
         patience: DownloadPatience,
         *,
-        clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
         tell: Callable[[str], None] = _say,
     ) -> None:
         self._hub = hub
         self._patience = patience
-        self._clock = clock
         self._pause = pause
         self._tell = tell
 
     def run(self, hub_id: str, into: Path, *, revision: str | None, weights: bool) -> bool:
         """False where an earlier call has done so. Raises ConfigError, OSError.
 
-        Several pods may share the directory: the hub's client locks each file, and what one has begun another goes on
-        with.
+        Several pods may share the directory: the hub's client locks each file, and what has come for one is there for
+        all.
         """
         done = into / f".fetched-{'model' if weights else 'tokenizer'}"
         asked = f"{hub_id}@{revision or 'main'}\n"
@@ -106,14 +105,15 @@ class Fetch:
             return False
         into.mkdir(parents=True, exist_ok=True)
         patterns = _MODEL_FILES if weights else _TOKENIZER_FILES
-        self._patience.begin(_num_bytes(into), self._clock())
         while (error := self._attempt(hub_id, revision, patterns, into)) is not None:
-            wait_s = self._patience.wait_s(error, _num_bytes(into), self._clock())
+            wait_s = self._patience.wait_s(error, _num_bytes(into))
             if wait_s is None:
                 raise ConfigError(f"model.path: cannot fetch {hub_id}: {_first_line(error)}") from error
             self._tell(f"{hub_id}: {_first_line(error)}; again in {wait_s:.0f} s")
             self._pause(wait_s)
         done.write_text(asked, encoding="utf-8")
+        if weights:
+            _clear(into)
         return True
 
     def _attempt(self, hub_id: str, revision: str | None, patterns: Sequence[str], into: Path) -> Exception | None:
@@ -143,6 +143,13 @@ def _num_bytes(folder: Path) -> int:
     return num_bytes
 
 
+def _clear(folder: Path) -> None:
+    """Of what pods have begun and were killed at nothing is of use now; who still writes finds the files whole."""
+    for begun in folder.rglob("*.incomplete"):
+        with suppress(OSError):
+            begun.unlink()
+
+
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
@@ -155,18 +162,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--revision", help="branch, tag or commit; main when absent")
     parser.add_argument("--tokenizer-only", action="store_true", help="what a router needs: no weights")
     parser.add_argument(
-        "--give-up-after",
-        type=float,
-        default=STALLED_S,
-        metavar="SECONDS",
-        help="in which nothing has come, however often it was tried again; %(default)g when absent",
+        "--tries",
+        type=int,
+        default=MOST_FAILURES,
+        metavar="N",
+        help="that may fail in a row without any further file; %(default)d when absent",
     )
     told = parser.parse_args(arguments)
     # A container's first process hears no signal that it has no handler for: its pod would end with its grace alone.
-    # What has come stays, and the next one goes on with it.
+    # Files that have come whole stay.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     try:
-        fetch = Fetch(HubClient(), DownloadPatience(stalled_s=told.give_up_after, rng=Random()))
+        fetch = Fetch(HubClient(), DownloadPatience(most_failures=told.tries, rng=Random()))
         is_new = fetch.run(told.hub_id, told.into, revision=told.revision, weights=not told.tokenizer_only)
     except (ConfigError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")

@@ -1,4 +1,4 @@
-"""How long a download that breaks is tried again: for as long as something comes now and then. Pure."""
+"""How often a download that breaks is tried again: for as long as files come whole now and then. Pure."""
 
 import errno
 from dataclasses import dataclass, field
@@ -18,28 +18,21 @@ _FULL_OR_FORBIDDEN = frozenset(
 class DownloadPatience:
     """Of one download; told of each failure."""
 
-    stalled_s: float
-    """Without a byte for so long: nothing will come."""
+    most_failures: int
+    """In a row, between which no file has come whole."""
     rng: Random
     backoff: Backoff = field(default_factory=lambda: Backoff(first_s=1.0, most_s=60.0))
-    _most_bytes: int = field(init=False, default=-1)
-    _since_s: float = field(init=False, default=0.0)
+    _most_bytes: int = field(init=False, default=0)
     _failures: int = field(init=False, default=0)
-    """In a row, since something came."""
 
-    def begin(self, num_bytes: int, now_s: float) -> None:
-        """The first attempt begins, with so much there already."""
-        self._most_bytes, self._since_s = num_bytes, now_s
-
-    def wait_s(self, error: BaseException, num_bytes: int, now_s: float) -> float | None:
-        """An attempt has failed, and so much is there by now: the pause before the next; None: give up."""
+    def wait_s(self, error: BaseException, num_bytes: int) -> float | None:
+        """An attempt has failed, and so much of the model is there: the pause before the next; None: give up."""
         if num_bytes > self._most_bytes:
-            self._most_bytes, self._since_s, self._failures = num_bytes, now_s, 0
+            self._most_bytes, self._failures = num_bytes, 0
         self._failures += 1
-        pause_s = self.backoff.wait_s(self._failures, self.rng)
-        if will_fail_again(error) or now_s + pause_s - self._since_s > self.stalled_s:
+        if will_fail_again(error) or self._failures >= self.most_failures:
             return None
-        return pause_s
+        return self.backoff.wait_s(self._failures, self.rng)
 
 
 def will_fail_again(error: BaseException | None) -> bool:

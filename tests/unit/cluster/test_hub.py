@@ -45,22 +45,12 @@ class FakeHub:
 
 
 class Fetching:
-    """A fetch on a clock of its own."""
+    """A fetch whose pauses take no time."""
 
-    def __init__(self, hub: FakeHub, *, stalled_s: float = 600.0) -> None:
-        self.now_s = 0.0
+    def __init__(self, hub: FakeHub, *, most_failures: int = 20) -> None:
         self.pauses: list[float] = []
-        self.fetch = Fetch(
-            hub,
-            DownloadPatience(stalled_s=stalled_s, rng=Random(1)),
-            clock=lambda: self.now_s,
-            pause=self._pass,
-            tell=lambda _line: None,
-        )
-
-    def _pass(self, seconds: float) -> None:
-        self.pauses.append(seconds)
-        self.now_s += seconds
+        patience = DownloadPatience(most_failures=most_failures, rng=Random(1))
+        self.fetch = Fetch(hub, patience, pause=self.pauses.append, tell=lambda _line: None)
 
 
 def fetch(hub: FakeHub, into: Path, *, revision: str | None = None, weights: bool = True) -> bool:
@@ -87,15 +77,25 @@ def test_what_breaks_is_tried_again_with_longer_and_longer_pauses(tmp_path: Path
     assert len(fetching.pauses) == 9
 
 
-def test_nothing_for_too_long_is_the_end_but_whatever_comes_counts(tmp_path: Path) -> None:
-    dead = Fetching(FakeHub(*[ConnectionError("reset\nby peer")] * 99), stalled_s=30.0)
+def test_too_many_failures_in_a_row_are_the_end_but_not_those_between_which_something_came(tmp_path: Path) -> None:
+    dead = Fetching(FakeHub(*[ConnectionError("reset\nby peer")] * 99), most_failures=5)
     with pytest.raises(ConfigError, match=r"cannot fetch org/m: reset$"):
         dead.fetch.run("org/m", tmp_path, revision=None, weights=True)
-    assert 15.0 <= dead.now_s <= 30.0
-    slow = Fetching(FakeHub(*[ConnectionError("reset")] * 99, comes=1), stalled_s=30.0)
+    assert len(dead.pauses) == 4
+    slow = Fetching(FakeHub(*[ConnectionError("reset")] * 99, comes=1), most_failures=5)
     assert slow.fetch.run("org/m", tmp_path, revision=None, weights=True)
-    assert slow.now_s > 30.0, "each attempt brought something"
+    assert len(slow.pauses) == 99
     assert max(slow.pauses) <= 1.0
+
+
+def test_what_a_killed_pod_has_begun_goes_when_the_model_is_whole(tmp_path: Path) -> None:
+    begun = tmp_path / ".cache" / "huggingface" / "download" / "x.1234.incomplete"
+    begun.parent.mkdir(parents=True)
+    begun.write_bytes(bytes(9))
+    assert fetch(FakeHub(), tmp_path, weights=False)
+    assert begun.exists(), "somebody may be fetching the weights"
+    assert fetch(FakeHub(), tmp_path)
+    assert not begun.exists()
 
 
 def _answer(status: int) -> OSError:
