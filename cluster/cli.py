@@ -5,7 +5,8 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -17,7 +18,14 @@ from cluster.profile_cli import profile
 from cluster.simulate_cli import plan, simulate
 from tandem.errors import ConfigError
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 DEFAULT_URL = "http://127.0.0.1:8000"
+_SHOWN = (
+    "everybody on this machine can read the password in --redis off the list of processes: "
+    "redis.password in the YAML is for this user alone, and so is TANDEM_REDIS__PASSWORD__FILE"
+)
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
 _RUN, _CHANGE, _PROCESSES = "Run a cluster here", "Change a cluster that runs", "Run one process"
@@ -130,6 +138,7 @@ def up(  # noqa: PLR0913  # one parameter per option
     }
     again = partial(load, config, overrides)
     loaded, out, err = again(), Console(highlight=False), Console(stderr=True, highlight=False)
+    _warn_of_password(redis, err)
     if loaded.ray.address is None:
         raise typer.Exit(asyncio.run(serve(loaded, out=out, err=err, again=again)))
     from cluster.ray_up import serve_on_ray
@@ -156,6 +165,11 @@ def demo(
     overrides = _overrides(model, dtype, prefill, decode, transport) | {"router.port": 0, "router.grpc_port": 0}
     err = Console(stderr=True, highlight=False)
     raise typer.Exit(asyncio.run(run_demo(load(config, overrides), out=Console(highlight=False), err=err)))
+
+
+def _warn_of_password(redis: str | None, err: "Console") -> None:
+    if redis is not None and urlsplit(redis).password is not None:
+        err.print(f"[bold yellow]warning: {_SHOWN}[/]", soft_wrap=True)
 
 
 def _overrides(

@@ -165,8 +165,14 @@ def plan_processes(config: ClusterConfig) -> list[ProcessPlan]:
 def plan_worker(config: ClusterConfig, role: Role, index: int, address: str) -> ProcessPlan:
     """One worker of a pool."""
     pool = config.prefill if role is Role.PREFILL else config.decode
-    drain_s = pool.drain_s + STOP_MARGIN_S
-    return ProcessPlan(name=f"{role.value}-{index}", role=role, index=index, address=address, drain_s=drain_s)
+    return ProcessPlan(
+        name=f"{role.value}-{index}",
+        role=role,
+        index=index,
+        address=address,
+        drain_s=pool.drain_s + STOP_MARGIN_S,
+        join_s=pool.join_s if pool.nodes > 1 else 0.0,
+    )
 
 
 def plan_routers(config: ClusterConfig) -> list[ProcessPlan]:

@@ -159,6 +159,11 @@ class LocalCluster:
         self._processes.kill()
 
     @property
+    def is_ending(self) -> bool:
+        """Whether it drains, or has ended: its files may be gone."""
+        return self._supervisor.phase in (Phase.STOPPING, Phase.STOPPED)
+
+    @property
     def under_way(self) -> Rollout | None:
         """The change that is being carried out."""
         return self._processes.rollout

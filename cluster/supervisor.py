@@ -77,6 +77,8 @@ class ProcessPlan:
     """Of a worker: host:port where it listens."""
     drain_s: float = 30.0
     """Most seconds from SIGTERM to SIGKILL."""
+    join_s: float = 0.0
+    """Most seconds that it waits for others while it starts, which are not its own."""
     beats: bool = False
     """Once it is ready it says all the time that it is alive."""
 
@@ -244,7 +246,7 @@ class Supervisor:
         if process.state is not ProcessState.STARTING or process.terminated or self.phase is Phase.STOPPING:
             return
         if has_room or not process.is_candidate:
-            process.deadline = now + self.policy.start_timeout_s if has_room else None
+            process.deadline = self._start_deadline(process, now) if has_room else None
 
     def on_exited(self, name: str, status: int, now: float) -> list[Action]:
         """A process ended; `status` is negative when a signal ended it, as in `subprocess`."""
@@ -348,8 +350,11 @@ class Supervisor:
 
     def _launch(self, process: _Process, now: float) -> list[Action]:
         process.state, process.ready_at, process.is_outdated = ProcessState.STARTING, None, False
-        process.deadline = now + self.policy.start_timeout_s
+        process.deadline = self._start_deadline(process, now)
         return [Launch(name=process.plan.name)]
+
+    def _start_deadline(self, process: _Process, now: float) -> float:
+        return now + self.policy.start_timeout_s + process.plan.join_s
 
     def _forget(self, process: _Process, failure: str | None = None) -> list[Action]:
         del self._processes[process.plan.name]

@@ -29,6 +29,7 @@ from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.hangup import on_hangup
 from tandem.load_progress import LoadReport
+from tandem.process import OneAtATime
 
 EXIT_FAILED = 1
 EXIT_KILLED = 130
@@ -161,22 +162,46 @@ class _Interrupts:
             self.console.print(text, style=style)
 
 
-@dataclass(frozen=True, slots=True)
 class _Rereads:
-    """What becomes of SIGHUP where there is no terminal: everybody reads again what may change while it runs."""
+    """What becomes of SIGHUP where there is no terminal: everybody reads again what may change while it runs.
 
-    cluster: LocalCluster
-    console: Console
-    again: Again | None
+    The user's file is read in a thread: where it hangs, processes are still watched and started again.
+    """
+
+    def __init__(self, cluster: LocalCluster, console: Console, again: Again | None) -> None:
+        self._cluster = cluster
+        self._console = console
+        self._again = again
+        self._loop = asyncio.get_running_loop()
+        self._turns = OneAtATime(self._read)
 
     def __call__(self) -> None:
+        if self._again is None:
+            self._cluster.request_reread()
+        else:
+            self._turns()
+
+    def _read(self) -> None:
+        assert self._again is not None  # noqa: S101  # narrows
+        fresh: ClusterConfig | Exception
         try:
-            if self.again is not None:
-                self.cluster.shared.watch_as(self.again())
+            fresh = self._again()
+        except (ConfigError, OSError) as error:
+            fresh = error
+        with suppress(RuntimeError):  # the loop has ended meanwhile
+            self._loop.call_soon_threadsafe(self._take, fresh)
+
+    def _take(self, fresh: ClusterConfig | Exception) -> None:
+        if self._cluster.is_ending:
+            return
+        try:
+            if isinstance(fresh, Exception):
+                raise fresh
+            self._cluster.shared.watch_as(fresh)
         except (ConfigError, OSError) as error:
             with suppress(OSError):
-                self.console.print(Text(f"{error}; the configuration stays as it was", style="bold red"))
-        self.cluster.request_reread()
+                self._console.print(Text(f"{error}; the configuration stays as it was", style="bold red"))
+        self._cluster.request_reread()
 
 
 async def serve(

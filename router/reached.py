@@ -5,6 +5,7 @@ predecessors' word.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +17,7 @@ from tandem.process import REACHES
 from tandem.roles import WorkerRole
 
 _AGAIN_S = 1.0
+_log = logging.getLogger(__name__)
 
 
 class ReachedWorkers:
@@ -78,13 +80,20 @@ class ReachedWorkers:
         try:
             while (worker := self._find(key)) is not None:
                 # A full router has no room for the question; then a token of anybody's request is proof, too.
-                if await self._canary.ask(key) or (first is not None and worker.answered_s > first.answered_s):
+                if await self._answers(key) or (first is not None and worker.answered_s > first.answered_s):
                     self._proven.add(key)
                     break
                 await asyncio.sleep(_AGAIN_S)
         finally:
             del self._asking[key]
         self._look()
+
+    async def _answers(self, key: WorkerKey) -> bool:
+        try:
+            return await self._canary.ask(key)
+        except Exception:  # noqa: BLE001  # if this ended here, a change of the cluster would wait for it in vain
+            _log.exception("asking %s for a token failed; it is asked again", key.worker_id)
+            return False
 
     def _find(self, key: WorkerKey) -> WorkerSnapshot | None:
         return next((worker for worker in self._registry.snapshots() if worker.info.key == key), None)

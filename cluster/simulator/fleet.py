@@ -108,6 +108,10 @@ class Fleet:
 
     def _flip(self, role: WorkerRole) -> None:
         self.num_flips += 1
+        if not self._in(other(role), (MachineState.READY,)):
+            # Who does not serve yet has nothing to finish.
+            self._chosen(other(role), (MachineState.STARTING,)).role = role
+            return
         machine = self._chosen(other(role), (MachineState.READY,))
         self._leave(machine, partial(self._turn, machine))
         # It counts for the pool that it goes to from now on.
@@ -115,10 +119,13 @@ class Fleet:
 
     def _chosen(self, role: WorkerRole, states: tuple[MachineState, ...]) -> _Machine:
         """Who does not serve yet, else who has least to finish."""
-        fit = [machine for machine in self._machines if machine.role is role and machine.state in states]
+        fit = self._in(role, states)
         if not fit:
             raise InvariantError(f"no {role.value} worker can leave")
         return min(fit, key=lambda machine: (machine.worker is not None, self._load(machine), -machine.number))
+
+    def _in(self, role: WorkerRole, states: tuple[MachineState, ...]) -> list[_Machine]:
+        return [machine for machine in self._machines if machine.role is role and machine.state in states]
 
     def _load(self, machine: _Machine) -> int:
         return 0 if machine.worker is None else len(self._simulation.workers.requests_on(machine.worker.info.key))

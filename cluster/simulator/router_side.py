@@ -115,6 +115,7 @@ class SimRouter:
                 names=request.names(self._block_tokens),
                 excluded=frozenset(progress.excluded),
                 pool_tokens_above=progress.pool_tokens_above,
+                is_local=request.is_local,
             )
         except NoDecodeWorker:
             self._wait(request)

@@ -68,6 +68,11 @@ class SimRequest:
         self.is_fresh = True
         """Its next token on the worker is not one step after the one before."""
 
+    @property
+    def is_local(self) -> bool:
+        """Whether a decode worker is to read its prompt itself; see `router.requests.RoutedRequest`."""
+        return self.entry is not None and self.entry.is_local and not self.num_output_tokens
+
     def begin_attempt(self) -> int:
         """Its number, which every name of the attempt bears."""
         attempt = self.progress.begin_attempt()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from engine.parallel.lost import RankLost
 from engine.ranks.channel import Channel
-from engine.ranks.greeting import MOST_BYTES, Caller, Purpose, admit, unlike, welcome
+from engine.ranks.greeting import MOST_BYTES, Caller, Purpose, admit, installed, too_early, unlike, welcome
 from engine.ranks.nodes import NodeGroup
 from tandem.hosts import join, keep_alive
 from tandem.mutual_tls import peer_fingerprint, tls_reason
@@ -203,10 +203,8 @@ class NodeDoor:
             raise
 
     def _refusal(self, caller: Caller) -> str | None:
-        ours = self._group.revision
-        if caller.revision and ours and caller.revision != ours:
-            # No refusal, whatever else differs: in a roll-out, one of this group's own comes after it.
-            raise RankLost(f"its revision is {caller.revision}, this one's {ours}")
+        if (reason := too_early(caller, revision=self._group.revision, software=installed())) is not None:
+            raise RankLost(reason)  # no refusal, whatever else differs
         return unlike(caller, size=self._group.size, num_nodes=self._group.num_nodes)
 
     def _enter(self, caller: Caller, token: str, channel: Channel) -> None:

@@ -8,6 +8,7 @@ Nothing large is read from whoever has not proven itself, and no refusal of his 
 """
 
 import hmac
+import importlib.metadata
 import json
 import secrets
 from collections.abc import Callable
@@ -47,6 +48,16 @@ class Caller:
     version: int = _VERSION
     revision: str = ""
     """See NodeGroup."""
+    software: str = ""
+    """See `installed`."""
+
+
+def installed() -> str:
+    """Which Tandem this process runs, as it was installed; empty where nobody can tell, as in a checkout."""
+    try:
+        return importlib.metadata.version("tandem-serve")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def greet(channel: Channel, caller: Caller, secret: bytes, bond: bytes = b"") -> str:
@@ -93,6 +104,18 @@ def welcome(channel: Channel, token: str) -> None:
     channel.send(Kind.WELCOME, token.encode())
 
 
+def too_early(caller: Caller, *, revision: str, software: str) -> str | None:
+    """Why a caller cannot be taken now, though it may be that one of this group's own comes after it; None: it can.
+
+    What is not told makes no difference.
+    """
+    if caller.revision and revision and caller.revision != revision:
+        return f"its revision is {caller.revision}, this one's {revision}"
+    if caller.software and software and caller.software != software:
+        return f"it runs Tandem {caller.software}, rank 0 {software}: install the same on all nodes"
+    return None
+
+
 def unlike(caller: Caller, *, size: int, num_nodes: int) -> str | None:
     """Why a caller is not of such a group; None when it is."""
     if caller.version != _VERSION:
@@ -111,7 +134,8 @@ def _caller(hello: bytes) -> Caller:
     values = _mapping(memoryview(hello))
     try:
         rank, size, num_nodes, version = (int(values[name]) for name in ("rank", "size", "num_nodes", "version"))
-        purpose, token, revision = Purpose(values["purpose"]), str(values["token"]), str(values.get("revision", ""))
+        purpose, token = Purpose(values["purpose"]), str(values["token"])
+        revision, software = (str(values.get(name, "")) for name in ("revision", "software"))
     except (KeyError, TypeError, ValueError, OverflowError):
         raise RankLost("somebody came who is no rank") from None
     return Caller(
@@ -122,6 +146,7 @@ def _caller(hello: bytes) -> Caller:
         token=token,
         version=version,
         revision=revision,
+        software=software,
     )
 
 

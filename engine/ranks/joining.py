@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from engine.parallel.lost import RankLost
 from engine.ranks.channel import MOST_PAYLOAD_BYTES, Channel
-from engine.ranks.greeting import MOST_BYTES, Caller, Purpose, greet
+from engine.ranks.greeting import MOST_BYTES, Caller, Purpose, greet, installed
 from engine.ranks.nodes import NodeGroup
 from tandem.hosts import join, keep_alive
 from tandem.mutual_tls import MutualTls, peer_fingerprint, tls_reason
@@ -88,6 +88,7 @@ def _connect(
             purpose=purpose,
             token=token,
             revision=group.revision,
+            software=installed(),
         )
         given = greet(channel, caller, group.secret, bond)
         channel.most_bytes = MOST_PAYLOAD_BYTES

@@ -80,6 +80,18 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(arguments, message):
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(("url", "is_told"), [("redis://:hush@h:6379", True), ("redis://h:6379", False)])
+def test_a_password_on_the_command_line_is_warned_of(url, is_told, monkeypatch):
+    async def serve(*_, **__):
+        return 0
+
+    monkeypatch.setattr("cluster.up.serve", serve)
+    done = CliRunner().invoke(app, ["up", "--redis", url])
+    assert done.exit_code == 0, done.output
+    assert ("can read the password in --redis" in done.stderr) is is_told
+    assert "hush" not in done.stderr
+
+
 def test_a_taken_port_is_said_at_once():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

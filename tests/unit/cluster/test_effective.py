@@ -85,6 +85,12 @@ def test_addresses():
     assert split("[::1]:80") == ("::1", 80)
 
 
+def test_a_worker_that_waits_for_ranks_of_other_nodes_is_not_late_by_that():
+    spread = PoolConfig(tensor_parallel_size=2, nodes=2, rank_port=7100, join_s=1200.0)
+    plans = plan_processes(ClusterConfig(prefill=spread, decode=PoolConfig(join_s=1200.0)))
+    assert [plan.join_s for plan in plans] == [1200.0, 0.0, 0.0]
+
+
 def test_the_plan_and_its_commands():
     prefill = PoolConfig(replicas=2, addresses=("127.0.0.1:4000", "127.0.0.1:4001"))
     plans = plan_processes(ClusterConfig(prefill=prefill))

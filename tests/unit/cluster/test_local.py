@@ -1,18 +1,22 @@
 """A whole local cluster of real, tiny processes."""
 
 import asyncio
+import io
 import os
 import pty
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from cluster.endings import ClusterFailed, StoppedEarly
 from cluster.local import LocalCluster
 from cluster.process_view import SilentWatcher
 from cluster.supervisor import Policy, ProcessState, Role
+from cluster.up import run_with
 from tests.unit.cluster.fake_cluster import fake_command, fake_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -267,6 +271,34 @@ async def test_up_without_a_terminal_has_files_read_again_and_goes_on(journal, m
     assert sorted(seen[3:6]) == ["decode-0 hup", "prefill-0 hup", "router hup"]
     assert seen[6] == "router term"
     assert all(gone(pid) for pid in pids(journal))
+
+
+async def test_a_file_that_hangs_when_it_is_read_again_holds_up_nobody(journal, monkeypatch):
+    monkeypatch.setattr("tandem.hangup.has_terminal", lambda: False)
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def again():
+        hangs.set()
+        assert goes_on.wait(60.0)
+        return fake_config().model_copy(update={"log_level": "debug"})
+
+    async def body(cluster):
+        os.kill(os.getpid(), signal.SIGHUP)
+        try:
+            assert await asyncio.to_thread(hangs.wait, 60.0)
+            before = cluster.processes[-1].pid
+            cluster.kill("router")
+            await cluster.wait_ready("router", after_pid=before)
+        finally:
+            goes_on.set()
+        while "router hup" not in events(journal):  # noqa: ASYNC110 - a file is no event
+            await asyncio.sleep(0.01)
+        assert cluster.config.log_level == "debug"
+        return 0
+
+    async with asyncio.timeout(60.0):
+        quiet, command = Console(file=io.StringIO()), fake_command(journal)
+        assert await run_with(fake_config(), body, console=quiet, show_logs=False, command=command, again=again) == 0
 
 
 async def test_up_shows_why_a_start_failed(journal):

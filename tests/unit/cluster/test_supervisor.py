@@ -217,6 +217,14 @@ def test_a_start_that_takes_too_long_is_killed():
     assert {name for name, signum in sent(supervisor.tick(60)) if signum is signal.SIGKILL} == set(NAMES[:3])
 
 
+def test_who_waits_for_others_may_take_longer_by_that():
+    """A worker whose ranks come from other nodes, whenever these are there."""
+    supervisor = Supervisor([ProcessPlan(name="decode-0", role=Role.DECODE, join_s=600)], POLICY)
+    supervisor.start(0)
+    assert sent(supervisor.tick(600)) == []
+    assert sent(supervisor.tick(660)) == [("decode-0", signal.SIGKILL)]
+
+
 def test_names_are_unique():
     with pytest.raises(InvariantError):
         Supervisor([ProcessPlan(name="a", role=Role.DECODE)] * 2)

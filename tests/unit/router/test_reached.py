@@ -80,6 +80,26 @@ async def test_a_decode_worker_that_joins_is_reached_when_it_has_given_a_token(m
     assert registry.watchers == []
 
 
+async def test_a_question_that_fails_in_a_way_that_nobody_foresaw_is_asked_again(monkeypatch, caplog):
+    monkeypatch.setattr(reached, "_AGAIN_S", 0.0)
+
+    class Broken(Canary):
+        async def ask(self, key):
+            if await super().ask(key):
+                return True
+            raise ZeroDivisionError
+
+    new, registry, canary, told = worker("d1"), Registry(), Broken(), asyncio.Queue()
+    async with reached_workers(registry, canary, told):
+        registry.put(new)
+        for _ in range(2):
+            await canary.asked.get()
+        canary.alive.add(new.info.key)
+        while await told.get() != ["d1:1"]:
+            pass
+    assert "asking d1 for a token failed" in caplog.text
+
+
 async def test_a_token_of_anybodys_request_is_proof_where_there_is_no_room_for_the_question(monkeypatch):
     monkeypatch.setattr(reached, "_AGAIN_S", 0.0)
     new, registry, canary, told = worker("d1"), Registry(), Canary(), asyncio.Queue()

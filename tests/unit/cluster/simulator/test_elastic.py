@@ -90,6 +90,20 @@ def test_who_does_not_finish_in_time_goes_on_elsewhere() -> None:
     assert result.report.num_retries
 
 
+def test_one_that_does_not_serve_yet_changes_pools_where_no_other_can() -> None:
+    trace = load(requests=60, rate=10.0)
+    orders = {
+        1.0: [action(START, DECODE), action(FLIP, PREFILL)],
+        1.5: [action(FLIP, PREFILL)],
+        5.0: [action(FLIP, DECODE)],
+    }
+    script = Script(orders)
+    result = run_elastic(elastic(trace), script, Sizes(prefill=1, decode=1))
+    assert script.views[2.0].sizes == Sizes(prefill=3, decode=0)
+    assert result.num_flips == 3
+    assert result.report.num_finished == 60
+
+
 def test_nobody_can_be_taken_from_an_empty_pool() -> None:
     script = Script({0.5: [action(STOP, PREFILL), action(STOP, PREFILL)]})
     with pytest.raises(InvariantError, match="no prefill worker"):

@@ -8,6 +8,7 @@ from cluster.simulator.capacity import what_breaks
 from cluster.simulator.faults import FaultSpec, draw_faults
 from cluster.simulator.report import Slo, report_on
 from cluster.simulator.settings import open_door
+from cluster.simulator.sim_request import SimRequest
 from cluster.simulator.simulation import Choosing, Simulation
 from router.admission_counts import Rejection
 from router.admission_values import AdmissionPolicy
@@ -31,6 +32,26 @@ def test_who_finds_no_room_waits_here_and_has_a_turn(sizes: tuple[int, int]) -> 
     assert counts.waited_s > 1.0
     assert simulation.router.gate.admission.num_inflight == 0
     audit(simulation)
+
+
+def test_whoever_has_its_turn_because_a_decode_worker_reads_it_is_read_there() -> None:
+    """As behind a real gate: others wait for the prefill pool."""
+    pools = cluster(1, 4, num_blocks=1000)
+    spec = replace(pools, admission=AdmissionPolicy(room=RoomPolicy(worker_backlog_s=0.05)))
+    simulation = Simulation(spec, load(rate=60.0, requests=100, prefix=192, prompt=300.0), Choosing(), seed=1)
+    placed: list[tuple[bool, bool]] = []
+    submit = simulation.router._send
+
+    def watched(request: SimRequest) -> None:
+        assert request.entry is not None
+        assert request.assignment is not None
+        placed.append((request.entry.is_local, request.assignment.computing == request.assignment.decode))
+        submit(request)
+
+    simulation.router._send = watched
+    simulation.run()
+    assert all(is_read_there for is_local, is_read_there in placed if is_local)
+    assert sum(is_local for is_local, _ in placed) > 5 < sum(not is_read_there for _, is_read_there in placed)
 
 
 def test_a_long_wait_is_refused_by_its_prediction() -> None:

@@ -16,7 +16,7 @@ from engine.ranks import door as doors
 from engine.ranks import joining
 from engine.ranks.channel import Channel, Kind
 from engine.ranks.door import NodeDoor
-from engine.ranks.greeting import Purpose
+from engine.ranks.greeting import Caller, Purpose, too_early
 from engine.ranks.joining import RankLink, knock
 from engine.ranks.nodes import NodeGroup
 from engine.ranks.pulse import PulseDesk
@@ -159,6 +159,26 @@ def test_ranks_of_another_revision_knock_until_their_own_group_is_there(
         assert same.connect(2, Purpose.STEPS)
         same.channels[0].close()
     door.close()
+
+
+def test_ranks_that_run_another_tandem_knock_until_they_run_the_same(
+    door: NodeDoor,
+    given: NodeGroup,
+    turned_away: threading.Semaphore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = Caller(rank=2, size=4, num_nodes=2, purpose=Purpose.STEPS, software="1.9")
+    assert "1.9, rank 0 2.0" in (too_early(old, revision="", software="2.0") or "")
+    monkeypatch.setattr(doors, "installed", lambda: "2.0")
+    monkeypatch.setattr(joining, "installed", lambda: "1.9")
+    with pytest.raises(RankLost):
+        joining._come(given, 2, None, given.open_tls())
+    assert turned_away.acquire(timeout=WAIT_S)
+    for known in ("2.0", ""):  # a checkout does not tell
+        monkeypatch.setattr(joining, "installed", lambda known=known: known)
+        link = joining._come(given, 2 if known else 3, None, given.open_tls())
+        link.steps.close()
+        link.pulse.close()
 
 
 def test_another_secret_opens_nothing_and_ends_nobody(door: NodeDoor, given: NodeGroup) -> None:
