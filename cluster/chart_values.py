@@ -31,8 +31,8 @@ Kubernetes = dict[str, Any]
 
 
 class Image(Section):
-    repository: Annotated[str, Field(min_length=1)]
-    tag: str
+    repository: Annotated[str, Field(pattern=r"^[a-zA-Z0-9._:/-]+$")]
+    tag: Annotated[str, Field(pattern=r"^[a-zA-Z0-9._-]*$", max_length=128)]
     digest: Digest
     pullPolicy: Literal["Always", "IfNotPresent", "Never"]
 

@@ -94,7 +94,12 @@ class ControlSocket:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             lines: asyncio.Queue[Told] = asyncio.Queue(_BACKLOG_LINES)
-            work = asyncio.get_running_loop().create_task(self._serve(await reader.readline(), lines))
+            try:
+                asked = await reader.readline()
+            except ValueError:
+                writer.write(written(Told(done=False, reason=f"a line has at most {MAX_LINE_BYTES} bytes")))
+                return
+            work = asyncio.get_running_loop().create_task(self._serve(asked, lines))
             self._changes.add(work)  # it goes on when its client leaves
             work.add_done_callback(self._changes.discard)
             told = Told()
@@ -102,8 +107,8 @@ class ControlSocket:
                 told = await lines.get()
                 writer.write(written(told))
                 await writer.drain()
-        except (OSError, ValueError):
-            pass  # the client has left, or sends no line that ends
+        except OSError:
+            pass  # the client has left
         finally:
             writer.close()
 

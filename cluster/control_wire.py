@@ -15,9 +15,9 @@ RoleName = Literal["prefill", "decode", "router"]
 
 
 class ControlMessage(BaseModel):
-    """Base of all: frozen, and refusing what it does not know."""
+    """Base of all: frozen, and refusing what it does not know or what is of another type: `true` is no size."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class StatusAsked(ControlMessage):

@@ -113,6 +113,8 @@ class Rollout:
     """For what was added to be known."""
     _aborted: str | None = field(init=False, default=None)
     """Why it is to end before its end."""
+    _is_held: bool = field(init=False, default=False)
+    """Whoever is to leave stays for now: no other decode worker serves, though one is on its way."""
 
     def started(self, name: str) -> None:
         """What was ordered last has this name."""
@@ -162,7 +164,7 @@ class Rollout:
 
     def _begin(self, step: Step, members: Members) -> list[Order]:
         if step.add is None or step.in_place:
-            return self._retire(step, members)
+            return self._leave(step, members)
         return self._start(step.add, step, members)
 
     def _start(self, role: Role, step: Step, members: Members) -> list[Order]:
@@ -195,9 +197,26 @@ class Rollout:
                 return []
             return self._give_up(name, step, f"{missing} after {self.known_s:g} s")
         self._deadline = None
-        orders: list[Order] = [Progress(text=f"{name} serves")]
-        leaves = step.retire is not None and not step.in_place
-        return orders + (self._retire(step, members) if leaves else self._next(None))
+        serves = Progress(text=f"{name} serves")
+        if step.retire is None or step.in_place:
+            return [serves, *self._next(None)]
+        return self._leave(step, members, serves)
+
+    def _leave(self, step: Step, members: Members, *before: Order) -> list[Order]:
+        """Have whom it retires leave, unless nobody would answer then: others may have died since this was planned."""
+        others = absent_beside(step.retire, members)
+        if others:
+            told = [] if self._is_held else [Progress(text=f"{step.retire} stays until {others[0]} serves")]
+            self._is_held = True
+            return [*told]
+        self._is_held = False
+        if others is not None and step.add is not Role.DECODE:
+            reason = f"{step.retire} is the only decode worker left"
+            if self._waiting is _Waiting.ADDED and self._added is not None:
+                return self._give_up(self._added, step, reason)
+            self._fail(reason)
+            return []
+        return [*before, *self._retire(step, members)]
 
     def _retire(self, step: Step, members: Members) -> list[Order]:
         if step.retire is None or step.retire not in members:  # it was given up or forgotten meanwhile
@@ -234,6 +253,15 @@ def free_index(members: Iterable[Member], role: Role) -> int:
     """The lowest that no process of this role has."""
     taken = {member.index for member in members if member.role is role}
     return next(index for index in range(len(taken) + 1) if index not in taken)
+
+
+def absent_beside(name: str | None, members: Members) -> list[str] | None:
+    """The other decode workers there are to be, where this one alone serves; None: it does not."""
+    one = None if name is None else members.get(name)
+    if one is None or one.role is not Role.DECODE or not one.serves:
+        return None
+    others = {n: m for n, m in members.items() if n != name and m.role is one.role and m.state not in _COUNT_NOT}
+    return None if any(m.serves for m in others.values()) else list(others)
 
 
 def who_misses(name: str, replaced: str | None, members: Members) -> str | None:

@@ -21,6 +21,7 @@ from router.pin_metrics import PinMetrics
 from router.placement import PlacementReason
 from router.placement_metrics import PlacementMetrics
 from router.request_slices import SliceMetrics
+from router.shared_reading import SharedReading
 from router.status.quantiles import FINE_BOUNDS_S
 from router.tenant_labels import TenantLabels
 from router.tenant_usage import TenantUsage
@@ -70,7 +71,7 @@ class RouterMetrics:
         self.registry = CollectorRegistry()
         self._model = (model_name, _ENGINE)
         self._refresh: Callable[[], None] = _nothing
-        self._collect: Callable[[], Awaitable[bytes]] | None = None
+        self._scrape = SharedReading(self._alone)
         self.waiting = self._gauge("vllm:num_requests_waiting", "Requests without a first token yet")
         self.running = self._gauge("vllm:num_requests_running", "Requests that are streaming tokens")
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of started requests")
@@ -164,11 +165,14 @@ class RouterMetrics:
 
     def collect_with(self, collect: Callable[[], Awaitable[bytes]]) -> None:
         """A scrape is answered with what `collect` brings, of this process and others."""
-        self._collect = collect
+        self._scrape = SharedReading(collect)
 
     async def collect(self) -> bytes:
-        """What a scrape is answered with."""
-        return self.render() if self._collect is None else await self._collect()
+        """What a scrape is answered with: those that come at once have one reading, which costs milliseconds."""
+        return await self._scrape()
+
+    async def _alone(self) -> bytes:
+        return self.render()
 
     def render(self) -> bytes:
         """The text exposition format."""

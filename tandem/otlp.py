@@ -30,6 +30,8 @@ _PERIOD_S = 0.5
 _TIMEOUT_S = 3.0
 """For one batch; then it is dropped."""
 _CLOSE_S = 3.0
+_MOST_SHOWN = 200
+"""Characters of what a receiver says."""
 _READINGS = 3
 """Of both clocks, of which the closest pair counts: this thread may be interrupted between them."""
 _METHOD = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
@@ -117,13 +119,14 @@ class OtlpSink:
         try:
             answer = self._call(request, timeout=timeout_s, metadata=self._metadata, wait_for_ready=True)
         except grpc.RpcError as error:
-            self._failed(len(batch), f"{error.code().name}: {error.details()}")
+            self._failed(len(batch), f"{error.code().name}: {_shown(error.details())}")
             return False
         except Exception as error:  # noqa: BLE001  # the thread must live; gRPC's words may have a header's secret
             self._failed(len(batch), type(error).__name__)
             return False
         if rejected := answer.partial_success.rejected_spans:
-            _log.warning("%s rejected %d spans: %s", self._endpoint, rejected, answer.partial_success.error_message)
+            why = _shown(answer.partial_success.error_message)
+            _log.warning("%s rejected %d spans: %s", self._endpoint, rejected, why)
         self._taken()
         return True
 
@@ -137,6 +140,11 @@ class OtlpSink:
         if dropped:
             _log.warning("%s takes spans again; %d were dropped", self._endpoint, dropped)
         self._not_taken, self._told_not_queued = 0, self._not_queued
+
+
+def _shown(told: str | None) -> str:
+    """A receiver's words as one line of the log: they may be megabytes, with each batch again."""
+    return " ".join((told or "").split())[:_MOST_SHOWN]
 
 
 def _channel(endpoint: str) -> Any:

@@ -73,6 +73,8 @@ class KubernetesScaler:
                 self._namespace = (self._account / "namespace").read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:
             raise OrderFailed(f"the service account's files cannot be read: {error}") from None
+        if not (token.isascii() and token.isprintable()):  # whoever refuses it later would show it
+            raise OrderFailed(f"{self._account / 'token'} holds no token: one line of ASCII")
         headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
         return httpx.AsyncClient(
             base_url=self._api, headers=headers, timeout=_ANSWER_S, trust_env=False, verify=context
@@ -106,8 +108,11 @@ class KubernetesScaler:
         try:
             told = response.json()
             # A set of no replicas leaves the number out.
-            return _Scale(int(told["spec"].get("replicas", 0)), str(told["metadata"]["resourceVersion"]))
-        except (ValueError, LookupError, TypeError, AttributeError):
+            replicas = int(told["spec"].get("replicas", 0))
+            if replicas < 0:
+                raise ValueError("there are fewer than none")
+            return _Scale(replicas, str(told["metadata"]["resourceVersion"]))
+        except (ValueError, OverflowError, LookupError, TypeError, AttributeError):
             raise OrderFailed(f"{self._sets[role]}: what {self._api} answers is no Scale") from None
 
 

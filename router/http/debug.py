@@ -1,5 +1,6 @@
 """What one looks at when one wonders why: the last placements of one's own requests."""
 
+import asyncio
 from typing import Any
 
 from starlette.requests import Request
@@ -18,6 +19,7 @@ class DecisionRoutes:
 
     def __init__(self, decisions: DecisionLog) -> None:
         self._decisions = decisions
+        self._one_at_a_time = asyncio.Lock()
 
     async def show(self, request: Request) -> dict[str, Any]:
         """The tenant's own, newest first. `?limit=` of them, `?request_id=` of one request. Raises InvalidRequest."""
@@ -27,8 +29,11 @@ class DecisionRoutes:
         request_id = query.get("request_id")
         if request_id is not None and len(request_id) > _MAX_ID_CHARS:
             raise InvalidRequest(f"request_id has more than {_MAX_ID_CHARS} characters", param="request_id")
-        tenant = request.state.tenant
-        shown = self._decisions.described(tenant, limit=_limit(query.get("limit")), request_id=request_id)
+        tenant, limit = request.state.tenant, _limit(query.get("limit"))
+        async with self._one_at_a_time:
+            # It takes milliseconds: between two of many who ask for it, streams have their turn.
+            await asyncio.sleep(0)
+            shown = self._decisions.described(tenant, limit=limit, request_id=request_id)
         return {"object": "list", "kept": self._decisions.num_kept(tenant), "data": shown}
 
 

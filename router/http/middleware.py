@@ -1,5 +1,7 @@
 """Around every request: bounds on its headers, its id, and the count of its answer."""
 
+import asyncio
+import logging
 import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -9,13 +11,15 @@ from router.http.errors import error_response
 from router.http.routes import ROUTE_KEY
 from router.metrics import RouterMetrics
 from router.request_names import check_request_id
-from tandem.errors import InvalidRequest
+from tandem.errors import InvalidRequest, Unavailable
 from tandem.logs import REQUEST_ID, X_REQUEST_ID
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 << 10
 _CLIENT_LEFT = 499
 """What is counted where nobody was left to answer."""
+_AGAIN_S = 1.0
+_log = logging.getLogger(__name__)
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
@@ -53,6 +57,13 @@ class Envelope:
                 await error_response(error)(scope, receive, enveloped)
                 return
             await self._app(scope, receive, enveloped)
+        except asyncio.CancelledError:
+            # Nobody but the door does that, when the time to drain is over; the task has nothing left to do.
+            if status == _CLIENT_LEFT:
+                ended = Unavailable("the router has ended before its answer", retry_after_s=_AGAIN_S)
+                await error_response(ended)(scope, receive, enveloped)
+            else:
+                _log.warning("an answer is cut off: it takes longer than the router may drain")
         except Exception:
             status = 500
             raise

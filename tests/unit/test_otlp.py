@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
 from tandem import otlp
 from tandem.otlp import OtlpSink
@@ -114,3 +115,18 @@ async def test_a_header_that_cannot_be_sent_ends_no_thread_and_is_not_logged(
         await asyncio.to_thread(sink.close)
     assert "takes no spans" in caplog.text
     assert "cret" not in caplog.text
+
+
+def test_what_a_receiver_says_is_one_short_line_of_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = ExportTraceServiceResponse()
+    told.partial_success.rejected_spans = 3
+    told.partial_success.error_message = "too old\n22:00:00 CRITICAL " + "x" * (1 << 20)
+    with sink_to(1) as sink:
+        monkeypatch.setattr(sink, "_call", lambda *_, **__: told)
+        assert sink._send([span()])
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "rejected 3 spans: too old 22:00:00" in line
+    assert len(line) < 400
+    assert "\n" not in line

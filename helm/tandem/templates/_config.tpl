@@ -68,6 +68,7 @@ builtin
 {{- define "tandem.check" -}}
 {{- $v := .Values -}}
 {{- $c := include "tandem.effective" . | fromYaml -}}
+{{- include "tandem.checkNames" . -}}
 {{- include "tandem.checkDoors" (dict "root" . "c" $c) -}}
 {{- include "tandem.checkModel" . -}}
 {{- if and (not $v.redis.enabled) (not $v.redis.external.urlSecret) -}}
@@ -82,6 +83,24 @@ builtin
 {{- include "tandem.checkPlanner" (dict "root" . "c" $c) -}}
 {{- range $name := list "prefill" "decode" -}}
 {{- include "tandem.checkPool" (dict "root" $ "c" $c "name" $name "pool" (index $v $name) "settings" (index $c $name)) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Root context: what Kubernetes would refuse without a word on where it comes from. */}}
+{{- define "tandem.checkNames" -}}
+{{- $name := include "tandem.fullname" . -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
+{{- fail (printf "fullnameOverride: names of Services begin with %s, of the release's name unless it is stated; that takes a letter, then letters, digits and -" $name) -}}
+{{- end -}}
+{{- range $pool := list "router" "prefill" "decode" -}}
+{{- range $label := list "name" "instance" "component" -}}
+{{- if hasKey (index $.Values $pool).podLabels (printf "app.kubernetes.io/%s" $label) -}}
+{{- fail (printf "%s.podLabels: app.kubernetes.io/%s is the chart's own, by which pods are found" $pool $label) -}}
+{{- end -}}
+{{- end -}}
+{{- if hasKey (index $.Values $pool).podAnnotations "checksum/config" -}}
+{{- fail (printf "%s.podAnnotations: checksum/config is the chart's own, by which a changed configuration starts new pods" $pool) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 

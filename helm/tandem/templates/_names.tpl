@@ -18,8 +18,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 
 {{/* What never changes, and so may stand in a selector. */}}
 {{- define "tandem.instance" -}}
-app.kubernetes.io/name: {{ .Values.nameOverride | default "tandem" }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ .Values.nameOverride | default "tandem" | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{/* Selects the pods of one component: a dict of `root` and `component`. */}}

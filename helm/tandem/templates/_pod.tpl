@@ -14,7 +14,7 @@ securityContext:
 {{- with .Values.imagePullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
   {{- end }}
 {{- end }}
 {{- end -}}
@@ -45,7 +45,7 @@ tolerations: {{- toYaml . | nindent 2 }}
 affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- if .pool.priorityClassName }}
-priorityClassName: {{ .pool.priorityClassName }}
+priorityClassName: {{ .pool.priorityClassName | quote }}
 {{- else if .root.Values.priorityClasses.create }}
 priorityClassName: {{ include "tandem.priorityClass" (dict "root" .root "component" (.priority | default .component)) }}
 {{- end }}
@@ -67,7 +67,7 @@ topologySpreadConstraints:
 {{- define "tandem.clusterSecretEnv" -}}
 - name: CLUSTER_SECRET
   valueFrom:
-    secretKeyRef: {name: {{ include "tandem.clusterSecret" . }}, key: {{ .Values.secrets.cluster.key }}}
+    secretKeyRef: {name: {{ include "tandem.clusterSecret" . | quote }}, key: {{ .Values.secrets.cluster.key | quote }}}
 - name: TANDEM_SECRET
   value: "'$(CLUSTER_SECRET)'"
 {{- end -}}
@@ -76,20 +76,20 @@ topologySpreadConstraints:
 {{- if .Values.redis.enabled }}
 - name: REDIS_PASSWORD
   valueFrom:
-    secretKeyRef: {name: {{ include "tandem.redisSecret" . }}, key: {{ .Values.redis.passwordKey }}}
+    secretKeyRef: {name: {{ include "tandem.redisSecret" . | quote }}, key: {{ .Values.redis.passwordKey | quote }}}
 - name: TANDEM_REDIS__PASSWORD
   value: "'$(REDIS_PASSWORD)'"
 {{- else }}
 - name: REDIS_URL
   valueFrom:
-    secretKeyRef: {name: {{ .Values.redis.external.urlSecret }}, key: {{ .Values.redis.external.urlKey }}}
+    secretKeyRef: {name: {{ .Values.redis.external.urlSecret | quote }}, key: {{ .Values.redis.external.urlKey | quote }}}
 - name: TANDEM_REDIS__URL
   value: "'$(REDIS_URL)'"
 {{- end }}
 {{- with .Values.telemetry.headersSecret }}
 - name: OTLP_HEADERS
   valueFrom:
-    secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
+    secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}
 - name: TANDEM_TELEMETRY__OTLP_HEADERS
   value: "$(OTLP_HEADERS)"
 {{- end }}
@@ -101,7 +101,7 @@ topologySpreadConstraints:
 {{- if eq $m.source "hub" }}
 initContainers:
   - name: fetch-model
-    image: {{ include "tandem.image" (dict "image" .image "root" .root) }}
+    image: {{ include "tandem.image" (dict "image" .image "root" .root) | quote }}
     imagePullPolicy: {{ .image.pullPolicy }}
     command: [python, -m, cluster.hub]
     args:
@@ -119,7 +119,7 @@ initContainers:
       {{- with $m.hub.tokenSecret }}
       - name: HF_TOKEN
         valueFrom:
-          secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
+          secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}
       {{- end }}
     securityContext: {{- include "tandem.containerSecurity" .root | nindent 6 }}
     resources: {{- toYaml $m.hub.resources | nindent 6 }}
@@ -132,17 +132,17 @@ initContainers:
 {{/* A dict of `root`, `size` (of the model's own volume in this pod): volumes of routers and workers alike. */}}
 {{- define "tandem.volumes" -}}
 - name: config
-  configMap: {name: {{ include "tandem.fullname" .root }}}
+  configMap: {name: {{ include "tandem.fullname" .root | quote }}}
 - name: tmp
   emptyDir: {sizeLimit: {{ .root.Values.tmpSize }}}
 {{- if and (not .root.Values.redis.enabled) .root.Values.redis.external.caSecret }}
 - name: redis-ca
-  secret: {secretName: {{ .root.Values.redis.external.caSecret }}, defaultMode: 0440}
+  secret: {secretName: {{ .root.Values.redis.external.caSecret | quote }}, defaultMode: 0440}
 {{- end }}
 {{- if ne .root.Values.model.source "builtin" }}
 - name: models
   {{- if .root.Values.model.cache.existingClaim }}
-  persistentVolumeClaim: {claimName: {{ .root.Values.model.cache.existingClaim }}}
+  persistentVolumeClaim: {claimName: {{ .root.Values.model.cache.existingClaim | quote }}}
   {{- else if .root.Values.model.cache.create }}
   persistentVolumeClaim: {claimName: {{ include "tandem.fullname" .root }}-models}
   {{- else }}

@@ -11,13 +11,13 @@ spec:
   {{- include "tandem.podSecurity" .root | nindent 2 }}
   {{- include "tandem.scheduling" . | nindent 2 }}
   {{- with .pool.runtimeClassName }}
-  runtimeClassName: {{ . }}
+  runtimeClassName: {{ . | quote }}
   {{- end }}
   terminationGracePeriodSeconds: {{ include "tandem.grace" (dict "root" .root "name" .component "pre" 0 "drain" .settings.drain_s "stated" .pool.terminationGracePeriodSeconds) }}
   {{- include "tandem.fetch" (dict "root" .root "image" .root.Values.images.worker "tokenizerOnly" false) | nindent 2 }}
   containers:
     - name: {{ .component }}
-      image: {{ include "tandem.image" (dict "image" .root.Values.images.worker "root" .root) }}
+      image: {{ include "tandem.image" (dict "image" .root.Values.images.worker "root" .root) | quote }}
       imagePullPolicy: {{ .root.Values.images.worker.pullPolicy }}
       # SIGTERM is the drain: the worker tells routers by its sessions, so there is nothing to wait for before.
       command: [tandem, {{ .component }}]
@@ -84,14 +84,14 @@ spec:
   {{- include "tandem.podSecurity" .root | nindent 2 }}
   {{- include "tandem.scheduling" (set . "priority" .role) | nindent 2 }}
   {{- with .pool.runtimeClassName }}
-  runtimeClassName: {{ . }}
+  runtimeClassName: {{ . | quote }}
   {{- end }}
   # As long as the worker's: its ranks here stay until its drain is over.
   terminationGracePeriodSeconds: {{ include "tandem.grace" (dict "root" .root "name" .role "pre" 0 "drain" .settings.drain_s "stated" .pool.terminationGracePeriodSeconds) }}
   {{- include "tandem.fetch" (dict "root" .root "image" .root.Values.images.worker "tokenizerOnly" false) | nindent 2 }}
   containers:
     - name: node
-      image: {{ include "tandem.image" (dict "image" .root.Values.images.worker "root" .root) }}
+      image: {{ include "tandem.image" (dict "image" .root.Values.images.worker "root" .root) | quote }}
       imagePullPolicy: {{ .root.Values.images.worker.pullPolicy }}
       # Nothing listens here, so there is nothing to probe: a rank that dies or hangs is its worker's end, which sees it.
       command: [tandem, follower, {{ .role }}]
@@ -144,7 +144,7 @@ spec:
 {{- end }}
 {{- if .root.Values.tls.kv.enabled }}
 - name: kv-tls
-  secret: {secretName: {{ include "tandem.kvTlsSecret" .root }}, defaultMode: 0440}
+  secret: {secretName: {{ include "tandem.kvTlsSecret" .root | quote }}, defaultMode: 0440}
 {{- end }}
 {{- end -}}
 

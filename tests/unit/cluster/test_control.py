@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster.cli import app
-from cluster.control import ControlSocket
+from cluster.control import MAX_LINE_BYTES, ControlSocket
 from cluster.control_client import NoCluster, ask
 from cluster.control_wire import FlipAsked, NotUnderstood, RestartAsked, ScaleAsked, StatusAsked, read_asked, written
 from cluster.local import LocalCluster
@@ -74,19 +74,34 @@ async def test_what_makes_no_sense_is_refused_before_anybody_is_asked(arguments)
     assert (await run(*arguments)).exit_code == 2
 
 
-@pytest.mark.parametrize(
-    "line", [b"", b"x", b"[]", b'{"op":"melt"}', b'{"op":"scale","decode":2,"gpu":1}', b'{"op":"flip"}', b"{" * 9]
-)
-async def test_a_line_that_asks_for_nothing_is_answered_with_why(folder, line):
-    with pytest.raises(NotUnderstood):
-        read_asked(line)
+NONSENSE = [
+    b"",
+    b"x",
+    b"[]",
+    b'{"op":"melt"}',
+    b'{"op":"scale","decode":2,"gpu":1}',
+    b'{"op":"scale","decode":true}',
+    b'{"op":"scale","prefill":"2"}',
+    b'{"op":"scale","decode":2.0}',
+    b'{"op":"flip"}',
+    b"{" * 9,
+    b'{"op":"restart","roles":' + b"[" * 9000,
+    b'{"op":"status","pad":"' + b"x" * MAX_LINE_BYTES,
+]
+
+
+async def test_a_line_that_asks_for_nothing_is_answered_with_why(folder):
     async with make(folder) as cluster, ControlSocket(cluster, tell=[].append) as control:
-        reader, writer = await asyncio.open_unix_connection(control.path)
-        writer.write(line + b"\n")
-        answer = json.loads(await reader.read())
-        assert answer["done"] is False
-        assert answer["reason"]
-        writer.close()
+        for line in NONSENSE:
+            with pytest.raises(NotUnderstood):
+                read_asked(line)
+            reader, writer = await asyncio.open_unix_connection(control.path)
+            writer.write(line + b"\n")
+            answer = json.loads(await reader.read())
+            assert answer["done"] is False, line[:40]
+            assert answer["reason"]
+            writer.close()
+        assert [view.state for view in cluster.workers] == [ProcessState.READY] * 2
 
 
 def test_a_parent_of_the_version_before_understands_what_does_not_ask_for_more():

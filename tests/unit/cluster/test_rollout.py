@@ -1,5 +1,6 @@
 """Changes of a running cluster, by a world in which processes start, die and are slow as hypothesis likes."""
 
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -84,6 +85,8 @@ class World:
     retired: list = field(default_factory=list)
     """Name and birth; those that were there before were not born."""
     needed: set = field(default_factory=set)
+    revives: bool = False
+    """Who had died when it began serves again after a while."""
     flickering: set = field(default_factory=set)
     """Those that died as soon as they served, and will serve again."""
 
@@ -132,6 +135,9 @@ class World:
                 self.leave(name, rollout, None)
             elif name in self.flickering:
                 self.flicker(name, one)
+            elif one.state is ProcessState.BACKOFF and self.revives:
+                self.members[name] = replace(one, state=ProcessState.READY)
+                self.members = everybody_known(self.members)
             elif one.state is ProcessState.STARTING:
                 self.meet_fate(name, one, rollout)
         self.note()
@@ -199,12 +205,14 @@ def unmoved(members):
 @given(CLUSTERS, FATES, ROLES)
 def test_a_restart_in_place_takes_no_room_and_misses_one_at_a_time(members, fates, roles):
     before, workers = dict(members), {n for n, m in members.items() if m.role is not Role.ROUTER}
-    world = World(dict(members), list(fates))
+    world = World(dict(members), list(fates), revives=True)
     rollout = Rollout(restart_steps(members, roles, in_place=workers), known_s=KNOWN_S)
     world.run(rollout)
     for role in WORKERS:
         assert world.most[role] <= max(alive(before)[role], sum(m.role is role for m in before.values()))
         assert world.fewest[role] >= serving(before)[role] - 1
+    if serving(before)[Role.DECODE] and present(before)[Role.DECODE] > 1:
+        assert world.fewest[Role.DECODE], "one that is on its way is waited for"
     assert world.fewest[Role.ROUTER] >= serving(before)[Role.ROUTER]
     if rollout.state is RolloutState.DONE:
         assert all(serving(world.members)[role] == sum(m.role is role for m in before.values()) for role in roles)
@@ -337,6 +345,31 @@ def test_one_that_served_and_died_gets_the_time_to_be_known_anew():
     assert rollout.state is RolloutState.UNDER_WAY
     rollout.advance(everybody_known(grown), 61.0)
     assert rollout.state is RolloutState.DONE
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        lambda members: scale_steps(members, {Role.PREFILL: 2, Role.DECODE: 1}),
+        lambda members: flip_steps(members, Role.PREFILL),
+    ],
+)
+def test_whoever_answers_alone_by_then_stays_until_another_one_does(steps):
+    """A new worker may take minutes to load: decode-0 was well when decode-1 was chosen."""
+    members = cluster(decode=2)
+    rollout = Rollout(steps(members), known_s=KNOWN_S)
+    rollout.advance(members, 0.0)
+    rollout.started("prefill-1")
+    died = replace(members["decode-0"], state=ProcessState.BACKOFF)
+    grown = everybody_known(members | {"prefill-1": member(Role.PREFILL, 1), "decode-0": died})
+    orders = rollout.advance(grown, 1.0)
+    assert orders[-1] == Progress(text="decode-1 stays until decode-0 serves")
+    assert rollout.advance(grown, 2.0) == []
+    back = grown | {"decode-0": member(Role.DECODE, 0)}
+    assert copy(rollout).advance(everybody_known(back), 3.0)[-1] == Retire(name="decode-1")
+    given_up = grown | {"decode-0": replace(died, state=ProcessState.ABANDONED)}
+    assert Retire(name="decode-1") not in rollout.advance(given_up, 3.0)
+    assert rollout.failure == "decode-1 is the only decode worker left"
 
 
 def test_the_last_decoder_is_not_scaled_away():

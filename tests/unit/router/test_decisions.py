@@ -1,5 +1,6 @@
 """What is kept of decisions, what becomes of it, and what nobody gets to see."""
 
+import asyncio
 import json
 from dataclasses import replace
 from random import Random
@@ -7,10 +8,12 @@ from random import Random
 import httpx
 import pytest
 from pydantic import SecretStr
+from starlette.requests import Request
 
 from router.costs import CostModel
 from router.decisions import CANDIDATES_SHOWN, DecisionLog
 from router.http.app import Extras, create_app
+from router.http.debug import DecisionRoutes
 from router.metrics import RouterMetrics
 from router.placer import Placer
 from router.prefix_map import PrefixMap
@@ -203,3 +206,17 @@ async def test_the_page_asks_for_a_key_as_the_others_do_and_may_be_absent() -> N
     assert (await ask(config, log, "")).status_code == 401
     assert (await ask(config, log, "", key="k1")).status_code == 200
     assert (await ask(config, None, "", key="k1")).status_code == 404
+
+
+async def test_between_two_of_many_who_look_everybody_else_has_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page takes milliseconds; fifty in one turn of the loop would hold up every stream for a second."""
+    log, turns, shown_at = DecisionLog(4, clock=Clock()), 0, list[int]()
+    monkeypatch.setattr(log, "described", lambda *_, **__: shown_at.append(turns) or [])
+    routes = DecisionRoutes(log)
+    scope = {"type": "http", "query_string": b"", "headers": [], "state": {"tenant": ""}}
+    looking = asyncio.gather(*(routes.show(Request(dict(scope))) for _ in range(50)))
+    while not looking.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert len(await looking) == 50
+    assert len(set(shown_at)) == 50

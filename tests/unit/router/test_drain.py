@@ -97,7 +97,10 @@ async def test_both_doors_share_one_bound() -> None:
         await router.drain(0.1)
         with pytest.raises(grpc.aio.AioRpcError):
             await reading
-        await asyncio.gather(asking, return_exceptions=True)
+        # Nothing of it has been sent, so it can be asked elsewhere.
+        refused = await asking
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["error"]["code"] == "unavailable"
 
 
 async def test_a_router_that_is_not_alone_leaves_what_is_new_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,8 +91,20 @@ async def test_a_server_of_another_authority_is_not_told_the_token(server: ApiSe
     assert server.asked == []
 
 
+@pytest.mark.parametrize("token", ["hush\nhush", "hush\u00e9"])
+async def test_a_token_that_is_none_is_not_told(server: ApiServer, token: str) -> None:
+    (server.account / "token").write_text(token)
+    with pytest.raises(OrderFailed, match="holds no token") as caught:
+        await scaler(server).fleet()
+    assert "hush" not in str(caught.value)
+
+
 async def test_what_is_no_scale_is_refused(server: ApiServer) -> None:
-    for answer in (b"[]", b"<html>", b'{"spec": {}}', b'{"spec": [], "metadata": {"resourceVersion": "1"}}'):
+    version = b'"metadata": {"resourceVersion": "1"}'
+    many = [
+        b'{"spec": {"replicas": %s}, %s}' % (replicas, version) for replicas in (b"Infinity", b"NaN", b"-1", b'"x"')
+    ]
+    for answer in (b"[]", b"<html>", b'{"spec": {}}', b'{"spec": [], %s}' % version, *many):
         server.answer = answer
         with pytest.raises(OrderFailed, match="no Scale"):
             await scaler(server).fleet()
