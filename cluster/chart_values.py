@@ -151,6 +151,7 @@ class PoolScaling(Section):
     maxReplicas: PositiveInt
     waitingRequests: PositiveInt
     waitingTokens: PositiveInt
+    usePercent: Annotated[int, Field(ge=1, le=100)]
     upSeconds: Annotated[int, Field(ge=0, le=3600)]
     downSeconds: Annotated[int, Field(ge=0, le=3600)]
 

@@ -38,6 +38,8 @@ SPOILT = [
     ("workers.yaml", "targetPort: grpc", "targetPort: http", "defaults", _ENDS),
     ("workers.yaml", 'eq $pool.autoscaling.mode "none"', "true", "keda", _ENDS),
     ("_signals.tpl", "tandem_worker_backlog_tokens", "tandem_worker_backlog", "keda", _PROMETHEUS),
+    ("_signals.tpl", "tandem_worker_kv_blocks", "tandem_worker_blocks", "keda", _PROMETHEUS),
+    ("autoscaling.yaml", "name: tandem_pool_use", "name: tandem_pools_use", "hpa", _PROMETHEUS),
     ("autoscaling.yaml", '"tandem_pool_waiting_tokens"', '"tandem_pool_tokens"', "hpa", _PROMETHEUS),
     ("_config.tpl", "(int .root.Values.terminationMarginSeconds)", "0", "defaults", checks.test_graces_add_up),
     ("_workers.tpl", "(mul 256 (int .ranks))", "64", "ranks on a CPU", _SIZES),
