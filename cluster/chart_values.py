@@ -310,6 +310,7 @@ class Network(Section):
     clients: list[Kubernetes]
     prometheus: Annotated[list[Kubernetes], Field(min_length=1)]
     dns: Annotated[list[Kubernetes], Field(min_length=1)]
+    dnsPort: PortNumber
     redis: list[Kubernetes]
     collector: list[Kubernetes]
     hub: list[Kubernetes]

@@ -25,7 +25,7 @@ _SECRETS = checks.test_no_secret_is_on_a_command_line
 SPOILT = [
     ("networkpolicy.yaml", "policyTypes: [Ingress, Egress]", "policyTypes: [Ingress]", "defaults", _EDGES),
     ("networkpolicy.yaml", 'range concat (list "router") $roles', 'range list "router"', "defaults", _EDGES),
-    ("_network.tpl", "port: 53, protocol: TCP", "port: 54, protocol: TCP", "defaults", _EDGES),
+    ("_network.tpl", "{{ $port }}, protocol: TCP", "54, protocol: TCP", "defaults", _EDGES),
     ("_network.tpl", "endPort: {{ int .kv.last }}", "endPort: 65535", "defaults", _EDGES),
     ("_pod.tpl", "readOnlyRootFilesystem: true", "readOnlyRootFilesystem: false", "defaults", _PODS),
     ("_pod.tpl", "enableServiceLinks: false", "enableServiceLinks: true", "defaults", _PODS),

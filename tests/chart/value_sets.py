@@ -178,7 +178,7 @@ GOOD: dict[str, Values] = {
         "prefill": {"port": 7100},
         "decode": {"port": 7200},
         "nameOverride": "tandem",
-        "networkPolicy": {"kvPorts": {"first": 40000, "last": 50000}},
+        "networkPolicy": {"kvPorts": {"first": 40000, "last": 50000}, "dnsPort": 5353},
     },
     "much of the cluster's YAML": {
         "config": {
