@@ -276,6 +276,8 @@ class Gateway(Section):
     grpc: bool
     parentRefs: list[Kubernetes]
     hostnames: list[str]
+    grpcHostnames: list[str]
+    grpcParentRefs: list[Kubernetes]
     paths: Annotated[list[Path], Field(min_length=1, max_length=64)]
 
 

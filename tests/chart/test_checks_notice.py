@@ -22,6 +22,7 @@ _PROMETHEUS = checks.test_what_is_asked_of_prometheus_is_emitted
 _RIGHTS = checks.test_the_planner_alone_has_rights_and_only_over_two_sizes
 _ASKED = checks.test_the_planner_is_asked_for_what_its_command_takes
 _SECRETS = checks.test_no_secret_is_on_a_command_line
+_NAMES = checks.test_no_listener_is_given_two_routes_of_one_name
 SPOILT = [
     ("networkpolicy.yaml", "policyTypes: [Ingress, Egress]", "policyTypes: [Ingress]", "defaults", _EDGES),
     ("networkpolicy.yaml", 'range concat (list "router") $roles', 'range list "router"', "defaults", _EDGES),
@@ -33,6 +34,7 @@ SPOILT = [
     ("redis.yaml", "emptyDir: {sizeLimit: 64Mi}", "emptyDir: {}", "defaults", _PODS),
     ("redis.yaml", 's "$REDIS_PASSWORD"', "s $(REDIS_PASSWORD)", "defaults", _SECRETS),
     ("router.yaml", "preStop:", "prestop:", "defaults", _OBJECTS),
+    ("routes.yaml", "with $v.gateway.grpcHostnames", "with $v.gateway.hostnames", "gateway", _NAMES),
     ("routes.yaml", "type: PathPrefix", "type: Prefix", "gateway", _OBJECTS),
     ("monitoring.yaml", "podTargetLabels:", "targetLabels:", "pod monitor with open metrics", _OBJECTS),
     ("workers.yaml", "targetPort: grpc", "targetPort: http", "defaults", _ENDS),

@@ -306,6 +306,15 @@ def test_a_volume_that_is_given_is_attached_for_reading(release: Rendered) -> No
                 assert claim.get("readOnly", False) == (release.values["model"]["source"] == "volume")
 
 
+def test_no_listener_is_given_two_routes_of_one_name(release: Rendered) -> None:
+    taken: dict[tuple[str, str], str] = {}
+    for kind in ("HTTPRoute", "GRPCRoute"):
+        for route in release.of(kind):
+            for parent in route["spec"]["parentRefs"]:
+                for name in route["spec"].get("hostnames", ["*"]):
+                    assert taken.setdefault((str(parent), name), kind) == kind
+
+
 def test_memory_gpus_and_shared_memory_fit_the_ranks(release: Rendered, config: ClusterConfig) -> None:
     for role in ("prefill", "decode"):
         ranks = getattr(config, role).ranks_per_node
