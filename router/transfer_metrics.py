@@ -32,8 +32,8 @@ _END_COUNTERS: Mapping[str, tuple[str, str]] = {
         "Chunks that arrived damaged and were sent again; more than a few mean a bad link",
     ),
 }
-_TOLD_OF = ("failed", "expired")
-"""Outcomes that alarms are about."""
+_TOLD_OF, _RUNG_FOR = ("failed", "expired"), ("count", "damaged_chunks")
+"""Outcomes and figures that alarms are about."""
 _SIDE_COUNTERS: Mapping[str, tuple[str, str]] = {
     "started": (
         "tandem_worker_transfers_started",
@@ -138,7 +138,7 @@ class TransferMetrics(Collector):
             ended = CounterMetricFamily(name, text, labels=_ENDS)
             for labels, ends in self._ends():
                 ended.add_metric(labels, getattr(ends, field))
-            for labels in self._not_yet() if field == "count" else ():
+            for labels in self._not_yet() if field in _RUNG_FOR else ():
                 ended.add_metric(labels, 0.0)
             yield ended
 

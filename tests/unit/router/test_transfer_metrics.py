@@ -70,6 +70,7 @@ def test_the_first_failure_is_a_step_from_zero() -> None:
         0,
     ]
     assert value(metrics, total, **ENDED | {"transport": "shm", "outcome": "failed"}) is None
+    assert value(metrics, "tandem_worker_transfer_damaged_chunks_total", **ENDED | {"outcome": "failed"}) == 0
     metrics.worker_loads([worker("d", load=load_from_pb(reported(num_bytes=100, outcome="failed")))])
     assert [value(metrics, total, **ENDED | {"outcome": one}) for one in ("failed", "expired")] == [3, 0]
 
