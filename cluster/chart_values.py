@@ -151,6 +151,7 @@ class PoolScaling(Section):
     maxReplicas: PositiveInt
     waitingRequests: PositiveInt
     waitingTokens: PositiveInt
+    usePercent: Annotated[int, Field(ge=1, le=100)]
     upSeconds: Annotated[int, Field(ge=0, le=3600)]
     downSeconds: Annotated[int, Field(ge=0, le=3600)]
 
@@ -275,6 +276,8 @@ class Gateway(Section):
     grpc: bool
     parentRefs: list[Kubernetes]
     hostnames: list[str]
+    grpcHostnames: list[str]
+    grpcParentRefs: list[Kubernetes]
     paths: Annotated[list[Path], Field(min_length=1, max_length=64)]
 
 
@@ -309,6 +312,7 @@ class Network(Section):
     clients: list[Kubernetes]
     prometheus: Annotated[list[Kubernetes], Field(min_length=1)]
     dns: Annotated[list[Kubernetes], Field(min_length=1)]
+    dnsPort: PortNumber
     redis: list[Kubernetes]
     collector: list[Kubernetes]
     hub: list[Kubernetes]

@@ -1,7 +1,8 @@
 """The figures of several router processes as those of one router. Pure.
 
 Processes that share a door share its answers: what each counted is added up. What workers tell of themselves, and what
-is known of them, every process knows alike: there the greatest stands, because it is the latest.
+is known of them, every process knows alike: there the greatest stands, because it is the latest. Of what each process
+has of its own and needs, the least.
 
 All of them write as `router.exposition` does, labels in one order, so that what stands before the value names a series:
 labels need not be taken apart and put together again.
@@ -22,6 +23,8 @@ _ADDED_GAUGES = frozenset(
         "tandem_refused_choices",
     }
 )
+_LEAST_GAUGES = frozenset({"tandem_redis_up"})
+"""Of each process, and one that is cut off is what matters."""
 _CREATED = "_created"
 _HELP, _TYPE = "# HELP ", "# TYPE "
 _KINDS = frozenset({"counter", "gauge", "histogram"})
@@ -40,7 +43,7 @@ class _Family:
         known = self.values.get(series)
         if known is None:
             self.values[series] = value
-        elif self.name.endswith(_CREATED):
+        elif self.name.endswith(_CREATED) or self.name in _LEAST_GAUGES:
             self.values[series] = min(known, value)
         else:
             self.values[series] = known + value if self._adds() else max(known, value)

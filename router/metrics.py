@@ -17,6 +17,7 @@ from router.board_metrics import PublishMetrics
 from router.exposition import exposition
 from router.genai_metrics import GenAiMetrics
 from router.instruments import Spread, Total, Totals
+from router.objectives import Verdict, judged
 from router.pin_metrics import PinMetrics
 from router.placement import PlacementReason
 from router.placement_metrics import PlacementMetrics
@@ -31,6 +32,7 @@ from router.usage_metrics import UsageMetrics
 from router.work_metrics import WorkMetrics
 from router.worker_view import WorkerSnapshot
 from tandem.errors import Code
+from tandem.objectives_config import ObjectivesConfig
 from tandem.outputs import FinishReason
 from tandem.roles import WorkerRole
 
@@ -65,9 +67,12 @@ class _Aging(Protocol):
 class RouterMetrics:
     """The registry and its instruments."""
 
-    def __init__(self, model_name: str, usage: TenantUsage | None = None) -> None:
-        """`usage`: where tenants' totals are kept."""
+    def __init__(
+        self, model_name: str, usage: TenantUsage | None = None, objectives: ObjectivesConfig | None = None
+    ) -> None:
+        """`usage`: where tenants' totals are kept. `objectives`: what makes a request a good one."""
         self.usage = usage or TenantUsage()
+        self._objectives = objectives or ObjectivesConfig()
         self.registry = CollectorRegistry()
         self._model = (model_name, _ENGINE)
         self._refresh: Callable[[], None] = _nothing
@@ -119,6 +124,12 @@ class RouterMetrics:
         )
         self._failures = self._counters(
             "tandem_request_failures", "Requests that failed", ("code",), known=[(code.value,) for code in Code]
+        )
+        self._judged = self._counters(
+            "tandem_judged_requests",
+            "Requests by whether they went well (`telemetry.objectives`), without those that their clients ended",
+            ("verdict",),
+            known=[(verdict.value,) for verdict in Verdict],
         )
         self._http = self._counters("tandem_http_requests", "HTTP answers", ("route", "method", "status"))
         self._rpcs = Counter("tandem_grpc_requests", "gRPC answers", ("method", "code"), registry=self.registry)
@@ -194,6 +205,11 @@ class RouterMetrics:
     def failed(self, code: Code) -> None:
         """One request ended without an answer."""
         self._failures.inc(code.value)
+
+    def judge(self, code: Code | None, *, ttft_s: float | None, per_token_s: float | None) -> None:
+        """One request ended; see `router.objectives.judged`."""
+        if (verdict := judged(self._objectives, code, ttft_s=ttft_s, per_token_s=per_token_s)) is not None:
+            self._judged.inc(verdict.value)
 
     @property
     def num_succeeded(self) -> float:

@@ -15,7 +15,8 @@ def make_metrics(
     config: ClusterConfig, model_name: str, keeper: Doorkeeper, board: RouterBoard | None
 ) -> RouterMetrics:
     """With what keys and the board in Redis have to show; the latter where there is one."""
-    metrics = RouterMetrics(model_name, TenantUsage(PriceTable(config.prices), since_s=time.time()))
+    usage = TenantUsage(PriceTable(config.prices), since_s=time.time())
+    metrics = RouterMetrics(model_name, usage, config.telemetry.objectives)
     keeper.show(metrics.registry)
     metrics.tenants.is_nameless = keeper.keys.is_nameless
     if board is not None:

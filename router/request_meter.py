@@ -150,6 +150,7 @@ class RequestMeter:
             metrics.longest.observe(num_tokens)
             if per_token_s is not None:
                 metrics.per_token.observe(per_token_s)
+        metrics.judge(code, ttft_s=ttft_s, per_token_s=per_token_s)
         metrics.genai.ended(self._traits.operation, self.age_s, code, ttft_s=ttft_s, per_token_s=per_token_s)
 
     def _spent(self) -> Spent:

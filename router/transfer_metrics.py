@@ -32,6 +32,8 @@ _END_COUNTERS: Mapping[str, tuple[str, str]] = {
         "Chunks that arrived damaged and were sent again; more than a few mean a bad link",
     ),
 }
+_TOLD_OF, _RUNG_FOR = ("failed", "expired"), ("count", "damaged_chunks")
+"""Outcomes and figures that alarms are about."""
 _SIDE_COUNTERS: Mapping[str, tuple[str, str]] = {
     "started": (
         "tandem_worker_transfers_started",
@@ -97,11 +99,7 @@ class TransferMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """See Collector."""
-        for field, (name, text) in _END_COUNTERS.items():
-            ended = CounterMetricFamily(name, text, labels=_ENDS)
-            for labels, ends in self._ends():
-                ended.add_metric(labels, getattr(ends, field))
-            yield ended
+        yield from self._ended()
         for field, (name, text) in _SIDE_COUNTERS.items():
             counter = CounterMetricFamily(name, text, labels=_SIDE)
             for labels, side in self._sides():
@@ -134,6 +132,21 @@ class TransferMetrics(Collector):
         for labels, side in self._sides():
             for ends in side.ended:
                 yield (*labels, ends.kind, ends.transport, ends.outcome), ends
+
+    def _ended(self) -> Iterator[Metric]:
+        for field, (name, text) in _END_COUNTERS.items():
+            ended = CounterMetricFamily(name, text, labels=_ENDS)
+            for labels, ends in self._ends():
+                ended.add_metric(labels, getattr(ends, field))
+            for labels in self._not_yet() if field in _RUNG_FOR else ():
+                ended.add_metric(labels, 0.0)
+            yield ended
+
+    def _not_yet(self) -> Iterator[tuple[str, ...]]:
+        """Ways in which nothing ended so far where something has: a rate is to see the first, too."""
+        seen = {labels for labels, _ in self._ends()}
+        for *where, _ in sorted({(*labels[:-1], "") for labels in seen}):
+            yield from ((*where, outcome) for outcome in _TOLD_OF if (*where, outcome) not in seen)
 
     def _blocks(self) -> Metric:
         text = (

@@ -25,6 +25,7 @@ from tandem.kv_agreement import cannot_travel_as
 from tandem.kv_layout import AUTO_DTYPE
 from tandem.lock_config import DoorLocks
 from tandem.model_path import checked_name
+from tandem.objectives_config import ObjectivesConfig
 from tandem.plain_yaml import read_mapping
 from tandem.pool_config import BlockSize, CacheDtype, PoolConfig, Port, mistaken_nodes
 from tandem.price_config import PriceConfig
@@ -220,7 +221,7 @@ _HeaderValue = Annotated[SecretStr, AfterValidator(_printable)]
 
 
 class TelemetryConfig(Section):
-    """Traces. Metrics need no configuration: every router serves /metrics."""
+    """Traces, and what is good. Metrics need no more configuration: every router serves /metrics."""
 
     otlp_endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+$")] | None = None
     """http://host:port (https:// for TLS) of a collector that speaks OTLP over gRPC, such as http://localhost:4317;
@@ -231,6 +232,7 @@ class TelemetryConfig(Section):
     """Share of requests that are traced."""
     trust_clients: Literal["all", "operators", "none"] = "operators"
     """Whose `traceparent` decides in place of it: everybody's, of operators' keys (without keys all are), nobody's."""
+    objectives: ObjectivesConfig = ObjectivesConfig()
 
 
 class RedisConfig(Section):

@@ -96,19 +96,19 @@ def needed(release: Rendered, config: ClusterConfig) -> set[Edge]:
         edges |= _shared(one, release, config)
     if values["planner"]["enabled"]:
         server = OUTSIDE if values["networkPolicy"]["apiServer"] else ANYWHERE
-        edges |= {Edge("planner", "router", (doors[0], doors[0])), *_dns("planner")}
+        edges |= {Edge("planner", "router", (doors[0], doors[0])), *_dns("planner", values)}
         edges |= {Edge("planner", server, (port, port)) for port in (443, 6443)}
         if values["monitoring"]["scrape"] != "none":
             edges.add(Edge(OUTSIDE, "planner", (9100, 9100)))
     if values["test"]["enabled"]:
-        edges |= {Edge("test", "router", (doors[0], doors[0])), *_dns("test")}
+        edges |= {Edge("test", "router", (doors[0], doors[0])), *_dns("test", values)}
     return edges
 
 
 def _group(worker: str, values: Object, rank_port: Ports, summed: Ports) -> set[Edge]:
     """A worker and its other nodes: these come to it, and all of them sum with each other."""
     node, policy = f"{worker}-node", values["networkPolicy"]
-    edges = {Edge(node, worker, rank_port), Edge(node, node, summed), *_dns(node)}
+    edges = {Edge(node, worker, rank_port), Edge(node, node, summed), *_dns(node, values)}
     edges |= {Edge(node, worker, summed), Edge(worker, node, summed)}
     if values["model"]["source"] == "hub":
         edges.add(Edge(node, OUTSIDE if policy["hub"] else ANYWHERE, (443, 443)))
@@ -117,7 +117,7 @@ def _group(worker: str, values: Object, rank_port: Ports, summed: Ports) -> set[
 
 def _shared(one: str, release: Rendered, config: ClusterConfig) -> set[Edge]:
     values, policy = release.values, release.values["networkPolicy"]
-    edges = set(_dns(one))
+    edges = set(_dns(one, values))
     if values["redis"]["enabled"]:
         edges.add(Edge(one, "redis", (6379, 6379)))
     else:
@@ -132,5 +132,6 @@ def _shared(one: str, release: Rendered, config: ClusterConfig) -> set[Edge]:
     return edges
 
 
-def _dns(one: str) -> set[Edge]:
-    return {Edge(one, OUTSIDE, (53, 53), protocol) for protocol in ("TCP", "UDP")}
+def _dns(one: str, values: Object) -> set[Edge]:
+    port = values["networkPolicy"]["dnsPort"]
+    return {Edge(one, OUTSIDE, (port, port), protocol) for protocol in ("TCP", "UDP")}

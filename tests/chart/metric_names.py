@@ -7,9 +7,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.admission_metrics import AdmissionMetrics
 from router.metrics import RouterMetrics
+from router.worker_view import StepTotals, WorkReport
 from tests.unit.router.desk import Desk
 from tests.unit.router.overload_world import snapshot
 
+_STEPS = StepTotals(steps=1, seconds=0.1, tokens=1, requests=1)
+_WORK = WorkReport(
+    prefill=_STEPS, decode=_STEPS, preemptions=0, resident_bytes=1, weights_bytes=1, kv_bytes=1, flops_per_token=1
+)
 _SERIES = re.compile(r"\b(?:tandem_|vllm:)[a-z0-9_:]+")
 
 
@@ -18,7 +23,7 @@ def emitted() -> frozenset[str]:
     """With one worker in sight."""
     metrics = RouterMetrics("m")
     metrics.registry.register(AdmissionMetrics(Desk().admission, metrics.tenants))
-    metrics.worker_loads([snapshot()])
+    metrics.worker_loads([snapshot(work=_WORK)])
     families = text_string_to_metric_families(metrics.render().decode())
     return frozenset(sample.name for family in families for sample in family.samples)
 

@@ -22,10 +22,11 @@ _PROMETHEUS = checks.test_what_is_asked_of_prometheus_is_emitted
 _RIGHTS = checks.test_the_planner_alone_has_rights_and_only_over_two_sizes
 _ASKED = checks.test_the_planner_is_asked_for_what_its_command_takes
 _SECRETS = checks.test_no_secret_is_on_a_command_line
+_NAMES = checks.test_no_listener_is_given_two_routes_of_one_name
 SPOILT = [
     ("networkpolicy.yaml", "policyTypes: [Ingress, Egress]", "policyTypes: [Ingress]", "defaults", _EDGES),
     ("networkpolicy.yaml", 'range concat (list "router") $roles', 'range list "router"', "defaults", _EDGES),
-    ("_network.tpl", "port: 53, protocol: TCP", "port: 54, protocol: TCP", "defaults", _EDGES),
+    ("_network.tpl", "{{ $port }}, protocol: TCP", "54, protocol: TCP", "defaults", _EDGES),
     ("_network.tpl", "endPort: {{ int .kv.last }}", "endPort: 65535", "defaults", _EDGES),
     ("_pod.tpl", "readOnlyRootFilesystem: true", "readOnlyRootFilesystem: false", "defaults", _PODS),
     ("_pod.tpl", "enableServiceLinks: false", "enableServiceLinks: true", "defaults", _PODS),
@@ -33,11 +34,14 @@ SPOILT = [
     ("redis.yaml", "emptyDir: {sizeLimit: 64Mi}", "emptyDir: {}", "defaults", _PODS),
     ("redis.yaml", 's "$REDIS_PASSWORD"', "s $(REDIS_PASSWORD)", "defaults", _SECRETS),
     ("router.yaml", "preStop:", "prestop:", "defaults", _OBJECTS),
+    ("routes.yaml", "with $v.gateway.grpcHostnames", "with $v.gateway.hostnames", "gateway", _NAMES),
     ("routes.yaml", "type: PathPrefix", "type: Prefix", "gateway", _OBJECTS),
     ("monitoring.yaml", "podTargetLabels:", "targetLabels:", "pod monitor with open metrics", _OBJECTS),
     ("workers.yaml", "targetPort: grpc", "targetPort: http", "defaults", _ENDS),
     ("workers.yaml", 'eq $pool.autoscaling.mode "none"', "true", "keda", _ENDS),
     ("_signals.tpl", "tandem_worker_backlog_tokens", "tandem_worker_backlog", "keda", _PROMETHEUS),
+    ("_signals.tpl", "tandem_worker_kv_blocks", "tandem_worker_blocks", "keda", _PROMETHEUS),
+    ("autoscaling.yaml", "name: tandem_pool_use", "name: tandem_pools_use", "hpa", _PROMETHEUS),
     ("autoscaling.yaml", '"tandem_pool_waiting_tokens"', '"tandem_pool_tokens"', "hpa", _PROMETHEUS),
     ("_config.tpl", "(int .root.Values.terminationMarginSeconds)", "0", "defaults", checks.test_graces_add_up),
     ("_workers.tpl", "(mul 256 (int .ranks))", "64", "ranks on a CPU", _SIZES),

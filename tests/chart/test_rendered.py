@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from cluster.autoscale.kubernetes import ACCOUNT
 from cluster.chart_schema import CHART
 from cluster.cli import app
+from router.canary import CanarySettings
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.worker_config import cluster_secret, listen_address, num_ranks
@@ -319,6 +320,28 @@ def test_probes_allow_each_phase_its_time(release: Rendered) -> None:
             assert container["livenessProbe"]["httpGet"]["path"] == "/health"
         else:
             assert container["readinessProbe"]["grpc"] == {"port": release.values[role]["port"]}
+
+
+def test_a_rollout_goes_on_when_routers_have_had_a_token_of_the_new_worker(release: Rendered) -> None:
+    canary = CanarySettings()
+    for pool in release.of("StatefulSet"):
+        assert pool["spec"]["minReadySeconds"] >= canary.silence_s + 2 * canary.interval_s
+
+
+def test_a_volume_that_is_given_is_attached_for_reading(release: Rendered) -> None:
+    for _, pod in release.pods():
+        for volume in pod["spec"].get("volumes", ()):
+            if volume["name"] == "models" and (claim := volume.get("persistentVolumeClaim")):
+                assert claim.get("readOnly", False) == (release.values["model"]["source"] == "volume")
+
+
+def test_no_listener_is_given_two_routes_of_one_name(release: Rendered) -> None:
+    taken: dict[tuple[str, str], str] = {}
+    for kind in ("HTTPRoute", "GRPCRoute"):
+        for route in release.of(kind):
+            for parent in route["spec"]["parentRefs"]:
+                for name in route["spec"].get("hostnames", ["*"]):
+                    assert taken.setdefault((str(parent), name), kind) == kind
 
 
 def test_memory_gpus_and_shared_memory_fit_the_ranks(release: Rendered, config: ClusterConfig) -> None:

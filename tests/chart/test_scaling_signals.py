@@ -20,7 +20,10 @@ from tests.unit.cluster.simulator.bound import QUEUE, Bottleneck, at_the_queue, 
 pytestmark = pytest.mark.slow
 _OURS = f'namespace="{NAMESPACE}",app_kubernetes_io_instance="{RELEASE}"'
 _ROUTERS = 2  # each shows every worker
-_SIGNALS = ("tandem_queue_", "tandem_refused_", "tandem_worker_requests", "tandem_worker_backlog_")
+_SIGNALS = ("tandem_ready", "tandem_queue_", "tandem_refused_", "tandem_worker_requests", "tandem_worker_backlog_")
+
+
+SIGNALS = ("tandem_pool_waiting_requests", "tandem_pool_waiting_tokens", "tandem_pool_use")
 
 
 class Line(NamedTuple):
@@ -54,6 +57,7 @@ def _series(line: Line) -> dict[str, float]:
     seen: dict[str, float] = {f'tandem_queue_requests{{{theirs},lacks="prefill"}}': 1000}
     for router in range(_ROUTERS):
         at = f'{_OURS},pod="router-{router}"'
+        seen[f"tandem_ready{{{at}}}"] = 1
         for role in ("prefill", "decode"):
             worker = f'{at},worker="{role}-0",role="{role}"'
             seen[f'tandem_worker_requests{{{worker},state="waiting"}}'] = getattr(line, role)
@@ -115,6 +119,54 @@ def _check(tmp_path: Path, cases: Sequence[dict[str, Any]]) -> None:
 
 def test_each_pool_is_told_of_its_own_line(tmp_path: Path) -> None:
     _check(tmp_path, [_case(_series(line), requests, tokens) for line, requests, tokens in CASES])
+
+
+def test_that_no_router_is_seen_does_not_mean_that_nobody_waits(tmp_path: Path) -> None:
+    unseen = {name: value for name, value in _series(Line()).items() if _OURS not in name}
+    silent = [{"expr": name, "eval_time": "30s", "exp_samples": []} for name in SIGNALS]
+    _check(tmp_path, [_case(unseen, (0, 0), (0, 0)) | {"promql_expr_test": silent}])
+
+
+class Work(NamedTuple):
+    """Of one worker: what holds its pool."""
+
+    worker: str
+    busy: float = 0
+    """Share of its time, in steps of both kinds."""
+    used: float = 0
+    """Of a thousand blocks."""
+    running: float = 0
+
+
+def _worked(*workers: Work) -> dict[str, tuple[float, float]]:
+    """Series, each with what it begins with and how much is added a quarter of a minute."""
+    seen: dict[str, tuple[float, float]] = {}
+    for router in range(_ROUTERS):
+        for name, busy, used, running in workers:
+            labels = f'{_OURS},pod="router-{router}",worker="{name}",role="{name.split("-")[0]}"'
+            for kind in ("prefill", "decode"):
+                seen[f'tandem_worker_step_seconds_total{{{labels},kind="{kind}"}}'] = (0, 15 * busy / 2)
+            for state, blocks in (("used", used), ("free", 1000 - used), ("quarantined", 0)):
+                seen[f'tandem_worker_kv_blocks{{{labels},state="{state}"}}'] = (blocks, 0)
+            seen[f'tandem_worker_requests{{{labels},state="running"}}'] = (running, 0)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("workers", "use"),
+    [
+        # A pool that is in full use holds, whatever the line is; none is ever told to grow by it.
+        ((Work("prefill-0", busy=1), Work("prefill-1", busy=0.5), Work("decode-0", used=990)), (1, 1)),
+        # What wants half of two workers is carried by less of them; an idle one counts.
+        ((Work("prefill-0", busy=0.6), Work("prefill-1"), Work("decode-0", used=300), Work("decode-1")), (0.4, 0.2)),
+        # A decode worker whose sequences are short is full when it has no places.
+        ((Work("prefill-0", busy=0.3), Work("decode-0", used=60, running=96), Work("decode-1", used=150)), (0.4, 0.35)),
+    ],
+)
+def test_a_pool_shrinks_to_what_is_in_use(workers: Sequence[Work], use: tuple[float, float], tmp_path: Path) -> None:
+    series = [{"series": name, "values": f"{start}+{step}x40"} for name, (start, step) in _worked(*workers).items()]
+    asked = {**_expected("", use), "expr": "round(tandem_pool_use, 0.001)", "eval_time": "10m"}
+    _check(tmp_path, [{"interval": "15s", "input_series": series, "promql_expr_test": [asked]}])
 
 
 @pytest.mark.parametrize("bottleneck", ["prefill", "decode"])

@@ -7,6 +7,7 @@ from tests.chart.rendering import preset
 Values = dict[str, Any]
 _KEDA = {"mode": "keda"}
 _HPA = {"mode": "hpa"}
+_GATEWAY = {"enabled": True, "parentRefs": [{"name": "g"}], "hostnames": ["llm.example.com"]}
 _WATCHED: Values = {
     "scrape": "service",
     "bearerSecret": {"name": "metrics-key"},
@@ -96,7 +97,8 @@ GOOD: dict[str, Values] = {
         "monitoring": _WATCHED | {"caSecret": {"name": "ca"}},
     },
     "ingress": {"ingress": {"enabled": True, "host": "llm.example.com", "className": "nginx", "tlsSecret": "t"}},
-    "gateway": {"gateway": {"enabled": True, "parentRefs": [{"name": "g"}], "hostnames": ["llm.example.com"]}},
+    "gateway": {"gateway": _GATEWAY | {"grpcHostnames": ["grpc.example.com"]}},
+    "gateways of their own": {"gateway": _GATEWAY | {"grpcParentRefs": [{"name": "g", "sectionName": "grpc"}]}},
     "gateway without grpc": {
         "gateway": {"enabled": True, "grpc": False, "parentRefs": [{"name": "g", "namespace": "edge"}]},
         "config": {"router": {"request_timeout_s": 0.5}},
@@ -178,7 +180,7 @@ GOOD: dict[str, Values] = {
         "prefill": {"port": 7100},
         "decode": {"port": 7200},
         "nameOverride": "tandem",
-        "networkPolicy": {"kvPorts": {"first": 40000, "last": 50000}},
+        "networkPolicy": {"kvPorts": {"first": 40000, "last": 50000}, "dnsPort": 5353},
     },
     "much of the cluster's YAML": {
         "config": {
@@ -299,6 +301,8 @@ BAD: dict[str, tuple[Values, str]] = {
     "one port for two": ({"router": {"ports": {"http": 8001}}}, "router.ports: http and grpc are both 8001"),
     "ingress without a name": ({"ingress": {"enabled": True}}, "ingress.host"),
     "routes without a gateway": ({"gateway": {"enabled": True}}, "gateway.parentRefs"),
+    "no name for gRPC": ({"gateway": _GATEWAY}, "gateway.grpcHostnames"),
+    "one name for two routes": ({"gateway": _GATEWAY | {"grpcHostnames": ["*.example.com"]}}, "gateway.grpcHostnames"),
     "tls of nobody": ({"tls": {"door": {"enabled": True}}}, "tls.door"),
     "a volume without a claim": ({"model": {"source": "volume", "path": "m"}}, "model.cache.existingClaim"),
     "a claim without a directory": (

@@ -128,6 +128,9 @@ builtin
 {{- if and $v.gateway.enabled (not $v.gateway.parentRefs) -}}
 {{- fail "gateway.parentRefs: routes need the Gateway that they belong to" -}}
 {{- end -}}
+{{- if and $v.gateway.enabled $v.gateway.grpc (not $v.gateway.grpcParentRefs) -}}
+{{- include "tandem.checkNames" $v.gateway -}}
+{{- end -}}
 {{- range $name, $tls := $v.tls -}}
 {{- if and $tls.enabled (not $tls.existingSecret) (not $tls.certManager.issuerRef.name) -}}
 {{- fail (printf "tls.%s: needs existingSecret, or certManager.issuerRef.name for a Certificate" $name) -}}
@@ -135,6 +138,21 @@ builtin
 {{- end -}}
 {{- if and $v.router.autoscaling.enabled (gt (int $v.router.autoscaling.minReplicas) (int $v.router.autoscaling.maxReplicas)) -}}
 {{- fail "router.autoscaling.minReplicas is above maxReplicas" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The values' `gateway`, whose two routes are of one listener: it accepts one of those that have a name in common. */}}
+{{- define "tandem.checkNames" -}}
+{{- $way := "a listener takes either the HTTPRoute or the GRPCRoute of a name: say other names, gateway.grpcParentRefs, or gateway.grpc: false" -}}
+{{- if or (not .hostnames) (not .grpcHostnames) -}}
+{{- fail (printf "gateway.grpcHostnames: both kinds of clients need names of their own: %s" $way) -}}
+{{- end -}}
+{{- range $one := .hostnames -}}
+{{- range $other := $.grpcHostnames -}}
+{{- if or (eq $one $other) (and (hasPrefix "*." $one) (hasSuffix (trimPrefix "*" $one) $other)) (and (hasPrefix "*." $other) (hasSuffix (trimPrefix "*" $other) $one)) -}}
+{{- fail (printf "gateway.grpcHostnames: %s is among gateway.hostnames, too: %s" $other $way) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 

@@ -28,11 +28,17 @@
 {{- end }}
 {{- end -}}
 
+{{/* Root context. */}}
+{{- define "tandem.dnsPorts" -}}
+{{- $port := int .Values.networkPolicy.dnsPort -}}
+[{port: {{ $port }}, protocol: UDP}, {port: {{ $port }}, protocol: TCP}]
+{{- end -}}
+
 {{/* Root context: names, and where the model is fetched. */}}
 {{- define "tandem.modelEgress" -}}
 {{- $v := .Values -}}
 - to: {{- toYaml $v.networkPolicy.dns | nindent 4 }}
-  ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}]
+  ports: {{ include "tandem.dnsPorts" $ }}
 {{- if eq $v.model.source "hub" }}
 - {{- with $v.networkPolicy.hub }}
   to: {{- toYaml . | nindent 4 }}

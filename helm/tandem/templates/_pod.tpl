@@ -142,7 +142,8 @@ initContainers:
 {{- if ne .root.Values.model.source "builtin" }}
 - name: models
   {{- if .root.Values.model.cache.existingClaim }}
-  persistentVolumeClaim: {claimName: {{ .root.Values.model.cache.existingClaim | quote }}}
+  # Nobody fetches into a given volume, and one that many nodes may but read is attached for reading alone.
+  persistentVolumeClaim: {claimName: {{ .root.Values.model.cache.existingClaim | quote }}{{ if eq .root.Values.model.source "volume" }}, readOnly: true{{ end }}}
   {{- else if .root.Values.model.cache.create }}
   persistentVolumeClaim: {claimName: {{ include "tandem.fullname" .root }}-models}
   {{- else }}

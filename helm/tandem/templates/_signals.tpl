@@ -20,13 +20,36 @@ sum({{ .metric }}{lacks=~"{{ .role }}|both",{{ include "tandem.series" .root }}}
 {{- define "tandem.waitingRequests" -}}
 {{- $workers := dict "root" .root "role" .role "metric" "tandem_worker_requests" "more" `,state="waiting"` -}}
 {{- $queue := dict "root" .root "role" .role "metric" "tandem_queue_requests" -}}
-({{ include "tandem.poolSum" $workers }} or vector(0)) + ({{ include "tandem.queueSum" $queue }} or vector(0))
-{{- if eq .role "decode" }} + (sum(tandem_refused_choices{ {{- include "tandem.series" .root -}} }) or vector(0)){{ end }}
+(({{ include "tandem.poolSum" $workers }} or vector(0)) + ({{ include "tandem.queueSum" $queue }} or vector(0))
+{{- if eq .role "decode" }} + (sum(tandem_refused_choices{ {{- include "tandem.series" .root -}} }) or vector(0)){{ end }}) {{ include "tandem.ifSeen" .root }}
+{{- end -}}
+
+{{/* Root context: an answer only where Prometheus sees a router. That nobody can be asked does not mean that nobody waits. */}}
+{{- define "tandem.ifSeen" -}}
+and on () group(tandem_ready{ {{- include "tandem.series" . -}} })
 {{- end -}}
 
 {{/* The same in tokens: what a pool has accepted and not computed, and what of the queues waits for it. */}}
 {{- define "tandem.waitingTokens" -}}
 {{- $workers := dict "root" .root "role" .role "metric" "tandem_worker_backlog_tokens" "more" "" -}}
 {{- $queue := dict "root" .root "role" .role "metric" "tandem_queue_tokens" -}}
-({{ include "tandem.poolSum" $workers }} or vector(0)) + ({{ include "tandem.queueSum" $queue }} or vector(0))
+(({{ include "tandem.poolSum" $workers }} or vector(0)) + ({{ include "tandem.queueSum" $queue }} or vector(0))) {{ include "tandem.ifSeen" .root }}
+{{- end -}}
+
+{{/* A dict of `root`, `role`, `percent`: the mean use of a pool's workers by that percentage; 1 at most, for it holds a pool
+     and never makes it grow: decode workers reserve room for prompts that a too small prefill pool has not read yet. A
+     prefill worker's use is its share of time in steps, a decode worker's that of its blocks or, where it is more, places. */}}
+{{- define "tandem.poolUse" -}}
+{{- $of := printf `role="%s",%s` .role (include "tandem.series" .root) -}}
+clamp_max(100 / {{ int .percent }} * avg(
+{{- if eq .role "prefill" -}}
+sum by (worker) (max by (worker, kind) (rate(tandem_worker_step_seconds_total{ {{- $of -}} }[5m])))
+{{- else -}}
+{{- $used := printf `max by (worker) (tandem_worker_kv_blocks{state="used",%s})` $of -}}
+{{- $free := printf `max by (worker) (tandem_worker_kv_blocks{state="free",%s})` $of -}}
+{{- $most := int (include "tandem.effective" .root | fromYaml).engine.max_running_requests -}}
+{{- $running := printf `max by (worker) (tandem_worker_requests{state="running",%s}) / %d` $of $most -}}
+{{ $used }} / ({{ $used }} + {{ $free }}) > {{ $running }} or {{ $running }}
+{{- end -}}
+), 1)
 {{- end -}}

@@ -53,6 +53,11 @@ def test_workers_own_totals_are_not_multiplied() -> None:
     assert value(merge([lines % 3, lines % 3]), "vllm:num_preemptions_total", engine="d") == 3
 
 
+def test_a_process_that_has_lost_redis_is_not_hidden_by_the_others() -> None:
+    lines = b'# TYPE tandem_redis_up gauge\ntandem_redis_up{use="poll"} %d\n'
+    assert value(merge([lines % 1, lines % 0, lines % 1]), "tandem_redis_up", use="poll") == 0
+
+
 def test_one_process_alone_reads_as_before() -> None:
     text = counted(3, ttft_s=0.5).render()
     assert merge([text]) == text

@@ -1,5 +1,7 @@
 """What the meter measures, on a clock of the test's."""
 
+import contextlib
+
 import pytest
 
 from engine.step import Load
@@ -7,11 +9,13 @@ from engine.tier_counts import TierCounts
 from engine.wire import load_to_pb
 from router.attempts import RetryReason
 from router.metrics import RouterMetrics
+from router.objectives import Verdict
 from router.request_meter import RequestMeter
 from router.requests import ChoiceFinish
 from router.session_wire import load_from_pb
 from router.worker_view import WorkerLoad
-from tandem.errors import Unavailable
+from tandem.errors import Overloaded, Unavailable
+from tandem.objectives_config import ObjectivesConfig
 from tandem.outputs import FinishReason
 from tandem.prefix_pin import PinTotals
 from tandem.session_versions import SPOKEN
@@ -167,3 +171,30 @@ def test_dispatch_reports() -> None:
     assert value(metrics, "tandem_workers", role="decode", state="healthy") == 2
     assert "tandem_prefix_map_blocks 5.0" in metrics.render().decode()
     assert "tandem_prefix_map_approximate_workers 2.0" in metrics.render().decode()
+
+
+@pytest.mark.parametrize(
+    ("first_s", "last_s", "error", "verdict"),
+    [
+        (2.0, 2.5, None, "good"),
+        (2.6, 2.7, None, "late_first"),
+        (2.0, 3.1, None, "late_tokens"),
+        (2.0, 2.5, Unavailable("x"), "failed"),
+        (None, None, Overloaded("x", retry_after_s=1.0), "refused"),
+        (2.6, 9.0, GeneratorExit(), None),
+    ],
+)
+def test_goodput_is_of_requests_that_went_well_in_all(
+    first_s: float | None, last_s: float | None, error: BaseException | None, verdict: str | None
+) -> None:
+    metrics, clock = RouterMetrics("m", objectives=ObjectivesConfig(ttft_s=2.5, per_token_s=0.1)), Clock()
+    meter = RequestMeter(metrics, clock, prompt_tokens=1, choices=1)
+    with contextlib.suppress(Unavailable, Overloaded, GeneratorExit), meter:
+        for now_s, num_tokens in ((first_s, 1), (last_s, 10)):
+            if now_s is not None:
+                clock.now = now_s
+                meter.tokens(0, num_tokens)
+        if error is not None:
+            raise error
+    counted = {one: value(metrics, "tandem_judged_requests_total", verdict=one) for one in (v.value for v in Verdict)}
+    assert {one for one, count in counted.items() if count} == ({verdict} if verdict else set())

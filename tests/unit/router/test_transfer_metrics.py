@@ -60,6 +60,21 @@ def test_what_a_worker_counted_is_shown() -> None:
     assert all(f"# HELP {name} " in text for name in (*shown, *side))
 
 
+def test_the_first_failure_is_a_step_from_zero() -> None:
+    metrics = RouterMetrics("m")
+    metrics.worker_loads([worker("d", load=load_from_pb(reported(num_bytes=100)))])
+    total = "tandem_worker_transfers_total"
+    assert [value(metrics, total, **ENDED | {"outcome": one}) for one in ("committed", "failed", "expired")] == [
+        3,
+        0,
+        0,
+    ]
+    assert value(metrics, total, **ENDED | {"transport": "shm", "outcome": "failed"}) is None
+    assert value(metrics, "tandem_worker_transfer_damaged_chunks_total", **ENDED | {"outcome": "failed"}) == 0
+    metrics.worker_loads([worker("d", load=load_from_pb(reported(num_bytes=100, outcome="failed")))])
+    assert [value(metrics, total, **ENDED | {"outcome": one}) for one in ("failed", "expired")] == [3, 0]
+
+
 def test_totals_grow_with_a_workers_life_and_begin_again_with_the_next() -> None:
     metrics = RouterMetrics("m")
     bytes_total = "tandem_worker_transfer_bytes_total"
