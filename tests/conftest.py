@@ -18,9 +18,23 @@ settings.register_profile("untimed", settings.get_profile(settings.get_current_p
 settings.load_profile("untimed")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Whether nothing in a file can be chosen (`make test` chooses twice): importing all of them takes half a minute."""
+    chosen = config.getoption("markexpr")
+    if collection_path.suffix != ".py" or "alone" not in chosen:
+        return None
+    if not _is_shared(collection_path):
+        return "not alone" in chosen or None
+    return ("not alone" not in chosen and "mark.alone" not in collection_path.read_text(encoding="utf-8")) or None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Before any is chosen by its marks: whatever starts a cluster is alone, and of the rest what says so."""
     for item in items:
-        if not any(map(item.path.is_relative_to, _SHARED)):
+        if not _is_shared(item.path):
             item.add_marker(pytest.mark.alone)
+
+
+def _is_shared(path: Path) -> bool:
+    return any(map(path.is_relative_to, _SHARED))
