@@ -10,6 +10,7 @@ PortOption = Annotated[int, typer.Option(help="HTTP port of the cluster, which i
 SocketOption = Annotated[
     Path | None, typer.Option(help="Its control socket, where [b]control_socket[/b] names another.")
 ]
+_ROLES = ("prefill", "decode", "router")
 _EXIT_NOT_DONE = 1
 _EXIT_INTERRUPTED = 130
 
@@ -39,12 +40,15 @@ def flip(
     """Make a worker of the other pool one of this, in a running cluster."""
     from cluster.control_wire import FlipAsked
 
+    if to not in ("prefill", "decode"):
+        raise typer.BadParameter(f"{to!r} is neither prefill nor decode")
     _change(FlipAsked, {"to": to}, port, socket)
 
 
 def restart(
-    roles: Annotated[
-        list[str] | None, typer.Argument(metavar="[prefill|decode|router ...]", help="All, if none.")
+    which: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="prefill|decode|router|NAME ...", help="Roles, or single ones as decode-0. All, if none."),
     ] = None,
     in_place: Annotated[
         bool,
@@ -56,7 +60,13 @@ def restart(
     """Replace the processes of a running cluster one after another, without losing a request."""
     from cluster.control_wire import RestartAsked
 
-    _change(RestartAsked, {"roles": tuple(roles or ()), "in_place": in_place or None}, port, socket)
+    roles = tuple(one for one in which or () if one in _ROLES)
+    names = tuple(one for one in which or () if one not in _ROLES)
+    for name in names:
+        role, _, index = name.partition("-")
+        if role not in _ROLES or not index.isascii() or not index.isdigit():
+            raise typer.BadParameter(f"{name!r} is neither {', '.join(_ROLES)} nor a process such as decode-0")
+    _change(RestartAsked, {"roles": roles, "names": names or None, "in_place": in_place or None}, port, socket)
 
 
 def abort(port: PortOption = 8000, socket: SocketOption = None) -> None:
