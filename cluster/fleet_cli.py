@@ -48,7 +48,9 @@ def flip(
 def restart(
     which: Annotated[
         list[str] | None,
-        typer.Argument(metavar="prefill|decode|router|NAME ...", help="Roles, or single ones as decode-0. All, if none."),
+        typer.Argument(
+            metavar="prefill|decode|router|NAME ...", help="Roles, or single ones as decode-0. All, if none."
+        ),
     ] = None,
     in_place: Annotated[
         bool,

@@ -265,9 +265,7 @@ def restart_steps(
     if unknown := [name for name in names if name not in staying]:
         raise ChangeRefused(f"there is no process {', '.join(unknown)}; there are: {', '.join(sorted(staying))}")
     leaving = dict.fromkeys(name for wanted in roles for name, role in staying.items() if role is wanted)
-    return [
-        Step(add=staying[name], retire=name, in_place=name in in_place) for name in leaving | dict.fromkeys(names)
-    ]
+    return [Step(add=staying[name], retire=name, in_place=name in in_place) for name in leaving | dict.fromkeys(names)]
 
 
 def scale_steps(members: Members, sizes: Mapping[Role, int]) -> list[Step]:

@@ -73,7 +73,8 @@ async def test_commands_change_a_cluster_and_say_how_it_goes(folder):
 @pytest.mark.parametrize(
     "arguments",
     [("scale", "decode"), ("scale", "router=2"), ("scale", "decode=0"), ("scale", "decode=1", "decode=2"),
-     ("flip", "router"), ("restart", "nobody"), ("restart", "decode-"), ("restart", "decode-0", "x-1"), ("scale", "prefill=-1")],
+     ("flip", "router"), ("restart", "nobody"), ("restart", "decode-"), ("restart", "decode-0", "x-1"),
+     ("scale", "prefill=-1")],
 )  # fmt: skip
 async def test_what_makes_no_sense_is_refused_before_anybody_is_asked(arguments):
     assert (await run(*arguments)).exit_code == 2
