@@ -11,7 +11,7 @@ import typer
 
 from cluster.autoscale_cli import autoscale
 from cluster.doctor_cli import doctor
-from cluster.fleet_cli import abort, flip, restart, scale
+from cluster.fleet_cli import abort, flip, ps, restart, scale
 from cluster.follower_cli import follower
 from cluster.profile_cli import profile
 from cluster.simulate_cli import plan, simulate
@@ -284,7 +284,7 @@ def bench(context: typer.Context) -> None:
 
 for change in (scale, flip, restart, abort, autoscale):
     app.command(rich_help_panel=_CHANGE)(change)
-for look in (doctor, profile, simulate, plan):
+for look in (ps, doctor, profile, simulate, plan):
     app.command(rich_help_panel=_LOOK)(look)
 
 

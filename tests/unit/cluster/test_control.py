@@ -62,6 +62,10 @@ async def test_commands_change_a_cluster_and_say_how_it_goes(folder):
         (status, end) = await asyncio.to_thread(lambda: list(ask(control.path, StatusAsked())))
         assert {one.name: one.role for one in status.processes}["router-1"] == "router"
         assert {one.state for one in status.processes} == {"ready"}
+        listed = (await run("ps", *where)).output.splitlines()
+        assert sorted(line.split()[0] for line in listed) == sorted(view.name for view in cluster.processes)
+        pids = {view.name: str(view.pid) for view in cluster.processes}
+        assert all(line.split()[1:4] == ["ready", "pid", pids[line.split()[0]]] for line in listed)
         assert (status.changing, end.done) == (False, True)
     assert told[-1].startswith("not done: there is no process decode-7; there are: decode-0, prefill-0, ")
     assert not control.path.exists()
