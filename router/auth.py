@@ -78,7 +78,7 @@ class ApiKeys:
         known, caller = self._known.get(kept, _NONE)
         if not (hmac.compare_digest(kept, known) and given):
             how = "send an API key as `Authorization: Bearer KEY`"
-            raise Unauthenticated("this API key is not good here" if given else how)
+            raise Unauthenticated("this API key is not known here" if given else how)
         return caller
 
 
