@@ -167,10 +167,10 @@ def _unit(unit: str) -> str:
 
 def main() -> None:
     """Draw every board."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prometheus", default="http://127.0.0.1:9090", help="where it answers")
-    parser.add_argument("--out", type=Path, default=Path("panels"), help="folder of the pictures")
-    parser.add_argument("--minutes", type=float, default=15.0, help="how far back")
+    parser = argparse.ArgumentParser(prog="python -m bench.panels", description=__doc__)
+    parser.add_argument("--prometheus", default="http://127.0.0.1:9090", help="where it answers (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("panels"), help="folder of the pictures (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=15.0, help="how far back (%(default)g)")
     parser.add_argument("--namespace", default=_ALL, help="of the releases that are shown, as a regular expression")
     parser.add_argument("--release", default=_ALL, help="their names, likewise")
     given = parser.parse_args()

@@ -12,7 +12,7 @@ import typer
 
 from cluster.autoscale_cli import autoscale
 from cluster.doctor_cli import doctor
-from cluster.fleet_cli import abort, flip, restart, scale
+from cluster.fleet_cli import abort, flip, ps, restart, scale
 from cluster.follower_cli import follower
 from cluster.profile_cli import profile
 from cluster.simulate_cli import plan, simulate
@@ -33,20 +33,11 @@ _TALK, _LOOK = "Use a cluster", "Look around"
 
 app = typer.Typer(
     name="tandem",
-    help="Serve a large language model from two pools: one reads prompts, the other writes answers.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(rich_help_panel=_CHANGE)(scale)
-app.command(rich_help_panel=_CHANGE)(flip)
-app.command(rich_help_panel=_CHANGE)(restart)
-app.command(rich_help_panel=_CHANGE)(abort)
-app.command(rich_help_panel=_LOOK)(autoscale)
-app.command(rich_help_panel=_LOOK)(simulate)
-app.command(rich_help_panel=_LOOK)(plan)
-
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", "-c", help="The cluster's YAML.", rich_help_panel="Configuration")
 ]
@@ -90,6 +81,23 @@ CaOption = Annotated[
 ClientCertOption = Annotated[
     Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file of your certificate and its key.")
 ]
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from cluster.version import version_line
+
+        print(version_line())
+        raise typer.Exit
+
+
+@app.callback()
+def tandem(
+    _version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the versions and exit.")
+    ] = False,
+) -> None:
+    """Serve a large language model from two pools: one reads prompts, the other writes answers."""
 
 
 @app.command(rich_help_panel=_RUN)
@@ -288,8 +296,10 @@ def bench(context: typer.Context) -> None:
     _become(["bench", *context.args])
 
 
-app.command(rich_help_panel=_LOOK)(doctor)
-app.command(rich_help_panel=_LOOK)(profile)
+for change in (scale, flip, restart, abort, autoscale):
+    app.command(rich_help_panel=_CHANGE)(change)
+for look in (ps, doctor, profile, simulate, plan):
+    app.command(rich_help_panel=_LOOK)(look)
 
 
 @app.command(rich_help_panel=_LOOK)
@@ -299,14 +309,17 @@ def key(
         typer.Argument(metavar="new|digest", help="Make a key, or print the entry of one read from standard input."),
     ] = "new",
     tenant: Annotated[str | None, typer.Option(help="Whose it is, for the entry.")] = None,
+    operator: Annotated[
+        bool, typer.Option("--operator", help="An operator's: it sees all tenants, and may profile.")
+    ] = False,
 ) -> None:
     """Make an API key: the key goes to its user, the entry into [b]router.api_keys[/b] or the file of keys."""
     from cluster.keys import show_digest, show_new
 
-    raise typer.Exit({"new": show_new, "digest": show_digest}.get(action, _no_such_action)(tenant))
+    raise typer.Exit({"new": show_new, "digest": show_digest}.get(action, _no_such_action)(tenant, operator))
 
 
-def _no_such_action(_tenant: str | None) -> int:
+def _no_such_action(_tenant: str | None, _operator: bool) -> int:
     _complain("tandem key new, or tandem key digest")
     return EXIT_CONFIG
 
@@ -314,9 +327,7 @@ def _no_such_action(_tenant: str | None) -> int:
 @app.command(rich_help_panel=_LOOK)
 def version() -> None:
     """Print the versions of Tandem, Python and torch."""
-    from cluster.version import version_line
-
-    print(version_line())
+    _show_version(asked=True)
 
 
 def _key_of(file: Path | None) -> str | None:

@@ -94,12 +94,29 @@ def client_tls(ca: Path | None, cert: Path | None) -> ssl.SSLContext | None:
     return context
 
 
+def base_of(url: str) -> str:
+    """A router's address without what users copy with it."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def unreachable(url: str, error: Exception) -> ClientError:
+    """Why nothing comes from there, for the user of a command."""
+    if isinstance(error, httpx.ConnectError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return ClientError(f"{url} shows a certificate that is not believed here: name its authority with --ca")
+    if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
+        return ClientError(f"no cluster answers at {url}: start one with `tandem up`, or name it with --url")
+    hint = ""
+    if isinstance(error, httpx.RemoteProtocolError) and url.startswith("http:"):
+        hint = " (a router with TLS answers to https:// alone)"
+    return ClientError(f"{url}: {error or type(error).__name__}{hint}")
+
+
 class ChatClient:
     """One connection to a router. An async context manager."""
 
     def __init__(self, url: str, *, api_key: str | None = None, tls: ssl.SSLContext | None = None) -> None:
         """`tls`: whom to believe, and who to be; the system's authorities when absent."""
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = base_of(url)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(CONNECT_TIMEOUT_S, read=None)
         try:
@@ -137,10 +154,10 @@ class ChatClient:
         try:
             response = await self._http.get(path, timeout=CONNECT_TIMEOUT_S)
             if response.status_code != httpx.codes.OK:
-                raise ClientError(_refusal(response))
+                raise ClientError(refusal(response))
             return read(response.json())
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._unreachable(error) from None
+            raise unreachable(self.url, error) from None
         except (ValueError, LookupError, TypeError):
             raise ClientError(f"{self.url} answers, but not as a Tandem router does") from None
 
@@ -163,7 +180,7 @@ class ChatClient:
             ) as response:
                 if response.status_code != httpx.codes.OK:
                     await response.aread()
-                    raise ClientError(_refusal(response))
+                    raise ClientError(refusal(response))
                 async for chunk in _chunks(response.aiter_lines()):
                     thought, text = _take(chunk, got)
                     if thought or text:
@@ -173,7 +190,7 @@ class ChatClient:
                     if text:
                         on_text(text)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._unreachable(error) from None
+            raise unreachable(self.url, error) from None
         details = got.usage.get("prompt_tokens_details") or {}
         return Answer(
             text="".join(got.pieces),
@@ -185,18 +202,6 @@ class ChatClient:
             total_s=time.monotonic() - started,
             timing=got.timing,
         )
-
-    def _unreachable(self, error: Exception) -> ClientError:
-        if isinstance(error, httpx.ConnectError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
-            return ClientError(
-                f"{self.url} shows a certificate that is not believed here: name its authority with --ca"
-            )
-        if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
-            return ClientError(f"no cluster answers at {self.url}: start one with `tandem up`, or name it with --url")
-        hint = ""
-        if isinstance(error, httpx.RemoteProtocolError) and self.url.startswith("http:"):
-            hint = " (a router with TLS answers to https:// alone)"
-        return ClientError(f"{self.url}: {error or type(error).__name__}{hint}")
 
 
 async def _chunks(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
@@ -236,13 +241,16 @@ def _take(chunk: dict[str, Any], got: _Collected) -> tuple[str, str]:
     return thought, text
 
 
-def _refusal(response: httpx.Response) -> str:
+def refusal(response: httpx.Response) -> str:
+    """What a router has said in place of an answer, for the user of a command."""
     try:
         message = _message(response.json())
     except ValueError:
         message = response.text[:MAX_ERROR_CHARS]
     wait = response.headers.get("Retry-After")
     hint = f" (try again in {wait} s)" if wait else ""
+    if response.status_code == httpx.codes.UNAUTHORIZED:
+        hint = " (--api-key-file names the file of one)"
     return f"{response.status_code}: {message}{hint}"
 
 

@@ -22,6 +22,12 @@ def ask(path: Path, asked: ControlMessage) -> Iterator[Told]:
         link.settimeout(_CONNECT_S)
         try:
             link.connect(str(path))
+        except OSError as error:
+            raise NoCluster(
+                f"no cluster answers at {path} ({error.strerror or error}): start one with `tandem up`, "
+                "or name its HTTP port with --port"
+            ) from None
+        try:
             if not answers_as_us(link):
                 raise NoCluster(f"another user answers at {path}")
             link.sendall(written(asked))

@@ -45,10 +45,12 @@ class FlipAsked(ControlMessage):
 
 
 class RestartAsked(ControlMessage):
-    """Every process of these roles is replaced, one after another; none named: of all."""
+    """Every process of these roles is replaced, one after another; nothing named: of all."""
 
     op: Literal["restart"] = "restart"
     roles: tuple[RoleName, ...] = ()
+    names: tuple[str, ...] | None = None
+    """Single processes besides, such as `decode-0`."""
     in_place: bool | None = None
     """Each worker leaves before its successor starts, also where there is room for both."""
 

@@ -1,15 +1,19 @@
-"""Commands that change a running cluster: `tandem scale`, `tandem flip`, `tandem restart`, `tandem abort`."""
+"""Commands that change a running cluster, and `tandem ps`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+
+if TYPE_CHECKING:
+    from cluster.control_wire import Told
 
 PortOption = Annotated[int, typer.Option(help="HTTP port of the cluster, which its control socket is named after.")]
 SocketOption = Annotated[
     Path | None, typer.Option(help="Its control socket, where [b]control_socket[/b] names another.")
 ]
+_ROLES = ("prefill", "decode", "router")
 _EXIT_NOT_DONE = 1
 _EXIT_INTERRUPTED = 130
 
@@ -39,12 +43,17 @@ def flip(
     """Make a worker of the other pool one of this, in a running cluster."""
     from cluster.control_wire import FlipAsked
 
+    if to not in ("prefill", "decode"):
+        raise typer.BadParameter(f"{to!r} is neither prefill nor decode")
     _change(FlipAsked, {"to": to}, port, socket)
 
 
 def restart(
-    roles: Annotated[
-        list[str] | None, typer.Argument(metavar="[prefill|decode|router ...]", help="All, if none.")
+    which: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="prefill|decode|router|NAME ...", help="Roles, or single ones as decode-0. All, if none."
+        ),
     ] = None,
     in_place: Annotated[
         bool,
@@ -56,7 +65,13 @@ def restart(
     """Replace the processes of a running cluster one after another, without losing a request."""
     from cluster.control_wire import RestartAsked
 
-    _change(RestartAsked, {"roles": tuple(roles or ()), "in_place": in_place or None}, port, socket)
+    roles = tuple(one for one in which or () if one in _ROLES)
+    names = tuple(one for one in which or () if one not in _ROLES)
+    for name in names:
+        role, _, index = name.partition("-")
+        if role not in _ROLES or not index.isascii() or not index.isdigit():
+            raise typer.BadParameter(f"{name!r} is neither {', '.join(_ROLES)} nor a process such as decode-0")
+    _change(RestartAsked, {"roles": roles, "names": names or None, "in_place": in_place or None}, port, socket)
 
 
 def abort(port: PortOption = 8000, socket: SocketOption = None) -> None:
@@ -66,7 +81,34 @@ def abort(port: PortOption = 8000, socket: SocketOption = None) -> None:
     _change(AbortAsked, {}, port, socket)
 
 
+def ps(port: PortOption = 8000, socket: SocketOption = None) -> None:
+    """Show the processes of a running cluster, with the pids that a signal needs."""
+    from cluster.control_wire import StatusAsked
+
+    for told in _answers(StatusAsked, {}, port, socket):
+        for one in told.processes or ():
+            print(f"{one.name:<12} {one.state:<12} pid {one.pid or '-':<9} {one.address}")
+        if told.changing:
+            print("a change is under way")
+
+
 def _change(kind: type, fields: Mapping[str, object], port: int, socket: Path | None) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    err = Console(stderr=True, highlight=False)
+    try:
+        for told in _answers(kind, fields, port, socket):
+            if told.progress is not None:
+                err.print(Text(told.progress, style="dim"), soft_wrap=True)
+    except KeyboardInterrupt:
+        err.print("the change goes on; `tandem abort` takes it back")
+        raise typer.Exit(_EXIT_INTERRUPTED) from None
+    err.print("done")
+
+
+def _answers(kind: type, fields: Mapping[str, object], port: int, socket: Path | None) -> Iterator["Told"]:
+    """What the cluster says, to the end. Ends the command where it is not done."""
     from pydantic import ValidationError
     from rich.console import Console
     from rich.text import Text
@@ -75,23 +117,17 @@ def _change(kind: type, fields: Mapping[str, object], port: int, socket: Path | 
     from cluster.control_client import NoCluster, ask
     from cluster.control_wire import ControlMessage, NotUnderstood
 
-    err = Console(stderr=True, highlight=False)
+    reason: str | None = None
     try:
         asked = cast("ControlMessage", kind(**fields))
-        reason: str | None = None
         for told in ask(socket or default_path(port), asked):
-            if told.progress is not None:
-                err.print(Text(told.progress, style="dim"), soft_wrap=True)
+            yield told
             reason = told.reason
     except ValidationError as error:
         wrong = error.errors()[0]
         raise typer.BadParameter(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
     except (NoCluster, NotUnderstood) as error:
         reason = str(error)
-    except KeyboardInterrupt:
-        err.print("the change goes on; `tandem abort` takes it back")
-        raise typer.Exit(_EXIT_INTERRUPTED) from None
     if reason is not None:
-        err.print(Text(f"not done: {reason}", style="red"), soft_wrap=True)
+        Console(stderr=True, highlight=False).print(Text(f"not done: {reason}", style="red"), soft_wrap=True)
         raise typer.Exit(_EXIT_NOT_DONE)
-    err.print("done")

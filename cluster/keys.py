@@ -9,26 +9,29 @@ from tandem.api_key import entry_of, new_key
 from tandem.errors import ConfigError
 
 
-def show_new(tenant: str | None) -> int:
+def show_new(tenant: str | None, operator: bool = False) -> int:
     """A key that nobody has had, and its entry; the exit code."""
     key = new_key()
-    entry = _entry(key, tenant)
+    entry = _entry(key, tenant, operator)
     print(f"key (for its user; it is shown this once): {key}")
     print(f"entry (for router.api_keys, or the file of keys): {entry}")
     return 0
 
 
-def show_digest(tenant: str | None) -> int:
+def show_digest(tenant: str | None, operator: bool = False) -> int:
     """The entry of a key from standard input: on a command line it would stay in histories."""
-    print(_entry(sys.stdin.readline().strip(), tenant))
+    print(_entry(sys.stdin.readline().strip(), tenant, operator))
     return 0
 
 
-def _entry(key: str, tenant: str | None) -> str:
+def _entry(key: str, tenant: str | None, operator: bool) -> str:
     """In YAML. Raises ConfigError for what can be no key, or no tenant."""
     try:
         ApiKey.model_validate({"key": key, "tenant": tenant})
     except ValidationError as error:
-        raise ConfigError(error.errors(include_input=False)[0]["msg"].removeprefix("Value error, ")) from None
+        wrong = error.errors(include_input=False)[0]
+        where = ".".join(map(str, wrong["loc"]))
+        raise ConfigError(f"{where}: {wrong['msg'].removeprefix('Value error, ')}") from None
     digest = entry_of(key)
-    return f'"{digest}"' if tenant is None else f'{{key: "{digest}", tenant: {tenant}}}'
+    rest = ["" if tenant is None else f", tenant: {tenant}", ", operator: true" if operator else ""]
+    return f'{{key: "{digest}"{"".join(rest)}}}' if any(rest) else f'"{digest}"'

@@ -51,13 +51,15 @@ def planned(
         to = Role(asked.to)
         sizes = {role: size + (1 if role is to else -1) for role, size in have.items()}
         return Planned(steps=flip_steps(members, to), sizes=sizes)
-    roles = [Role(name) for name in asked.roles] or [*_WORKERS, Role.ROUTER]
-    back = Counter(member.role for member in members.values() if member.state is ProcessState.ABANDONED)
-    sizes = {role: size + (back[role] if role in roles else 0) for role, size in have.items()}
     workers = {name for name, member in members.items() if member.role is not Role.ROUTER}
     full = {name for name in workers if name in crowded or members[name].role in over_nodes}
     first = workers if asked.in_place else full
-    steps = restart_steps(members, list(dict.fromkeys(roles)), in_place=first)
+    names = asked.names or ()
+    roles = [Role(name) for name in asked.roles] or ([] if names else [*_WORKERS, Role.ROUTER])
+    steps = restart_steps(members, roles, names, in_place=first)
+    given_up = (members[step.retire] for step in steps if step.retire is not None)
+    back = Counter(member.role for member in given_up if member.state is ProcessState.ABANDONED)
+    sizes = {role: size + back[role] for role, size in have.items()}
     if not asked.in_place and (alone := _answers_alone(steps, members)):
         raise ChangeRefused(
             f"its GPU or its nodes have no room for another worker beside {alone}, and no other one answers: "

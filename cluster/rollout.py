@@ -284,15 +284,16 @@ def who_misses(name: str, replaced: str | None, members: Members) -> str | None:
     return f"{name} does not reach {', '.join(sorted(missed))}" if missed else None
 
 
-def restart_steps(members: Members, roles: Sequence[Role], *, in_place: Container[str] = ()) -> list[Step]:
-    """Every process of these roles, one after another, each behind its successor but those that leave first."""
-    staying = [(name, member.role) for name, member in members.items() if member.state is not ProcessState.RETIRING]
-    return [
-        Step(add=role, retire=name, in_place=name in in_place)
-        for wanted in roles
-        for name, role in staying
-        if role is wanted
-    ]
+def restart_steps(
+    members: Members, roles: Sequence[Role], names: Sequence[str] = (), *, in_place: Container[str] = ()
+) -> list[Step]:
+    """Every process of these roles, then those named, one after another, each behind its successor but those that
+    leave first. Raises ChangeRefused."""
+    staying = {name: member.role for name, member in members.items() if member.state is not ProcessState.RETIRING}
+    if unknown := [name for name in names if name not in staying]:
+        raise ChangeRefused(f"there is no process {', '.join(unknown)}; there are: {', '.join(sorted(staying))}")
+    leaving = dict.fromkeys(name for wanted in roles for name, role in staying.items() if role is wanted)
+    return [Step(add=staying[name], retire=name, in_place=name in in_place) for name in leaving | dict.fromkeys(names)]
 
 
 def scale_steps(members: Members, sizes: Mapping[Role, int]) -> list[Step]:

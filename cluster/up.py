@@ -35,7 +35,7 @@ EXIT_FAILED = 1
 EXIT_KILLED = 130
 LINE_S = 5.0
 """Between two lines on how weights load, where no bar is shown."""
-_STARTING = "starting; the first time compiles kernels, a minute or so"
+_STARTING = "starting; compiles kernels first where they are not yet, a minute or so"
 Body = Callable[[LocalCluster], Awaitable[int]]
 """What to do while the cluster serves; its result is the exit code."""
 Again = Callable[[], ClusterConfig]

@@ -84,10 +84,11 @@ def plan_memory(
     )
     needed = -(-max_context // layout.block_size)
     if num_blocks < needed:
+        parts = "; ".join(" ".join(line.split()) for line in budget.lines())
         raise ConfigError(
             f"not enough memory for one sequence of {max_context} tokens: it takes {needed} KV blocks "
-            f"({_size(needed * layout.block_bytes)}), {num_blocks} fit ({'; '.join(budget.lines())}). "
-            "Raise the memory limit, or lower the context length or the batch bounds."
+            f"({_size(needed * layout.block_bytes)}), {num_blocks} fit ({parts}). "
+            "Raise engine.memory_bytes, or lower model.max_model_len or engine.max_batched_tokens."
         )
     return budget
 

@@ -77,7 +77,8 @@ class ApiKeys:
         # the dictionary's own secret hash) says nothing of where the next guess had better be.
         known, caller = self._known.get(kept, _NONE)
         if not (hmac.compare_digest(kept, known) and given):
-            raise Unauthenticated("send an API key as `Authorization: Bearer KEY`")
+            how = "send an API key as `Authorization: Bearer KEY`"
+            raise Unauthenticated("this API key is not known here" if given else how)
         return caller
 
 

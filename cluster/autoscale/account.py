@@ -71,7 +71,7 @@ _WORDS = {
     Outcome.STEADY: "steady",
     Outcome.ORDERED: "ordered",
     Outcome.WOULD_ORDER: "would order",
-    Outcome.UNSEEN: "no action, routers cannot be asked",
+    Outcome.UNSEEN: "no action, the load is not seen",
     Outcome.UNKNOWN: "no action",
     Outcome.UNDER_WAY: "no other action",
     Outcome.WAITING: "no action yet",

@@ -54,21 +54,31 @@ async def test_commands_change_a_cluster_and_say_how_it_goes(folder):
         assert sorted(view.name for view in cluster.workers) == ["decode-0", "prefill-0", "prefill-1", "prefill-2"]
         done = await run("flip", "prefill", *where)
         assert (done.exit_code, done.output) == (1, "not done: there is no decode worker to spare\n")
-        done = await run("restart", "router", *where)
+        done = await run("restart", "router", "prefill-1", *where)
         assert done.exit_code == 0, done.output
+        assert sorted(view.name for view in cluster.workers) == ["decode-0", "prefill-0", "prefill-2", "prefill-3"]
+        done = await run("restart", "decode-7", *where)
+        assert (done.exit_code, done.output.partition(";")[0]) == (1, "not done: there is no process decode-7")
         (status, end) = await asyncio.to_thread(lambda: list(ask(control.path, StatusAsked())))
         assert {one.name: one.role for one in status.processes}["router-1"] == "router"
         assert {one.state for one in status.processes} == {"ready"}
+        listed = (await run("ps", *where)).output.splitlines()
+        assert sorted(line.split()[0] for line in listed) == sorted(view.name for view in cluster.processes)
+        pids = {view.name: str(view.pid) for view in cluster.processes}
+        assert all(line.split()[1:4] == ["ready", "pid", pids[line.split()[0]]] for line in listed)
         assert (status.changing, end.done) == (False, True)
-    assert told[-1] == "router has left"
+    assert told[-1].startswith("not done: there is no process decode-7; there are: decode-0, prefill-0, ")
     assert not control.path.exists()
-    assert (await run("restart", *where)).output.startswith("not done: no cluster answers at")
+    gone = (await run("restart", *where)).output
+    assert gone.startswith(f"not done: no cluster answers at {control.path} (")
+    assert gone.endswith("or name its HTTP port with --port\n")
 
 
 @pytest.mark.parametrize(
     "arguments",
     [("scale", "decode"), ("scale", "router=2"), ("scale", "decode=0"), ("scale", "decode=1", "decode=2"),
-     ("flip", "router"), ("restart", "nobody"), ("scale", "prefill=-1")],
+     ("flip", "router"), ("restart", "nobody"), ("restart", "decode-"), ("restart", "decode-0", "x-1"),
+     ("scale", "prefill=-1")],
 )  # fmt: skip
 async def test_what_makes_no_sense_is_refused_before_anybody_is_asked(arguments):
     assert (await run(*arguments)).exit_code == 2
@@ -106,6 +116,7 @@ async def test_a_line_that_asks_for_nothing_is_answered_with_why(folder):
 
 def test_a_parent_of_the_version_before_understands_what_does_not_ask_for_more():
     assert written(RestartAsked()) == b'{"op":"restart","roles":[]}\n'
+    assert written(RestartAsked(names=("decode-0",))) == b'{"op":"restart","roles":[],"names":["decode-0"]}\n'
     assert written(ScaleAsked(decode=2)) == b'{"op":"scale","decode":2}\n'
     assert written(FlipAsked(to="decode")) == b'{"op":"flip","to":"decode"}\n'
 

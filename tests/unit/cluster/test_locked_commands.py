@@ -32,6 +32,9 @@ def test_a_new_key_opens_the_door_that_has_its_entry() -> None:
     assert ApiKeys(config.api_keys).tenant(f"Bearer {key}") == "acme"
     again = CliRunner().invoke(app, ["key", "digest", "--tenant", "acme"], input=f"{key}\n")
     assert again.stdout.strip() == entry
+    raised = CliRunner().invoke(app, ["key", "digest", "--operator"], input=f"{key}\n")
+    config = RouterConfig(api_keys=[PlainLoader(raised.stdout).get_single_data()])
+    assert ApiKeys(config.api_keys).caller({"authorization": f"Bearer {key}"}).operator
 
 
 @pytest.mark.parametrize(
@@ -40,6 +43,7 @@ def test_a_new_key_opens_the_door_that_has_its_entry() -> None:
 def test_what_can_be_no_key_gets_no_entry(arguments: list[str], given: str) -> None:
     told = CliRunner().invoke(app, ["key", *arguments], input=f"{given}\n")
     assert isinstance(told.exception, ConfigError)
+    assert str(told.exception).startswith("tenant: " if "--tenant" in arguments else "key: ")
     assert "sha256" not in told.stdout
 
 

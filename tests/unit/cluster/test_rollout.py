@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.control_wire import RestartAsked
+from cluster.operations import planned
 from cluster.rollout import (
     Add,
     ChangeRefused,
@@ -195,6 +197,29 @@ def test_a_restart_never_serves_with_fewer_and_what_fails_leaves_the_old_one(mem
         assert rollout.failure
         assert all(world.members[name] == before[name] for name in before.keys() - replaced if name in unmoved(before))
     assert rollout.advance(world.members, world.now) == []
+
+
+def test_a_restart_by_name_replaces_these_alone_and_nobody_twice():
+    members = cluster(2, 3, 1)
+    assert [step.retire for step in restart_steps(members, [], ["decode-2", "decode-0", "decode-2"])] == [
+        "decode-2",
+        "decode-0",
+    ]
+    both = restart_steps(members, [Role.PREFILL], ["prefill-1", "decode-1"], in_place={"decode-1"})
+    assert [(step.add, step.retire, step.in_place) for step in both] == [
+        (Role.PREFILL, "prefill-0", False),
+        (Role.PREFILL, "prefill-1", False),
+        (Role.DECODE, "decode-1", True),
+    ]
+    members["decode-1"] = replace(members["decode-1"], state=ProcessState.RETIRING)
+    with pytest.raises(ChangeRefused, match=r"no process decode-1; there are: decode-0, decode-2, prefill-0"):
+        restart_steps(members, [], ["decode-1"])
+
+
+def test_one_that_was_given_up_and_is_replaced_by_name_counts_again():
+    members = {**cluster(1, 2, 1), "decode-1": Member(role=Role.DECODE, index=1, state=ProcessState.ABANDONED)}
+    for asked, decode in ((RestartAsked(names=("decode-1",)), 2), (RestartAsked(names=("decode-0",)), 1)):
+        assert planned(asked, members).sizes == {Role.PREFILL: 1, Role.DECODE: decode}
 
 
 def unmoved(members):

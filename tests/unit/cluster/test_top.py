@@ -139,6 +139,9 @@ async def test_once_prints_once_and_says_when_nobody_answers(tmp_path: Path) -> 
         assert (code, out) == (1, "")
         assert "401: send an API key" in err
         file = tmp_path / "key"
+        file.write_text("another-key\n")
+        _, _, err = await run("--once", "--url", url, "--api-key-file", str(file))
+        assert err == "error: 401: this API key is not known here (--api-key-file names the file of one)\n"
         file.write_text("a-key\n")
         code, out, err = await run("--url", url, "--url", url, "--api-key-file", str(file))
         assert (code, err) == (0, "")

@@ -201,7 +201,7 @@ def test_budget_divides_the_limit_and_refuses_with_figures(full_model):
     assert budget.limit_bytes - layout.block_bytes < used <= budget.limit_bytes
     assert f"{budget.num_blocks} blocks of 16 = {budget.num_blocks * 16} tokens" in budget.lines()[-1]
     assert plan_memory(limit_bytes=64 * 2**20, max_blocks=9, **common).num_blocks == 9
-    with pytest.raises(ConfigError, match=r"one sequence of 128 tokens: it takes 8 KV blocks .* 7 fit"):
+    with pytest.raises(ConfigError, match=r"128 tokens: it takes 8 KV blocks .* 7 fit .*Raise engine\.memory_bytes"):
         plan_memory(limit_bytes=64 * 2**20, max_blocks=7, **common)
     with pytest.raises(ConfigError, match=r"0 fit"):
         plan_memory(limit_bytes=2**10, **common)
