@@ -137,7 +137,7 @@ class PlannerPolicy:
     """Between two decisions that change roles or give workers up."""
     most_flips: int = 2
     """In one decision."""
-    band: float = 0.75
+    band: float = 0.5
     """Standard errors of the forecast that are provided for."""
 
     def __post_init__(self) -> None:
