@@ -27,6 +27,13 @@ _JUDGED_PERIODS = 60
 """Over which it is counted how many first tokens were late."""
 _CARE = 10.0
 """Of a load's share, for each share of first tokens that is late beyond what may be."""
+_BUDGET_PERIODS = 1000
+_BUDGET_LEAST = 2000
+"""First tokens, of which the budget is a share even where fewer were counted."""
+_BUDGET_SPENT = 0.5
+"""Of the share that may be late: from there on more is provided for, so that the rest of the budget lasts."""
+_BUDGET_CARE = 20.0
+"""Of a load's share, for each share of first tokens that is late beyond that."""
 _MOST_CARE = 0.4
 _FULL = 0.9
 """Of decode workers' KV: when more is taken another worker is wanted, whatever the formulas say."""
@@ -42,6 +49,23 @@ class _Wanted:
     sizes: Sizes
 
 
+class _LateShare:
+    """Of first tokens, over so many periods: what is older counts less and less."""
+
+    def __init__(self, periods: int) -> None:
+        self._kept = 1.0 - 1.0 / periods
+        self._num_late = self._num_first = 0.0
+
+    def add(self, seen: Observation) -> None:
+        """One more period."""
+        self._num_late = self._kept * self._num_late + seen.num_late
+        self._num_first = self._kept * self._num_first + seen.num_first
+
+    def share(self, *, least: float = 1.0) -> float:
+        """As if there had been so many first tokens at least."""
+        return self._num_late / max(self._num_first, least)
+
+
 class Planner:
     """One cluster's. Call `decide` once a period, with what the period was and what machines there are."""
 
@@ -52,8 +76,7 @@ class Planner:
         self._ahead = max(1, ceil(policy.start_s / period_s) + 1)
         self._rate = Forecaster(Smoothing(), ahead=self._ahead, season=round(season_s / period_s))
         self._mix = Demand()
-        self._num_late = self._num_first = 0.0
-        """Lately."""
+        self._lately, self._budget = _LateShare(_JUDGED_PERIODS), _LateShare(_BUDGET_PERIODS)
         self._taken_pools = 0.0
         """Of decode workers' KV, just now."""
         self._history: deque[_Wanted] = deque()
@@ -102,17 +125,17 @@ class Planner:
         return Sizes(prefill=asked.prefill, decode=max(asked.decode, seen.num_decoding + 1))
 
     def _care(self, seen: Observation) -> float:
-        """How much more is provided for than is forecast: nothing while the promise is kept.
+        """How much more is provided for than is forecast: nothing while the promise is kept with some to spare.
 
-        The formulas are rough. When more first tokens are late than may be, the load is taken for a larger one.
+        The formulas are rough. When more first tokens are late than may be, the load is taken for a larger one; and,
+        for longer and less, when much of what may be late in the long run has been.
         """
-        kept = 1.0 - 1.0 / _JUDGED_PERIODS
-        self._num_late = kept * self._num_late + seen.num_late
-        self._num_first = kept * self._num_first + seen.num_first
-        if not self._num_first:
-            return 1.0
-        excess = self._num_late / self._num_first - self._staffing.promise.late_share
-        return 1.0 + min(_MOST_CARE, max(0.0, _CARE * excess))
+        self._lately.add(seen)
+        self._budget.add(seen)
+        allowed = self._staffing.promise.late_share
+        excess = max(0.0, self._lately.share() - allowed)
+        spent = max(0.0, self._budget.share(least=_BUDGET_LEAST) - _BUDGET_SPENT * allowed)
+        return 1.0 + min(_MOST_CARE, _CARE * excess + _BUDGET_CARE * spent)
 
     def _overdue_s(self, seen: Observation) -> float:
         """Waiting work beyond what stationary queues hold: only a backlog that one promise's time cannot clear."""

@@ -150,6 +150,16 @@ def test_late_answers_make_it_provide_for_more_and_a_kept_promise_does_not() -> 
     assert stressed.wanted.total > calm.wanted.total
 
 
+def test_a_budget_that_is_half_spent_is_spared_and_an_untouched_one_costs_nothing() -> None:
+    # Never more late at once than may be: only the long run tells.
+    some, none = (replace(seen(60), num_first=2_000, num_late=late) for late in (20, 0))
+    spent = drive(planner(), [some] * 60, Sizes(prefill=2, decode=3))[-1][2]
+    untouched = drive(planner(), [none] * 60, Sizes(prefill=2, decode=3))[-1][2]
+    assert untouched.wanted == STAFFING.sizes(60 / PERIOD_S, demand(60.0))
+    rates = [float(decision.reasons[0].split()[0]) for decision in (untouched, spent)]
+    assert rates[0] < rates[1] <= 1.11 * rates[0]
+
+
 def filled(num_requests: float, sizes: Sizes, taken_pools: float, *, starting: int = 0) -> Observation:
     return replace(seen(num_requests), num_decoding=sizes.decode - starting, taken_pools=taken_pools)
 
