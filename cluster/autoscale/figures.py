@@ -28,8 +28,12 @@ _BACKLOG = "tandem_worker_backlog_tokens"
 _WORKERS = "tandem_workers"
 _STEPS = "tandem_worker_step"
 _POOL = "vllm:cache_config_info"
+_BLOCKS = "tandem_worker_kv_blocks"
+_PINNED = "tandem_worker_pinned_blocks"
+_TO_DECODE = "tandem_queue_tokens whom no reader helps"
 _READ = (
     _PROMPTS, _ANSWERS, _FIRST, _QUERIED, _HITS, _FAILURES, _REJECTIONS, _QUEUE, _BACKLOG, _WORKERS, _STEPS, _POOL,
+    _BLOCKS, _PINNED,
 )  # fmt: skip
 _OURS = {Code.INTERNAL.value, Code.UNAVAILABLE.value, Code.DEADLINE_EXCEEDED.value, Code.RESOURCE_EXHAUSTED.value}
 """Failures that more workers might have spared: the others are the client's."""
@@ -64,6 +68,10 @@ class RouterFigures:
     """Requests that got no answer and are no client's fault."""
     queued_tokens: float = 0.0
     """Of prompts that wait at the door for somebody to read them, not for a place to decode."""
+    door_tokens: float = 0.0
+    """Of all prompts that wait there, whatever they lack."""
+    taken_kv: Mapping[str, float] = field(default_factory=dict)
+    """By decode worker: the share of its KV that is neither free nor kept for pins, which give way."""
     backlog_tokens: Mapping[str, float] = field(default_factory=dict)
     """By worker."""
     live: Sizes = field(default_factory=lambda: Sizes(prefill=0, decode=0))
@@ -89,6 +97,7 @@ def read_figures(text: str) -> RouterFigures:
     backlog: dict[str, float] = {}
     roles: dict[str, str] = {}
     kv_tokens: dict[str, int] = {}
+    blocks: dict[str, dict[str, float]] = {}
     live = {"prefill": 0, "decode": 0}
     steps: dict[tuple[str, str, str], dict[str, float]] = {}
     try:
@@ -104,6 +113,8 @@ def read_figures(text: str) -> RouterFigures:
             elif name == _POOL:
                 tokens = int(labels["block_size"]) * int(labels["num_gpu_blocks"])
                 kv_tokens[labels["engine"]] = int(_sane(name, tokens))
+            elif (state := _state_of_blocks(name, labels)) is not None:
+                blocks.setdefault(labels["worker"], {})[state] = value
             elif name == _WORKERS and labels["state"] == "live" and labels["role"] in live:
                 live[labels["role"]] = int(value)
             elif (key := _key(name, labels)) is not None:
@@ -121,6 +132,8 @@ def read_figures(text: str) -> RouterFigures:
         hit_tokens=sums.get(_HITS, 0.0),
         num_lost=max(0.0, sums.get(_FAILURES, 0.0) - sums.get(_REJECTIONS, 0.0)),
         queued_tokens=sums.get(_QUEUE, 0.0),
+        door_tokens=sums.get(_QUEUE, 0.0) + sums.get(_TO_DECODE, 0.0),
+        taken_kv={worker: _taken(states) for worker, states in blocks.items()},
         backlog_tokens=backlog,
         live=Sizes(prefill=live["prefill"], decode=live["decode"]),
         steps={key: StepCounts(**counts) for key, counts in steps.items()},
@@ -153,8 +166,22 @@ def _key(name: str, labels: Mapping[str, str]) -> str | None:
     if name == _REJECTIONS and labels["reason"] not in _OF_LIMITS:
         return None
     if name == _QUEUE and labels.get("lacks", "prefill") not in _FOR_READERS:
-        return None
+        return _TO_DECODE
     return name
+
+
+def _state_of_blocks(name: str, labels: Mapping[str, str]) -> str | None:
+    """Of a decode worker's KV; None: it tells of something else."""
+    if name not in (_BLOCKS, _PINNED) or labels["role"] != WorkerRole.DECODE.value:
+        return None
+    return labels["state"] if name == _BLOCKS else _PINNED
+
+
+def _taken(blocks: Mapping[str, float]) -> float:
+    """Share of a pool's blocks that sequences have."""
+    used = blocks.get("used", 0.0)
+    total = blocks.get("free", 0.0) + used
+    return max(0.0, used - blocks.get(_PINNED, 0.0)) / total if total > 0.0 else 0.0
 
 
 def _step_field(name: str) -> str | None:

@@ -108,12 +108,15 @@ class LoadWatch:
         self._speed.look(now, prompt_tokens=self._prompts.moment(1), context_tokens=context)
         worker = self._speed.prefill_worker
         demand = self._arrived(prompts, worker).plus(answered)
+        num_decoding, taken_pools = fullness(now, self._speed.decode_worker.kv_tokens)
         return Observation(
             period_s=period_s,
             demand=demand,
             waiting_prompt_seconds=waiting_tokens(now) * worker.prompt_token_s,
             num_late=round(first.above(self._ttft_s) + num_lost),
             num_first=round(first.num + num_lost),
+            num_decoding=num_decoding,
+            taken_pools=taken_pools,
         )
 
     def _arrived(self, prompts: Histogram, worker: WorkerModel) -> Demand:
@@ -136,6 +139,17 @@ def waiting_tokens(now: Sequence[RouterFigures]) -> float:
         for worker, tokens in figures.backlog_tokens.items():
             backlog[worker] = max(tokens, backlog.get(worker, 0.0))
     return sum(backlog.values()) + sum(figures.queued_tokens for figures in now)
+
+
+def fullness(now: Sequence[RouterFigures], pool_tokens: int) -> tuple[int, float]:
+    """Decode workers, of whom every router tells, and what is taken of their KV, in pools: the doors' prompts too."""
+    taken: dict[str, float] = {}
+    for figures in now:
+        for worker, share in figures.taken_kv.items():
+            taken[worker] = max(share, taken.get(worker, 0.0))
+    if not taken:
+        return 0, 0.0
+    return len(taken), sum(taken.values()) + sum(figures.door_tokens for figures in now) / pool_tokens
 
 
 def live_workers(now: Sequence[RouterFigures]) -> Sizes:

@@ -4,6 +4,9 @@ Growing is at once, by roles first: a worker that its own pool could spare for `
 a new machine takes minutes. Shrinking waits until what is left would have been enough all through `hold_s`. So a load
 that does not change gives no action, and a load that swings within that time is served by its peaks. What was enough
 is known of the time that was watched alone: after a gap, as at the beginning, that time starts anew.
+
+Beside what the formulas say of the forecast stands what is seen: how full decode workers are. Crowds that no rate
+foretells fill KV half a minute before a first token is late, which is as long as a machine takes to start.
 """
 
 from collections import deque
@@ -24,7 +27,18 @@ _JUDGED_PERIODS = 60
 """Over which it is counted how many first tokens were late."""
 _CARE = 10.0
 """Of a load's share, for each share of first tokens that is late beyond what may be."""
+_BUDGET_PERIODS = 1000
+_BUDGET_LEAST = 2000
+"""First tokens, of which the budget is a share even where fewer were counted."""
+_BUDGET_SPENT = 0.5
+"""Of the share that may be late: from there on more is provided for, so that the rest of the budget lasts."""
+_BUDGET_CARE = 20.0
+"""Of a load's share, for each share of first tokens that is late beyond that."""
 _MOST_CARE = 0.4
+_FULL = 0.9
+"""Of decode workers' KV: when more is taken another worker is wanted, whatever the formulas say."""
+_ROOMY = 0.65
+"""Of decode workers' KV, that may be taken when one fewer has it all: who leaves does so before the crowd comes."""
 _GAP_PERIODS = 2.5
 """Without a look, after which nothing is known of what was enough."""
 
@@ -33,6 +47,23 @@ _GAP_PERIODS = 2.5
 class _Wanted:
     at_s: float
     sizes: Sizes
+
+
+class _LateShare:
+    """Of first tokens, over so many periods: what is older counts less and less."""
+
+    def __init__(self, periods: int) -> None:
+        self._kept = 1.0 - 1.0 / periods
+        self._num_late = self._num_first = 0.0
+
+    def add(self, seen: Observation) -> None:
+        """One more period."""
+        self._num_late = self._kept * self._num_late + seen.num_late
+        self._num_first = self._kept * self._num_first + seen.num_first
+
+    def share(self, *, least: float = 1.0) -> float:
+        """As if there had been so many first tokens at least."""
+        return self._num_late / max(self._num_first, least)
 
 
 class Planner:
@@ -45,8 +76,9 @@ class Planner:
         self._ahead = max(1, ceil(policy.start_s / period_s) + 1)
         self._rate = Forecaster(Smoothing(), ahead=self._ahead, season=round(season_s / period_s))
         self._mix = Demand()
-        self._num_late = self._num_first = 0.0
-        """Lately."""
+        self._lately, self._budget = _LateShare(_JUDGED_PERIODS), _LateShare(_BUDGET_PERIODS)
+        self._taken_pools = 0.0
+        """Of decode workers' KV, just now."""
         self._history: deque[_Wanted] = deque()
         self._settled_at_s = -inf
         """When roles were changed or workers given up for the last time."""
@@ -67,32 +99,43 @@ class Planner:
         """What would be right, where nothing can be done now: time goes on and is remembered as ever."""
         self._mix = self._mix.plus(seen.demand, kept=1.0 - 1.0 / _REMEMBERED_PERIODS)
         self._rate.tell(seen.demand.num_requests / seen.period_s)
-        wanted, why = self._wanted(seen)
-        self._remember(now_s, wanted)
-        return Decision(actions=(), wanted=wanted, reasons=(why,))
+        self._taken_pools = seen.taken_pools
+        asked, why = self._asked(seen)
+        # A crowd is not remembered: who came for it may leave as soon as those that stay have room.
+        self._remember(now_s, self._bounded(asked))
+        crowd = self._crowded(seen, asked)
+        if crowd != asked:
+            why += f", {seen.taken_pools:.2f} pools of KV in {seen.num_decoding} for {crowd}"
+        wanted = self._bounded(crowd)
+        return Decision(actions=(), wanted=wanted, reasons=(why + (f", bounded {wanted}" if wanted != crowd else ""),))
 
-    def _wanted(self, seen: Observation) -> tuple[Sizes, str]:
+    def _asked(self, seen: Observation) -> tuple[Sizes, str]:
         """For the dearest moment between now and when a machine ordered now would serve."""
         policy, band = self.policy, self.policy.band
         rate = max(self._rate.ahead(0).upper(0.0), self._rate.ahead(self._ahead).upper(band))
         rate *= self._care(seen)
         sizes = self._staffing.sizes(rate, self._mix, backlog_s=self._overdue_s(seen), most=policy.most_workers)
-        bounded = self._bounded(sizes)
-        text = f"{rate:.2f} requests/s forecast ask for {sizes}" + (f", bounded {bounded}" if bounded != sizes else "")
-        return bounded, text
+        return sizes, f"{rate:.2f} requests/s forecast ask for {sizes}"
+
+    @staticmethod
+    def _crowded(seen: Observation, asked: Sizes) -> Sizes:
+        """One more than decode now, where they are full: with every one that comes there is another look."""
+        if seen.taken_pools <= _FULL * seen.num_decoding:
+            return asked
+        return Sizes(prefill=asked.prefill, decode=max(asked.decode, seen.num_decoding + 1))
 
     def _care(self, seen: Observation) -> float:
-        """How much more is provided for than is forecast: nothing while the promise is kept.
+        """How much more is provided for than is forecast: nothing while the promise is kept with some to spare.
 
-        The formulas are rough. When more first tokens are late than may be, the load is taken for a larger one.
+        The formulas are rough. When more first tokens are late than may be, the load is taken for a larger one; and,
+        for longer and less, when much of what may be late in the long run has been.
         """
-        kept = 1.0 - 1.0 / _JUDGED_PERIODS
-        self._num_late = kept * self._num_late + seen.num_late
-        self._num_first = kept * self._num_first + seen.num_first
-        if not self._num_first:
-            return 1.0
-        excess = self._num_late / self._num_first - self._staffing.promise.late_share
-        return 1.0 + min(_MOST_CARE, max(0.0, _CARE * excess))
+        self._lately.add(seen)
+        self._budget.add(seen)
+        allowed = self._staffing.promise.late_share
+        excess = max(0.0, self._lately.share() - allowed)
+        spent = max(0.0, self._budget.share(least=_BUDGET_LEAST) - _BUDGET_SPENT * allowed)
+        return 1.0 + min(_MOST_CARE, _CARE * excess + _BUDGET_CARE * spent)
 
     def _overdue_s(self, seen: Observation) -> float:
         """Waiting work beyond what stationary queues hold: only a backlog that one promise's time cannot clear."""
@@ -118,10 +161,14 @@ class Planner:
             self._history.popleft()
 
     def _enough(self, role: WorkerRole, now_s: float, hold_s: float) -> float:
-        """What would have been enough for a pool all this time; any number may have been needed while nobody looked."""
+        """What would have been enough for a pool all this time, and leaves room for what it has in hand.
+
+        Any number may have been needed while nobody looked.
+        """
         if now_s - self._held_from_s < hold_s:
             return inf
-        return max(past.sizes.of(role) for past in self._history if past.at_s >= now_s - hold_s)
+        past = max(past.sizes.of(role) for past in self._history if past.at_s >= now_s - hold_s)
+        return max(past, ceil(self._taken_pools / _ROOMY)) if role is WorkerRole.DECODE else past
 
     def _act(self, now_s: float, wanted: Sizes, fleet: FleetView) -> tuple[list[Action], list[str]]:
         sizes, actions, reasons = fleet.sizes, list[Action](), list[str]()

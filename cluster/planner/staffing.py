@@ -61,9 +61,9 @@ class Margins:
 
     burstiness: float = 1.0
     """Squared coefficient of variation of times between arrivals: 1 is Poisson."""
-    late_share: float = 0.09
+    late_share: float = 0.05
     """Of prompts that the prefill pool may be too slow for: decode workers that have time read them instead."""
-    spread: float = 1.0
+    spread: float = 0.5
     """Standard deviations above their mean number that decode workers are to hold of sequences."""
     imbalance: float = 0.95
     """Of decode workers' room that is used: none is filled exactly like its neighbour."""

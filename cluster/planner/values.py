@@ -70,6 +70,10 @@ class Observation:
     """First tokens that came after the promise, or never."""
     num_first: int = 0
     """First tokens at all."""
+    num_decoding: int = 0
+    """Decode workers that told how full they are, at its end."""
+    taken_pools: float = 0.0
+    """What their sequences have of their KV and the prompts at the doors will take of it: 1.5 is a pool and a half."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +137,7 @@ class PlannerPolicy:
     """Between two decisions that change roles or give workers up."""
     most_flips: int = 2
     """In one decision."""
-    band: float = 0.75
+    band: float = 0.5
     """Standard errors of the forecast that are provided for."""
 
     def __post_init__(self) -> None:

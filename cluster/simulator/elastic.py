@@ -1,13 +1,14 @@
 """A simulation whose fleet changes: by a planner that knows the past, or by a schedule that knows the day."""
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
 from cluster.planner.staffing import WorkerModel
 from cluster.planner.values import Action, ActionKind, Decision, Demand, FleetView, Observation, Sizes
-from cluster.simulator.finished import ttft_s
+from cluster.simulator.finished import FinishedRequest, ttft_s
 from cluster.simulator.fleet import Fleet, FleetTiming
 from cluster.simulator.report import Report, Slo, report_on
 from cluster.simulator.settings import ClusterSpec, PoolSpec
@@ -123,6 +124,8 @@ class _Watch:
         self._elastic = elastic
         self._arrivals = [request.arrival_s for request in elastic.trace.requests]
         self._num_arrived = self._num_ended = self._num_turned_away = 0
+        self._answered: set[int] = set()
+        """Requests whose first token was told and whose last one was not."""
         self._hit_rate = 0.0
         """Of those that ended lately: of those that come it is not known yet."""
         pool = elastic.spec.prefill or elastic.spec.decode
@@ -136,10 +139,8 @@ class _Watch:
         ended = [outcomes.finished[index] for index in range(self._num_ended, len(outcomes.finished))]
         self._num_ended = len(outcomes.finished)
         turned_away = outcomes.num_rejected + outcomes.num_failed
-        num_late = sum(ttft_s(request) > self._elastic.slo.ttft_s for request in ended)
-        num_late += turned_away - self._num_turned_away
-        num_first = len(ended) + turned_away - self._num_turned_away
-        self._num_turned_away = turned_away
+        waits_s = self._first_tokens(ended)
+        num_lost, self._num_turned_away = turned_away - self._num_turned_away, turned_away
         outputs = [request.wanted.num_output_tokens for request in ended]
         lengths = [r.wanted.num_prompt_tokens + r.wanted.num_output_tokens for r in ended]
         prompts = sum(request.wanted.num_prompt_tokens for request in ended)
@@ -153,13 +154,26 @@ class _Watch:
             context_tokens=sum(n * length for n, length in zip(outputs, lengths, strict=True)),
             context_tokens_squared=sum(n * length**2 for n, length in zip(outputs, lengths, strict=True)),
         )
+        num_decoding, taken_pools = fullness(self._simulation, self._model.kv_tokens)
         return Observation(
             period_s=self._elastic.period_s,
             demand=self._arrived().plus(answers),
             waiting_prompt_seconds=self._waiting_s(),
-            num_late=num_late,
-            num_first=num_first,
+            num_late=sum(wait_s > self._elastic.slo.ttft_s for wait_s in waits_s) + num_lost,
+            num_first=len(waits_s) + num_lost,
+            num_decoding=num_decoding,
+            taken_pools=taken_pools,
         )
+
+    def _first_tokens(self, ended: Sequence[FinishedRequest]) -> list[float]:
+        """How long those took that came since the last time, by requests that run and those that ended."""
+        waits_s = [ttft_s(request) for request in ended if request.number not in self._answered]
+        self._answered.difference_update(request.number for request in ended)
+        for request in self._simulation.router.live.values():
+            if request.first_token_s is not None and request.number not in self._answered:
+                waits_s.append(request.first_token_s - request.arrived_s)
+                self._answered.add(request.number)
+        return waits_s
 
     def _arrived(self) -> Demand:
         now = self._simulation.events.now
@@ -174,9 +188,19 @@ class _Watch:
         )
 
     def _waiting_s(self) -> float:
-        """Work of prompts that nobody has begun, on workers. The door is not seen, unlike in a live cluster."""
+        """Work of prompts that nobody has begun, on workers. The door is not seen for it, unlike in a live cluster."""
         tokens = sum(w.scheduler.load().num_backlog_tokens for w in self._simulation.workers.live.values())
         return tokens * self._model.prompt_token_s
+
+
+def fullness(simulation: Simulation, pool_tokens: int) -> tuple[int, float]:
+    """Decode workers, and what is taken of their KV, in pools: what prompts at the door will take is counted."""
+    workers = simulation.workers.live.values()
+    pools = [worker.scheduler.load() for worker in workers if worker.info.role is WorkerRole.DECODE]
+    if not pools:
+        return 0, 0.0
+    taken = sum((pool.num_used_blocks + pool.num_promised_blocks) / pool.num_blocks for pool in pools)
+    return len(pools), taken + simulation.router.gate.admission.num_waiting_tokens / pool_tokens
 
 
 class Scheduled:

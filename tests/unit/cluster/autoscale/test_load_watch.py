@@ -1,14 +1,16 @@
 """What routers tell becomes what a period was: summed over them, right in its moments, and never made up."""
 
+from dataclasses import replace
 from math import inf
 
 import pytest
 
 from cluster.autoscale.figures import RouterFigures, read_figures
 from cluster.autoscale.histogram import Histogram
-from cluster.autoscale.load_watch import LoadWatch, Unseen, live_workers
+from cluster.autoscale.load_watch import LoadWatch, Unseen, fullness, live_workers
 from cluster.autoscale.speed import SpeedWatch
 from cluster.planner.values import Observation, Sizes
+from cluster.simulator.elastic import fullness as simulated_fullness
 from cluster.simulator.simulation import Simulation
 from tandem.errors import Code
 from tandem.roles import WorkerRole
@@ -182,17 +184,41 @@ def test_a_sum_that_falls_is_of_a_router_that_began_anew() -> None:
 
 
 @pytest.mark.parametrize("bottleneck", ["prefill", "decode"])
-def test_prompts_that_wait_for_a_place_to_decode_are_no_work_for_more_readers(bottleneck: Bottleneck) -> None:
-    told: list[tuple[float, int]] = []
+def test_a_router_tells_what_the_simulated_planner_sees_of_the_door_and_of_kv(bottleneck: Bottleneck) -> None:
+    looked: list[bool] = []
 
     def look(simulation: Simulation) -> None:
+        looked.append(True)
         waiting = simulation.router.gate.admission.num_waiting_tokens
-        told.append((read_figures(exposition(simulation)).queued_tokens, waiting))
+        figures = read_figures(exposition(simulation))
+        # Prompts that wait for a place to decode are no work for more readers.
+        assert figures.queued_tokens == (waiting if bottleneck == "prefill" else 0)
+        assert figures.door_tokens == waiting > 0
+        assert figures.decode_kv_tokens
+        # Every router tells of the same workers, and of its own door.
+        told = fullness([figures, replace(figures, door_tokens=0.0)], figures.decode_kv_tokens)
+        truth = simulated_fullness(simulation, figures.decode_kv_tokens)
+        assert told[0] == truth[0] == (4 if bottleneck == "prefill" else 1)
+        # Workers' word is half a second old.
+        assert 0.0 < told[1] == pytest.approx(truth[1], abs=0.5)
 
     at_the_queue(bottleneck, look)
-    ((queued_tokens, num_tokens),) = told
-    assert num_tokens > 0
-    assert queued_tokens == (num_tokens if bottleneck == "prefill" else 0)
+    assert looked
+
+
+def test_full_workers_are_told_of_and_nobody_is_where_none_tells() -> None:
+    blocks = 'tandem_worker_kv_blocks{worker="%s",role="%s",state="%s"} %d\n'
+    workers = (("p", "prefill", 80), ("d", "decode", 30), ("e", "decode", 90))
+    more = "".join(blocks % (n, r, "used", used) + blocks % (n, r, "free", 100 - used) for n, r, used in workers)
+    more += 'tandem_worker_pinned_blocks{worker="e",role="decode"} 40\n'
+    more += 'tandem_queue_tokens{lacks="decode"} 600.0\ntandem_queue_tokens{lacks="prefill"} 400.0\n'
+    router, looks = ToldRouter(), watch()
+    looks.look(0.0, {"a": router.figures()})
+    nothing = seen(looks.look(15.0, {"a": router.figures()}))
+    assert (nothing.num_decoding, nothing.taken_pools) == (0, 0.0)
+    told = seen(looks.look(30.0, {"a": router.figures(more)}))
+    assert told.num_decoding == 2
+    assert told.taken_pools == pytest.approx(0.3 + 0.5 + 1000 / WORKER.kv_tokens)
 
 
 def test_workers_have_their_own_speed_and_the_profiles_shape() -> None:

@@ -124,6 +124,57 @@ def test_late_answers_make_it_provide_for_more_and_a_kept_promise_does_not() -> 
     assert stressed.wanted.total > calm.wanted.total
 
 
+def test_a_budget_that_is_half_spent_is_spared_and_an_untouched_one_costs_nothing() -> None:
+    # Never more late at once than may be: only the long run tells.
+    some, none = (replace(seen(60), num_first=2_000, num_late=late) for late in (20, 0))
+    spent = drive(planner(), [some] * 60, Sizes(prefill=2, decode=3))[-1][2]
+    untouched = drive(planner(), [none] * 60, Sizes(prefill=2, decode=3))[-1][2]
+    assert untouched.wanted == STAFFING.sizes(60 / PERIOD_S, demand(60.0))
+    rates = [float(decision.reasons[0].split()[0]) for decision in (untouched, spent)]
+    assert rates[0] < rates[1] <= 1.11 * rates[0]
+
+
+def filled(num_requests: float, sizes: Sizes, taken_pools: float, *, starting: int = 0) -> Observation:
+    return replace(seen(num_requests), num_decoding=sizes.decode - starting, taken_pools=taken_pools)
+
+
+@settings(max_examples=40, deadline=None)
+@given(num_requests=st.integers(1, 40), taken_pools=st.floats(0.0, 6.0))
+def test_a_load_that_fills_as_much_kv_all_the_time_comes_to_rest(num_requests: int, taken_pools: float) -> None:
+    one, sizes, acted = planner(), Sizes(prefill=3, decode=3), 0
+    for number in range(1, 81):
+        load = filled(num_requests, sizes, taken_pools)
+        decision = one.decide(number * PERIOD_S, load, FleetView(sizes=sizes))
+        acted = number if decision.actions else acted
+        sizes = obeyed(sizes, decision)
+    assert acted <= 50
+    plain = drive(planner(), [seen(num_requests)] * 80, Sizes(prefill=3, decode=3))[-1][1]
+    assert sizes.decode >= plain.decode
+    assert taken_pools <= 0.9 * sizes.decode
+
+
+def test_full_decode_workers_get_one_more_at_a_time() -> None:
+    one, sizes = planner(), Sizes(prefill=1, decode=3)
+    full = filled(8, sizes, 2.8)
+    assert kinds(one.decide(PERIOD_S, full, FleetView(sizes=sizes))) == [ActionKind.START]
+    # It is on its way: there is another look when it serves.
+    sizes = Sizes(prefill=1, decode=4)
+    full = filled(8, sizes, 2.9, starting=1)
+    assert not one.decide(2 * PERIOD_S, full, FleetView(sizes=sizes)).actions
+    full = filled(8, sizes, 3.7)
+    assert kinds(one.decide(3 * PERIOD_S, full, FleetView(sizes=sizes))) == [ActionKind.START]
+
+
+@pytest.mark.parametrize(("taken_pools", "is_kept"), [(1.0, False), (2.0, True)])
+def test_no_worker_leaves_while_what_decodes_would_crowd_the_others(taken_pools: float, is_kept: bool) -> None:
+    one, sizes = planner(), Sizes(prefill=1, decode=4)
+    decisions = [one.decide(n * PERIOD_S, filled(8, sizes, taken_pools), FleetView(sizes=sizes)) for n in range(40)]
+    assert (ActionKind.STOP not in {kind for decision in decisions for kind in kinds(decision)}) is is_kept
+    long_prompts = replace(filled(40, sizes, taken_pools), demand=demand(40, prompt=6_000, output=10))
+    lent = one.decide(41 * PERIOD_S, long_prompts, FleetView(sizes=sizes))
+    assert (ActionKind.FLIP not in kinds(lent)) is is_kept
+
+
 def test_a_forecast_for_more_than_may_be_had_says_so() -> None:
     told = drive(planner(), [seen(600)] * 20, Sizes(prefill=6, decode=6))
     assert told[-1][1].total == POLICY.most_workers

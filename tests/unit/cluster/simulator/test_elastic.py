@@ -119,6 +119,22 @@ def test_what_is_seen_adds_up_to_what_came() -> None:
     assert arrived == by_then > 50
     assert sum(seen.demand.output_tokens for seen in script.seen) > 0
     assert all(seen.num_late <= seen.num_first for seen in script.seen)
+    assert all(seen.taken_pools >= 0.0 and seen.num_decoding == 2 for seen in script.seen)
+    assert any(seen.taken_pools for seen in script.seen)
+
+
+def test_first_tokens_are_counted_once_and_when_they_come() -> None:
+    trace, script = load(requests=30, rate=20.0, output=400.0), Script({1.5: [action(STOP, DECODE)]})
+    timing = FleetTiming(start_s=2.0, flip_s=0.5, drain_s=0.25)
+    result = run_elastic(elastic(trace, slo=Slo(ttft_s=0.0), timing=timing), script, Sizes(prefill=2, decode=2))
+    assert result.report.num_retries
+    counts = [(seen.num_first, seen.num_late) for seen in script.seen]
+    assert all(first == late for first, late in counts)
+    assert sum(first for first, _ in counts) <= 30
+    answered, ended = (
+        sum(n) for n in zip(*((s.num_first, s.demand.num_answers) for s in script.seen[:4]), strict=True)
+    )
+    assert answered > ended
 
 
 def test_a_schedule_has_its_sizes_when_each_window_begins() -> None:
