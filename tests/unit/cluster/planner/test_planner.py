@@ -129,7 +129,7 @@ def test_a_budget_that_is_half_spent_is_spared_and_an_untouched_one_costs_nothin
     some, none = (replace(seen(60), num_first=2_000, num_late=late) for late in (20, 0))
     spent = drive(planner(), [some] * 60, Sizes(prefill=2, decode=3))[-1][2]
     untouched = drive(planner(), [none] * 60, Sizes(prefill=2, decode=3))[-1][2]
-    assert untouched.wanted == STAFFING.sizes(60 / PERIOD_S, demand(60.0))
+    assert untouched.wanted == staffing().sizes(60 / PERIOD_S, demand(60.0))
     rates = [float(decision.reasons[0].split()[0]) for decision in (untouched, spent)]
     assert rates[0] < rates[1] <= 1.11 * rates[0]
 
