@@ -2,51 +2,45 @@
 
 import gzip
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from cluster.cli import app
+from tests.http_server import answering
 
 
-class Door(ThreadingHTTPServer):
+@dataclass
+class Door:
     """Answers every request alike, and keeps what was asked."""
 
-    answer = (200, b"a flame", {})
-    asked: tuple[str, ...] = ()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class Answering(BaseHTTPRequestHandler):
-    server: Door
-
-    def do_POST(self) -> None:
-        self.server.asked += (self.path,)
-        status, content, headers = self.server.answer
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(content))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_arguments: object) -> None:
-        """Nothing."""
+    url: str = ""
+    answer: tuple[int, bytes, dict[str, str]] = (200, b"a flame", {})
+    asked: list[str] = field(default_factory=list)
 
 
 @pytest.fixture
 def door() -> Iterator[Door]:
-    with Door(("127.0.0.1", 0), Answering) as made:
-        thread = Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    made = Door()
+
+    class Answering(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            made.asked.append(self.path)
+            status, content, headers = made.answer
+            self.send_response(status)
+            for name, value in {**headers, "Content-Length": str(len(content))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    with answering(Answering) as made.url:
         yield made
-        made.shutdown()
-        thread.join()
 
 
 def run(*arguments: str) -> Result:
@@ -60,17 +54,17 @@ def test_what_is_recorded_is_written(door: Door, tmp_path: Path) -> None:
     trace = run("--worker", "decode-0", "--steps", "7", "--out", str(tmp_path / "t.json"), "--url", door.url)
     assert trace.output.endswith("t.json: 7 steps\n")
     assert (tmp_path / "t.json").read_bytes() == b"{}"
-    assert door.asked == (
+    assert door.asked == [
         "/debug/profile/router?seconds=10.0&format=svg",
         "/debug/profile/worker?seconds=10.0&worker=decode-0&steps=7",
-    )
+    ]
 
 
 def test_where_nothing_can_be_written_nothing_is_recorded(door: Door, tmp_path: Path) -> None:
     lost = run("--router", "--out", str(tmp_path / "nowhere" / "f.svg"), "--url", door.url)
     assert lost.exit_code == 2
     assert "there is no folder" in lost.output
-    assert door.asked == ()
+    assert door.asked == []
     (tmp_path / "f.svg").mkdir()
     in_the_way = run("--router", "--out", str(tmp_path / "f.svg"), "--url", door.url)
     assert (in_the_way.exit_code, in_the_way.output.partition(":")[0]) == (1, "error")
