@@ -145,8 +145,7 @@ def up(  # noqa: PLR0913  # one parameter per option
         "ray.address": ray,
     }
     again = partial(load, config, overrides)
-    loaded, out, err = again(), Console(highlight=False), Console(stderr=True, highlight=False)
-    _warn_of_password(redis, err)
+    loaded, out, err = again(), Console(highlight=False), _complaints(redis)
     if loaded.ray.address is None:
         raise typer.Exit(asyncio.run(serve(loaded, out=out, err=err, again=again)))
     from cluster.ray_up import serve_on_ray
@@ -175,9 +174,14 @@ def demo(
     raise typer.Exit(asyncio.run(run_demo(load(config, overrides), out=Console(highlight=False), err=err)))
 
 
-def _warn_of_password(redis: str | None, err: "Console") -> None:
+def _complaints(redis: str | None) -> "Console":
+    """Where they go; the first is of a password in `--redis`."""
+    from rich.console import Console
+
+    err = Console(stderr=True, highlight=False)
     if redis is not None and urlsplit(redis).password is not None:
         err.print(f"[bold yellow]warning: {_SHOWN}[/]", soft_wrap=True)
+    return err
 
 
 def _overrides(

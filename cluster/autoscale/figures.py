@@ -137,11 +137,14 @@ def read_figures(text: str) -> RouterFigures:
         backlog_tokens=backlog,
         live=Sizes(prefill=live["prefill"], decode=live["decode"]),
         steps={key: StepCounts(**counts) for key, counts in steps.items()},
-        decode_kv_tokens=min(
-            (tokens for worker, tokens in kv_tokens.items() if roles.get(worker) == WorkerRole.DECODE.value),
-            default=None,
-        ),
+        decode_kv_tokens=_smallest_of_decode(kv_tokens, roles),
     )
+
+
+def _smallest_of_decode(kv_tokens: Mapping[str, int], roles: Mapping[str, str]) -> int | None:
+    """Both by worker."""
+    pools = (tokens for worker, tokens in kv_tokens.items() if roles.get(worker) == WorkerRole.DECODE.value)
+    return min(pools, default=None)
 
 
 def _samples(text: str) -> Iterator[Sample]:

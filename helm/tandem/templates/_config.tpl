@@ -129,7 +129,7 @@ builtin
 {{- fail "gateway.parentRefs: routes need the Gateway that they belong to" -}}
 {{- end -}}
 {{- if and $v.gateway.enabled $v.gateway.grpc (not $v.gateway.grpcParentRefs) -}}
-{{- include "tandem.checkNames" $v.gateway -}}
+{{- include "tandem.checkListener" $v.gateway -}}
 {{- end -}}
 {{- range $name, $tls := $v.tls -}}
 {{- if and $tls.enabled (not $tls.existingSecret) (not $tls.certManager.issuerRef.name) -}}
@@ -142,7 +142,7 @@ builtin
 {{- end -}}
 
 {{/* The values' `gateway`, whose two routes are of one listener: it accepts one of those that have a name in common. */}}
-{{- define "tandem.checkNames" -}}
+{{- define "tandem.checkListener" -}}
 {{- $way := "a listener takes either the HTTPRoute or the GRPCRoute of a name: say other names, gateway.grpcParentRefs, or gateway.grpc: false" -}}
 {{- if or (not .hostnames) (not .grpcHostnames) -}}
 {{- fail (printf "gateway.grpcHostnames: both kinds of clients need names of their own: %s" $way) -}}

@@ -374,10 +374,7 @@ def test_one_that_served_and_died_gets_the_time_to_be_known_anew():
 
 @pytest.mark.parametrize(
     "steps",
-    [
-        lambda members: scale_steps(members, {Role.PREFILL: 2, Role.DECODE: 1}),
-        lambda members: flip_steps(members, Role.PREFILL),
-    ],
+    [lambda them: scale_steps(them, {Role.PREFILL: 2, Role.DECODE: 1}), lambda them: flip_steps(them, Role.PREFILL)],
 )
 def test_whoever_answers_alone_by_then_stays_until_another_one_does(steps):
     """A new worker may take minutes to load: decode-0 was well when decode-1 was chosen."""
