@@ -19,7 +19,7 @@ settings.load_profile("untimed")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Whether nothing in a file can be chosen, as `make test` chooses twice: to import all takes half a minute."""
+    """Whether nothing in a file can be chosen, as `make test` chooses twice: to import all takes a while."""
     chosen = config.getoption("markexpr")
     if collection_path.suffix != ".py" or "alone" not in chosen:
         return None

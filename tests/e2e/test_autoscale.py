@@ -50,9 +50,12 @@ class Clients:
             self.num_answers += 1
 
 
-async def test_a_worker_changes_pools_because_the_load_asks_for_it_and_no_request_fails(tmp_path: Path) -> None:
+async def test_a_worker_changes_pools_because_the_load_asks_for_it_and_no_request_fails(
+    hatchery, tmp_path: Path
+) -> None:
     told: list[dict[str, Any]] = []
     overrides = {
+        "command": hatchery.command,
         "prefill__replicas": AS_IT_WAS.prefill,
         "decode__replicas": AS_IT_WAS.decode,
         "control_socket": str(tmp_path / "control" / "c.sock"),

@@ -30,14 +30,14 @@ def folder(tmp_path_factory):
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def cluster(folder):
+async def cluster(folder, hatchery):
     settings = {
         "router__processes": 2,
         "router__tls": {"cert": str(folder / "cert.pem"), "key": str(folder / "key.pem")},
         "router__api_keys_file": str(folder / "keys.yaml"),
         "router__audit_log": {"path": str(folder / "audit.jsonl")},
     }
-    async with running(believes=trusting(folder), **settings) as made:
+    async with running(command=hatchery.command, believes=trusting(folder), **settings) as made:
         yield made
 
 

@@ -31,8 +31,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
     scope="module",
     params=[*WAYS, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG_WAYS)],
 )
-async def cluster(request):
-    async with running(**(WAYS | LONG_WAYS)[request.param]) as made:
+async def cluster(request, hatchery):
+    async with running(command=hatchery.command, **(WAYS | LONG_WAYS)[request.param]) as made:
         yield made
 
 

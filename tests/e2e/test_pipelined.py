@@ -97,11 +97,11 @@ def long(oracle):
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def alone(cluster, asked):
+async def alone(cluster, hatchery, asked):
     """One at a time, with room, each step waited for; over as many ranks, since their number changes the last bits."""
     size = cluster.local.config.decode.tensor_parallel_size
     plainly = {"prefill__replicas": 0, "decode__tensor_parallel_size": size, "engine__pipelined": "off"}
-    async with running(**plainly) as plain:
+    async with running(command=hatchery.command, **plainly) as plain:
         return [shown(await plain.complete(prompt, count, **more)) for prompt, count, more in asked]
 
 

@@ -34,9 +34,9 @@ async def leave(cluster, name: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
-async def test_turn_two_finds_its_prefix_where_the_cache_went(oracle, transport):
+async def test_turn_two_finds_its_prefix_where_the_cache_went(oracle, hatchery, transport):
     sizes = {"prefill__replicas": 0, "decode__replicas": 2, "transfer__succession_s": 25.0}
-    async with running(**sizes, transfer__transport=transport, **SLOW) as cluster:
+    async with running(command=hatchery.command, **sizes, transfer__transport=transport, **SLOW) as cluster:
         prompts = [oracle.story(seed, 200) for seed in range(40, 44)]
         said = await asyncio.gather(*(cluster.tokens(prompt, ANSWER) for prompt in prompts))  # on both workers
         await leave(cluster, "decode-0")
@@ -56,8 +56,8 @@ async def test_turn_two_finds_its_prefix_where_the_cache_went(oracle, transport)
         await cluster.until_idle()
 
 
-async def test_the_last_worker_of_all_leaves_at_once(oracle):
-    async with running(prefill__replicas=0, transfer__succession_s=30.0) as cluster:
+async def test_the_last_worker_of_all_leaves_at_once(oracle, hatchery):
+    async with running(command=hatchery.command, prefill__replicas=0, transfer__succession_s=30.0) as cluster:
         await cluster.tokens(oracle.story(50, 100), MAX_TOKENS)
         await leave(cluster, "decode-0")
         assert not inherited(cluster)

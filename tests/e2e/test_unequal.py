@@ -25,9 +25,9 @@ WAYS = {
 @pytest.mark.parametrize(
     "way", ["16-to-32-shm", *(pytest.param(name, marks=pytest.mark.slow) for name in WAYS if name != "16-to-32-shm")]
 )
-async def test_blocks_of_another_size_keep_the_tokens(way, oracle):
+async def test_blocks_of_another_size_keep_the_tokens(way, hatchery, oracle):
     asked = [(prompt, oracle.tokens(prompt, MAX_TOKENS)) for prompt in prompts(oracle, 9, seed=5)]
-    async with running(**WAYS[way]) as cluster:
+    async with running(command=hatchery.command, **WAYS[way]) as cluster:
         for salt in ("cold", "warm", "warm"):
             answers = await asyncio.gather(*(cluster.tokens(p, MAX_TOKENS, cache_salt=salt) for p, _ in asked))
             assert [i for i, (answer, (_, said)) in enumerate(zip(answers, asked, strict=True)) if answer != said] == []
