@@ -149,7 +149,7 @@ def fullness(now: Sequence[RouterFigures], pool_tokens: int) -> tuple[int, float
             taken[worker] = max(share, taken.get(worker, 0.0))
     if not taken:
         return 0, 0.0
-    return len(taken), sum(taken.values()) + sum(figures.door_tokens for figures in now) / pool_tokens
+    return len(taken), sum(taken.values()) + sum(figures.door_tokens for figures in now) / max(1, pool_tokens)
 
 
 def live_workers(now: Sequence[RouterFigures]) -> Sizes:
