@@ -57,15 +57,17 @@ def chart(path: Path = CHART) -> helm.Chart:
     return helm.Chart.load(path)
 
 
-def render(values: Mapping[str, Any], path: Path = CHART, *, namespace: str = NAMESPACE) -> Rendered:
+def render(
+    values: Mapping[str, Any], path: Path = CHART, *, namespace: str = NAMESPACE, name: str = RELEASE
+) -> Rendered:
     """Raises HelmError with the engine's own words."""
     loaded = chart(path)
     loaded.validate_schema(dict(values))
-    sources = loaded.render(dict(values), name=RELEASE, namespace=namespace)
+    sources = loaded.render(dict(values), name=name, namespace=namespace)
     objects = [
         one
-        for name, text in sorted(sources.items())
-        if not name.endswith("NOTES.txt")
+        for file, text in sorted(sources.items())
+        if not file.endswith("NOTES.txt")
         for one in yaml.safe_load_all(text)
         if one is not None
     ]

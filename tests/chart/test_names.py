@@ -1,5 +1,7 @@
 """Names that users give the chart, and whatever they look like in YAML."""
 
+import pytest
+
 from tests.chart.rendering import render
 from tests.chart.schemas import KUBERNETES, mistakes
 
@@ -31,3 +33,20 @@ def test_names_that_look_like_numbers_are_names() -> None:
     assert {"name": "123", "key": "1"} in [one.get("valueFrom", {}).get("secretKeyRef") for one in env]
     made = render({"redis": {"passwordKey": "3"}, "secrets": {"cluster": {"key": "1"}}})
     assert [told for one in made.objects for told in mistakes(one, KUBERNETES[-1])] == []
+
+
+@pytest.mark.parametrize("mode", ["hpa", "keda"])
+def test_releases_and_namespaces_may_be_called_by_numbers(mode: str) -> None:
+    values = {
+        "fullnameOverride": "chat",
+        "prefill": {"autoscaling": {"mode": mode}},
+        "decode": {"autoscaling": {"mode": mode}},
+        "monitoring": {
+            "scrape": "service",
+            "bearerSecret": {"name": "metrics"},
+            "rules": {"enabled": True},
+            "prometheusUrl": "http://prometheus:9090",
+        },
+    }
+    rendered = render(values, namespace="7", name="123")
+    assert [told for one in rendered.objects for told in mistakes(one, KUBERNETES[-1])] == []
