@@ -97,7 +97,7 @@ async def test_a_head_that_drips_is_cut_off() -> None:
         await (await opened.connect()).drip(b"GET / HTTP/1.1\r\nX-A: " + b"a" * 5000)
 
 
-@pytest.mark.parametrize("next_bytes", [ASK[:10] + b"a" * 5000, b"\r\n" * 2500])
+@pytest.mark.parametrize("next_bytes", [b"GET /" + b"a" * 5000, b"\r\n" * 2500])
 async def test_a_next_head_that_drips_is_cut_off(next_bytes: bytes) -> None:
     async with door(head_timeout_s=0.1, keep_alive_s=0.1) as opened:
         client = await opened.connect()
