@@ -311,7 +311,7 @@ def test_what_cannot_be_split_is_refused_before_anything_starts() -> None:
 
 
 def test_the_memory_is_divided_among_the_ranks() -> None:
-    with pytest.raises(ConfigError, match=r"not enough memory.*memory     8\.0 MiB"):
+    with pytest.raises(ConfigError, match=r"not enough memory.*\(memory 8\.0 MiB"):
         assemble(spec(BUILTIN, 2, memory_bytes=16 << 20, num_blocks=None, max_model_len=2048))
     assert children() == []
 
