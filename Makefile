@@ -75,16 +75,13 @@ promtool: ## Prometheus' rule checker, for the tests of alarms (skipped when the
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends prometheus >/dev/null \
 	  || { echo "No promtool, and it cannot be installed here: sudo make promtool, or PROMTOOL=/path/to/one"; exit 1; }; }
 
-# Two runs, each with its own summary; either fails the whole, as does ARGS that choose nothing in both (pytest's 5).
-QUICK := not slow and not gpu
 .PHONY: test
-test: setup browser promtool ## All tests but the long proofs: those that share the processors, then those that are alone
-	@shared=0; alone=0; \
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal -m "$(QUICK) and not alone" $(ARGS) || shared=$$?; \
-	$(BIN)/pytest -q -m "$(QUICK) and alone" $(ARGS) || alone=$$?; \
-	test $$shared -ne 5 || exit $$alone; \
-	test $$alone -ne 5 || exit $$shared; \
-	exit $$((shared | alone))
+test: setup browser promtool ## All tests but the long proofs; what fails is run once more, and told apart as FLAKY if it passes
+	@$(BIN)/python -m tests.support.suite $(ARGS)
+
+.PHONY: flaky
+flaky: setup ## The tests of a folder twenty times beside two busy loops: make flaky ARGS=tests/unit/router
+	@$(BIN)/python -m tests.support.flaky $(ARGS)
 
 .PHONY: check
 check: lint test ## What CI runs

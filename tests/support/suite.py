@@ -1,0 +1,152 @@
+"""`python -m tests.support.suite [PYTEST_ARGS]`: the whole test suite, as `make test` runs it.
+
+Tests of one process share the processors, two at a time; then those that start clusters run alone. What failed, if it
+is little, is run once more by itself: what passes then is printed as FLAKY with both outcomes and appended to
+`tests/unsteady.yaml`, to be committed with the cause once it is mended.
+"""
+
+import collections
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support import unsteady
+from tests.support.unsteady import Unsteady
+
+ROOT = Path(__file__).parents[2]
+UNSTEADY_LIST = "tests/unsteady.yaml"
+QUICK = "not slow and not gpu"
+SLOWEST_FILES = 15
+_TESTS_FAILED, _NO_TESTS = 1, 5  # pytest's exit codes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """One run of pytest over a part of the suite."""
+
+    name: str
+    args: tuple[str, ...]
+    env: tuple[tuple[str, str], ...] = ()
+
+
+PHASES = (
+    Phase(
+        name="shared",
+        args=("-n", "2", "--dist", "worksteal", "-m", f"{QUICK} and not alone"),
+        env=(("OMP_NUM_THREADS", "1"),),
+    ),
+    Phase(name="alone", args=("-m", f"{QUICK} and alone")),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one test came to in one run."""
+
+    test: str
+    outcome: str  # passed, skipped, failed, uncollected
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseResult:
+    """What one run of pytest came to."""
+
+    phase: Phase
+    exit_code: int
+    outcomes: Sequence[Outcome]
+
+    def failed(self) -> list[Outcome]:
+        """Tests that failed, in the order in which they ran."""
+        return [o for o in self.outcomes if o.outcome == "failed"]
+
+    def is_broken(self) -> bool:
+        """Whether it failed otherwise than by tests: nothing that a second run could settle."""
+        if any(o.outcome == "uncollected" for o in self.outcomes):
+            return True
+        return self.exit_code not in (0, _TESTS_FAILED, _NO_TESTS) or (self.exit_code == _TESTS_FAILED) != bool(
+            self.failed()
+        )
+
+
+def run_pytest(phase: Phase, args: Sequence[str], root: Path = ROOT) -> PhaseResult:
+    """Run pytest as a process of its own; its output goes where ours does."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "outcomes.jsonl"
+        path.touch()
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.outcomes", f"--outcomes={path}", *args]
+        done = subprocess.run(command, cwd=root, env={**os.environ, **dict(phase.env)}, check=False)
+        lines = path.read_text(encoding="utf-8").splitlines()
+    return PhaseResult(phase=phase, exit_code=done.returncode, outcomes=[Outcome(**json.loads(line)) for line in lines])
+
+
+def run_again(result: PhaseResult, root: Path) -> tuple[list[Unsteady], list[str]]:
+    """Run a phase's failures once more, alone: those that passed now, and what is red for good."""
+    failed = result.failed()
+    if not failed:
+        return [], []
+    again = run_pytest(result.phase, [o.test for o in failed], root)
+    passed = {o.test for o in again.outcomes if o.outcome == "passed"}
+    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    flaky = [Unsteady(test=o.test, seen=today, failure=o.reason) for o in failed if o.test in passed]
+    return flaky, [f"{o.test} failed twice: {o.reason}" for o in failed if o.test not in passed]
+
+
+def settle(results: Sequence[PhaseResult], root: Path) -> list[str]:
+    """Why the suite is red; empty when it is green. Prints and lists what was unsteady."""
+    broken = [f"pytest ended with {r.exit_code} in the {r.phase.name} part" for r in results if r.is_broken()]
+    if broken:
+        return broken
+    failed = [o.test for r in results for o in r.failed()]
+    if (reason := unsteady.too_many(failed)) is not None:
+        return [reason, *failed]
+    flaky: list[Unsteady] = []
+    red: list[str] = []
+    for result in results:
+        passed_now, failed_twice = run_again(result, root)
+        flaky += passed_now
+        red += failed_twice
+    for entry in flaky:
+        print(f"FLAKY {entry.test}\n  first run:  failed, {entry.failure}\n  second run: passed, alone")
+    listing = root / UNSTEADY_LIST
+    red += unsteady.verdict(flaky, unsteady.parse(listing.read_text(encoding="utf-8")))
+    with listing.open("a", encoding="utf-8") as listed:
+        listed.writelines(map(unsteady.render, flaky))
+    return red
+
+
+def print_slowest(outcomes: Iterable[Outcome]) -> None:
+    """Print the files that took longest: where to look when the suite outgrows its time."""
+    seconds: collections.Counter[str] = collections.Counter()
+    for outcome in outcomes:
+        seconds[outcome.test.partition("::")[0]] += outcome.seconds
+    print(f"Slowest files, of {sum(seconds.values()):.0f} s in all:")
+    for file, taken in seconds.most_common(SLOWEST_FILES):
+        print(f"  {taken:7.1f} s  {file}")
+
+
+def main(args: Sequence[str], phases: Sequence[Phase] = PHASES, root: Path = ROOT) -> int:
+    """Run the suite with further arguments for pytest; 0 when it is green, 5 when they chose no test."""
+    results = [run_pytest(phase, [*phase.args, *args], root) for phase in phases]
+    if all(r.exit_code == _NO_TESTS for r in results):
+        return _NO_TESTS
+    outcomes = [o for r in results for o in r.outcomes]
+    print_slowest(outcomes)
+    red = settle(results, root)
+    count = collections.Counter(o.outcome for o in outcomes)
+    for line in red:
+        print(f"RED   {line}")
+    failed = len(red)
+    print(f"{sum(count.values()) - failed - count['skipped']} passed, {failed} failed, {count['skipped']} skipped")
+    return 1 if red else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
