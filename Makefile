@@ -77,11 +77,11 @@ promtool: ## Prometheus' rule checker, for the tests of alarms (skipped when the
 
 .PHONY: test
 test: setup browser promtool ## All tests but the long proofs; what fails is run once more, and told apart as FLAKY if it passes
-	@$(BIN)/python -m tests.support.suite $(ARGS)
+	@$(BIN)/python -m tests.suite.run $(ARGS)
 
 .PHONY: flaky
 flaky: setup ## The tests of a folder twenty times beside two busy loops: make flaky ARGS=tests/unit/router
-	@$(BIN)/python -m tests.support.flaky $(ARGS)
+	@$(BIN)/python -m tests.suite.flaky $(ARGS)
 
 .PHONY: check
 check: lint test ## What CI runs

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import suite, unsteady
+from tests.suite import run, unsteady
 
 FAILS_ONCE = """
 from pathlib import Path
@@ -18,28 +18,28 @@ def test_fails_once():
 def test_passes():
     pass
 """
-ONE_RUN = (suite.Phase(name="only", args=("-p", "no:cacheprovider")),)
+ONE_RUN = (run.Phase(name="only", args=("-p", "no:cacheprovider")),)
 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty project of its own, whose tests can import the plugin."""
     (tmp_path / "tests").mkdir()
-    (tmp_path / suite.UNSTEADY_LIST).write_text("# none yet\n")
+    (tmp_path / run.UNSTEADY_LIST).write_text("# none yet\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    monkeypatch.setenv("PYTHONPATH", str(suite.ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(run.ROOT))
     return tmp_path
 
 
 def listed(root: Path) -> list[unsteady.Unsteady]:
-    return unsteady.parse((root / suite.UNSTEADY_LIST).read_text())
+    return unsteady.parse((root / run.UNSTEADY_LIST).read_text())
 
 
 def test_suite_with_a_test_that_passes_the_second_time_is_green_and_lists_it(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (root / "test_it.py").write_text(FAILS_ONCE)
-    assert suite.main([], ONE_RUN, root) == 0
+    assert run.main([], ONE_RUN, root) == 0
     printed = capsys.readouterr().out
     assert "FLAKY test_it.py::test_fails_once" in printed
     assert "the first time" in printed
@@ -51,8 +51,8 @@ def test_suite_with_a_test_that_passes_the_second_time_is_green_and_lists_it(
 def test_suite_with_a_listed_test_that_is_unsteady_again_is_red(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "test_it.py").write_text(FAILS_ONCE)
     known = unsteady.Unsteady(test="test_it.py::test_fails_once", seen="2026-11-01", failure="x")
-    (root / suite.UNSTEADY_LIST).write_text(unsteady.render(known))
-    assert suite.main([], ONE_RUN, root) == 1
+    (root / run.UNSTEADY_LIST).write_text(unsteady.render(known))
+    assert run.main([], ONE_RUN, root) == 1
     assert "was not mended" in capsys.readouterr().out
 
 
@@ -61,8 +61,8 @@ def test_suite_with_a_test_unsteady_since_it_was_mended_lists_it_anew(root: Path
     known = unsteady.Unsteady(
         test="test_it.py::test_fails_once", seen="2026-11-01", failure="x", mended="2026-11-02: waited for a time"
     )
-    (root / suite.UNSTEADY_LIST).write_text(unsteady.render(known))
-    assert suite.main([], ONE_RUN, root) == 0
+    (root / run.UNSTEADY_LIST).write_text(unsteady.render(known))
+    assert run.main([], ONE_RUN, root) == 0
     assert [e.mended for e in listed(root)] == ["2026-11-02: waited for a time", None]
 
 
@@ -70,7 +70,7 @@ def test_suite_with_a_test_that_fails_twice_is_red_and_lists_nothing(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (root / "test_it.py").write_text("def test_never_passes():\n    assert 1 == 2\n")
-    assert suite.main([], ONE_RUN, root) == 1
+    assert run.main([], ONE_RUN, root) == 1
     assert "failed twice: call: assert 1 == 2" in capsys.readouterr().out
     assert listed(root) == []
 
@@ -80,7 +80,7 @@ def test_suite_with_many_failures_is_red_at_once(root: Path, capsys: pytest.Capt
     (root / "test_it.py").write_text(
         f"import pytest\n@pytest.mark.parametrize('n', range({many}))\ndef test_it(n):\n    assert n > 9\n"
     )
-    assert suite.main([], ONE_RUN, root) == 1
+    assert run.main([], ONE_RUN, root) == 1
     printed = capsys.readouterr().out
     assert f"{many} tests failed; at most {unsteady.MAX_A_RUN} are run again" in printed
     assert "twice" not in printed
@@ -88,13 +88,13 @@ def test_suite_with_many_failures_is_red_at_once(root: Path, capsys: pytest.Capt
 
 def test_suite_that_cannot_be_collected_is_red(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "test_it.py").write_text("import no_such_module_anywhere\n")
-    assert suite.main([], ONE_RUN, root) == 1
+    assert run.main([], ONE_RUN, root) == 1
     assert "pytest ended with" in capsys.readouterr().out
 
 
 def test_suite_whose_arguments_choose_no_test_says_so(root: Path) -> None:
     (root / "test_it.py").write_text("def test_it():\n    pass\n")
-    assert suite.main(["-k", "nothing_like_it"], ONE_RUN, root) == 5
+    assert run.main(["-k", "nothing_like_it"], ONE_RUN, root) == 5
 
 
 def test_list_with_an_unknown_field_is_refused_by_its_entry() -> None:
@@ -103,4 +103,4 @@ def test_list_with_an_unknown_field_is_refused_by_its_entry() -> None:
 
 
 def test_repositorys_own_list_can_be_read() -> None:
-    unsteady.parse((suite.ROOT / suite.UNSTEADY_LIST).read_text(encoding="utf-8"))
+    unsteady.parse((run.ROOT / run.UNSTEADY_LIST).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""`python -m tests.support.flaky FOLDER … [--times 20] [--load 2]`: runs tests again and again on a busy machine.
+"""`python -m tests.suite.flaky FOLDER … [--times 20] [--load 2]`: runs tests again and again on a busy machine.
 
 Tests that wait for times instead of states fail here. Prints each failure with its count; exits 1 if there was any.
 """
@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from tests.support.suite import QUICK, Phase, run_pytest
+from tests.suite.run import QUICK, Phase, run_pytest
 
 _BUSY_LOOP = "while True: pass"
 

@@ -1,4 +1,4 @@
-"""`python -m tests.support.suite [PYTEST_ARGS]`: the whole test suite, as `make test` runs it.
+"""`python -m tests.suite.run [PYTEST_ARGS]`: the whole test suite, as `make test` runs it.
 
 Tests of one process share the processors, two at a time; then those that start clusters run alone. What failed, if it
 is little, is run once more by itself: what passes then is printed as FLAKY with both outcomes and appended to
@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support import unsteady
-from tests.support.unsteady import Unsteady
+from tests.suite import unsteady
+from tests.suite.unsteady import Unsteady
 
 ROOT = Path(__file__).parents[2]
 UNSTEADY_LIST = "tests/unsteady.yaml"
@@ -81,7 +81,7 @@ def run_pytest(phase: Phase, args: Sequence[str], root: Path = ROOT) -> PhaseRes
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "outcomes.jsonl"
         path.touch()
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.outcomes", f"--outcomes={path}", *args]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.suite.outcomes", f"--outcomes={path}", *args]
         done = subprocess.run(command, cwd=root, env={**os.environ, **dict(phase.env)}, check=False)
         lines = path.read_text(encoding="utf-8").splitlines()
     return PhaseResult(phase=phase, exit_code=done.returncode, outcomes=[Outcome(**json.loads(line)) for line in lines])

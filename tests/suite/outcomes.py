@@ -1,6 +1,6 @@
 """A pytest plugin: writes every test's outcome to the file that `--outcomes` names, one JSON object a line.
 
-`tests.support.suite` reads it, to run what failed once more. With xdist only the controller writes: it sees every
+`tests.suite.run` reads it, to run what failed once more. With xdist only the controller writes: it sees every
 report.
 """
 
