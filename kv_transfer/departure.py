@@ -3,7 +3,7 @@
 import numpy as np
 
 from kv_transfer import placing
-from kv_transfer.messages import CellRange
+from kv_transfer.cell_range import CellRange
 from kv_transfer.pairing import Pairing
 from kv_transfer.placed import PlacedCells
 from kv_transfer.region import Bytes, KVRegion

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
+from kv_transfer.cell_range import CellRange
 from kv_transfer.cell_stream import Progress
 from kv_transfer.departure import Departure
 from kv_transfer.gate import PieceLock
 from kv_transfer.mapping import Payload
-from kv_transfer.messages import CellRange
 from kv_transfer.mover import Mover
 from kv_transfer.pairing import Pairing
 from kv_transfer.placed import PlacedCells

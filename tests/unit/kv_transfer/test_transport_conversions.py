@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from kv_transfer import placing
+from kv_transfer.cell_range import CellRange
 from kv_transfer.chunks import CellShape, ChunkPlanner
 from kv_transfer.convert import Converter
 from kv_transfer.departure import Departure
 from kv_transfer.landing import Landing
-from kv_transfer.messages import CellRange, TransferKey
+from kv_transfer.messages import TransferKey
 from kv_transfer.pairing import Pairing
 from kv_transfer.placed import PlacedCells
 from kv_transfer.region import KVRegion
