@@ -15,6 +15,7 @@ from rich.text import Text
 from cluster.control import control_path
 from cluster.process_view import ProcessView
 from cluster.supervisor import Role
+from cluster.terminal_text import format_bytes
 from tandem.config import ClusterConfig
 from tandem.hosts import join, reachable
 from tandem.pool_config import PoolConfig
@@ -113,15 +114,6 @@ def _shown(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def format_bytes(size_bytes: float) -> str:
-    """`12.0 MiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size_bytes < 1024:
-            return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:.1f} TiB"
 
 
 def _summary(config: ClusterConfig, processes: Sequence[ProcessView], model: str) -> Table:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cluster.client import Answer, ChatClient, ClientError
-from cluster.sanitize import without_controls
+from cluster.terminal_text import without_controls
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession

@@ -9,7 +9,7 @@ from cluster import banner
 from cluster.client import ChatClient, ClientError
 from cluster.effective import resolve_model
 from cluster.local import LocalCluster
-from cluster.sanitize import without_controls
+from cluster.terminal_text import without_controls
 from cluster.up import EXIT_FAILED, run_with
 from tandem.certificates import client_of
 from tandem.config import ClusterConfig, RouterConfig

@@ -17,11 +17,12 @@ def doctor(
     from rich.console import Console
 
     from cluster import doctor as checks
+    from cluster.findings import as_json, has_failed, show
     from tandem.config import load
 
     findings = checks.examine(load(config), router_only=router_only)
     if json_:
-        print(checks.as_json(findings))
+        print(as_json(findings))
     else:
-        checks.show(Console(highlight=False), findings)
-    raise typer.Exit(1 if checks.has_failed(findings) else 0)
+        show(Console(highlight=False), findings)
+    raise typer.Exit(1 if has_failed(findings) else 0)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from cluster.banner import format_bytes
-from cluster.doctor import Finding, Status
+from cluster.findings import Finding, Status
+from cluster.terminal_text import format_bytes
 from tandem.config import ClusterConfig
 
 MIN_MEMORY_BYTES = 2 << 30

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cluster.doctor import Finding, Status
+from cluster.findings import Finding, Status
 from tandem.config import ClusterConfig
 from tandem.model_path import BUILTIN, model_directory
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.cluster_status import ClusterStatus, Order, Worker, in_order
-from cluster.sanitize import without_controls
+from cluster.terminal_text import without_controls
 
 KEYS_HINT = "q quits · s sorts by something else · r turns the order round"
 _BAR_WIDTH = 8

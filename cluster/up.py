@@ -17,14 +17,15 @@ from rich.text import Text
 
 from cluster import banner
 from cluster.control import ControlSocket, check_place
-from cluster.doctor import Status, locks
+from cluster.doctor import locks
 from cluster.effective import module_command, resolve_model
 from cluster.endings import ClusterFailed, StoppedEarly
+from cluster.findings import Status
 from cluster.launcher import Command, Launcher
 from cluster.local import LocalCluster
 from cluster.process_view import ProcessView
-from cluster.sanitize import without_controls
 from cluster.supervisor import Note, ProcessState, Role
+from cluster.terminal_text import without_controls
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.hangup import on_hangup

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from kv_transfer.messages import Body, CellRange, Chunk, Failure, FirstToken, PrefillJob
+from kv_transfer.cell_range import CellRange
+from kv_transfer.messages import Body, Chunk, Failure, FirstToken, PrefillJob
 from tandem.ids import BlockId
 from tandem.outputs import PhaseTimes
 

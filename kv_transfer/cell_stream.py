@@ -5,8 +5,8 @@ from array import array
 from collections.abc import Callable
 from enum import IntEnum
 
+from kv_transfer.cell_range import CellRange
 from kv_transfer.gate import PieceLock
-from kv_transfer.messages import CellRange
 from kv_transfer.placed_bytes import PlacedBytes
 from tandem.errors import TransferError
 from tandem.native.library import NativeLibrary

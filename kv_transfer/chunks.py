@@ -7,7 +7,7 @@ one is done is the last few layers of the last step.
 
 from dataclasses import dataclass
 
-from kv_transfer.messages import CellRange
+from kv_transfer.cell_range import CellRange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ A unit is a bit mask over (layer, head), so that chunks may cut the reservation 
 prefill chunks finish, by layers as a forward pass goes on, by heads when tensor-parallel sizes differ.
 """
 
-from kv_transfer.messages import CellRange
+from kv_transfer.cell_range import CellRange
 
 
 class Coverage:

@@ -1,13 +1,20 @@
 """What leaves a sender: its cells as they lie, or a converted copy of them."""
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import numpy as np
 
 from kv_transfer import placing
-from kv_transfer.messages import CellRange
+from kv_transfer.cell_range import CellRange
+from kv_transfer.mapping import Payload
 from kv_transfer.pairing import Pairing
 from kv_transfer.placed import PlacedCells
 from kv_transfer.region import Bytes, KVRegion
 from kv_transfer.runs import Runs
+
+MAX_SLAB_BYTES = 1 << 20
+"""Converted at once, as it travels: bounds the time that sources are held, and the memory."""
 
 
 class Departure:
@@ -46,3 +53,30 @@ class Departure:
         gathered = np.empty(num_bytes, np.uint8)
         placing.gather(runs, self._region.array(), gathered)
         return gathered
+
+
+def slabs(cells: CellRange, payload: Payload, num_bytes: int) -> Iterator[CellRange]:
+    """`cells` cut so that the slabs' payloads, one after another, are that of `cells` (see the order in mapping.py).
+
+    At most MAX_SLAB_BYTES each, or the least that can be converted: one unit of one range of heads in one layer.
+    """
+    layer_bytes = num_bytes // cells.num_layers
+    end_layer, end_unit = cells.first_layer + cells.num_layers, cells.first_unit + cells.num_units
+    if layer_bytes <= MAX_SLAB_BYTES:
+        step = MAX_SLAB_BYTES // layer_bytes
+        for layer in range(cells.first_layer, end_layer, step):
+            yield replace(cells, first_layer=layer, num_layers=min(step, end_layer - layer))
+        return
+    unit_head_bytes = layer_bytes // (cells.num_units * cells.num_heads)
+    for layer in range(cells.first_layer, end_layer):
+        for first_head, num_heads in payload.head_ranges:
+            step = max(1, MAX_SLAB_BYTES // (unit_head_bytes * num_heads))
+            for unit in range(cells.first_unit, end_unit, step):
+                yield CellRange(
+                    first_layer=layer,
+                    num_layers=1,
+                    first_unit=unit,
+                    num_units=min(step, end_unit - unit),
+                    first_head=first_head,
+                    num_heads=num_heads,
+                )

@@ -4,9 +4,10 @@ The state machines call them as `guards.name(...)`, so that a proof can take one
 All are predicates over plain values.
 """
 
+from kv_transfer.cell_range import CellRange
 from kv_transfer.coverage import Coverage
 from kv_transfer.leases import Lease
-from kv_transfer.messages import CellRange, Chunk, Envelope, FirstToken, Nack, Offer, Reserve, Seal, TransferKey
+from kv_transfer.messages import Chunk, Envelope, FirstToken, Nack, Offer, Reserve, Seal, TransferKey
 from kv_transfer.states import LIVE, HandoffState
 from tandem.ids import BlockHash, Incarnation
 

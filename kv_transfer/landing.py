@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 
 from kv_transfer import placing
+from kv_transfer.cell_range import CellRange
 from kv_transfer.checksum import checksum_of
-from kv_transfer.messages import CellRange
 from kv_transfer.mover import load_mover
 from kv_transfer.pairing import Pairing
 from kv_transfer.placed import PlacedCells

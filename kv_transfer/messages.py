@@ -8,6 +8,7 @@ HELLO is exchanged once per link. Payload bytes never travel here (see `transpor
 
 from dataclasses import dataclass
 
+from kv_transfer.cell_range import CellRange
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.dialect import VersionRange
 from tandem.errors import ServingError
@@ -25,22 +26,6 @@ class TransferKey:
 
     transfer_id: TransferId
     attempt: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CellRange:
-    """A box of KV cells of a hand-off: the model's layers x units of tokens x the model's KV heads.
-
-    A unit is as many tokens as the smaller block of the two workers has. Units are counted from the end of the held
-    prefix: indices in the reservation, never addresses.
-    """
-
-    first_layer: int
-    num_layers: int
-    first_unit: int
-    num_units: int
-    first_head: int
-    num_heads: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ from array import array
 from enum import IntEnum
 from pathlib import Path
 
+from kv_transfer.cell_range import CellRange
 from kv_transfer.cell_stream import CellStreams
 from kv_transfer.gate import PIECE_BYTES, Gate
-from kv_transfer.messages import CellRange
 from kv_transfer.placed_bytes import PlacedBytes
 from tandem.errors import InvariantError, TransferError
 from tandem.native.build import NativeUnavailable, Recipe, build

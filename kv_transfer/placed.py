@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from kv_transfer.cell_range import CellRange
 from kv_transfer.cells import TokenBlocks, TokenBox
 from kv_transfer.mapping import CellMapping, Payload
-from kv_transfer.messages import CellRange
 from kv_transfer.runs import Copies, Runs
 
 

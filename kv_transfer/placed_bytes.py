@@ -1,7 +1,7 @@
 """Where one prompt's cells lie in this process's memory, for compiled code."""
 
+from kv_transfer.cell_range import CellRange
 from kv_transfer.lane_table import LaneTable, Place
-from kv_transfer.messages import CellRange
 from kv_transfer.placed import PlacedCells
 from kv_transfer.region import KVRegion
 from tandem.errors import TransferError

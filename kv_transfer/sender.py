@@ -18,6 +18,7 @@ from kv_transfer.actions import (
     StartWrite,
     SubmitPrefill,
 )
+from kv_transfer.cell_range import CellRange
 from kv_transfer.chunks import CellShape, ChunkPlanner
 from kv_transfer.events import (
     Cancelled,
@@ -39,7 +40,6 @@ from kv_transfer.events import (
 from kv_transfer.leases import Lease
 from kv_transfer.messages import (
     Abort,
-    CellRange,
     Chunk,
     CommitAck,
     Drained,

@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from kv_transfer.cell_range import CellRange
 from kv_transfer.messages import (
     Abort,
     Body,
-    CellRange,
     Chunk,
     CommitAck,
     Drained,

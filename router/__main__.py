@@ -56,7 +56,6 @@ from router.surroundings import DispatchSettings
 from router.tokenizer import Tokenizer
 from router.workers import WorkerRegistry
 from tandem.block_hash import BlockHasher
-from tandem.board.settings import board_settings
 from tandem.config import ClusterConfig
 from tandem.heartbeat import Heartbeat
 from tandem.hosts import hold, join, reachable
@@ -236,7 +235,7 @@ async def _join_workers(
     """
     named = stated(config)
     directory = ChangingDirectory(named)
-    settings, named_anew = board_settings(config.redis), directory.replace
+    settings, named_anew = config.redis.board_settings(), directory.replace
     board: RouterBoard | None = None
     if settings is not None:
         board = RouterBoard(settings, secret=secret, router=incarnation, registry=registry, limits=limits, stated=named)

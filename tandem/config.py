@@ -15,7 +15,6 @@ from pydantic_core import ErrorDetails
 
 from tandem.admission_config import HedgingConfig, LimitsConfig, QueueConfig, mistaken_keys
 from tandem.batch_config import BatchesConfig
-from tandem.board.settings import board_settings
 from tandem.config_section import Seconds, Section
 from tandem.disk_cache import contradiction
 from tandem.door_config import ConnectionsConfig, GrammarsConfig, ReasoningParserName, ToolParserName
@@ -33,6 +32,7 @@ from tandem.profile_config import ProfilingConfig
 from tandem.prompt_cache_config import PinnedShares, PromptCaching
 from tandem.quality_config import QualityConfig
 from tandem.ray_config import RayConfig
+from tandem.redis_config import RedisConfig
 from tandem.setting_names import meant_by
 from tandem.setting_variables import put, put_variables
 
@@ -235,24 +235,6 @@ class TelemetryConfig(Section):
     objectives: ObjectivesConfig = ObjectivesConfig()
 
 
-class RedisConfig(Section):
-    """What routers and workers share: where cached prefixes are, who is there, what each router has under way."""
-
-    url: SecretStr | None = None
-    """redis://[user:password@]host[:port][/database], rediss:// for TLS; null: workers tell their one router directly.
-    Needs the `redis` extra on every machine."""
-    password: SecretStr | None = None
-    """In place of one in the URL."""
-    ca: str | None = None
-    """PEM file of the authority that signed the certificate of a rediss:// server; the system's own when absent."""
-    cluster: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] = "tandem"
-    """What the keys begin with: clusters that share a Redis differ in it."""
-    timeout_s: Annotated[float, Field(ge=0.05, le=30.0)] = 1.0
-    """Longest wait for a connection or an answer. No request ever waits for either."""
-    lease_s: Annotated[float, Field(ge=1.0, le=300.0)] = 3.0
-    """How long a worker's or router's entries outlive it."""
-
-
 class ClusterConfig(Section):
     """Everything."""
 
@@ -333,7 +315,7 @@ class ClusterConfig(Section):
         if reason := self._no_disk_cache():
             raise ValueError(reason)
         try:
-            board_settings(self.redis)
+            self.redis.board_settings()
         except ConfigError as error:
             raise ValueError(str(error)) from None
         if self.engine.prefill_chunk_tokens > self.engine.max_batched_tokens:

@@ -184,7 +184,7 @@ def tandem(stage: Stage) -> ProcessContestant:
         Launch(
             name=TANDEM,
             python=Path(sys.executable),
-            adapter="on_tandem.py",
+            adapter=str(Path(__file__).with_name("on_tandem.py")),
             options={"overrides": stage.overrides()},
             environment={"PYTHONPATH": root},
         ),

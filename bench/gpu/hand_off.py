@@ -18,8 +18,9 @@ from torch import Tensor
 from bench.errors import CannotMeasure
 from bench.gpu.stage import Findings, Note, Stage
 from bench.report import figure
+from kv_transfer.cell_range import CellRange
 from kv_transfer.landing import Landing
-from kv_transfer.messages import CellRange, TransferKey, TransportOffer
+from kv_transfer.messages import TransferKey, TransportOffer
 from kv_transfer.pairing import Pairing
 from kv_transfer.region import KVRegion
 from kv_transfer.torch_pool import TorchPool

@@ -17,11 +17,12 @@ from concurrent.futures import Future
 from typing import Any
 
 from kv_transfer import checksum
+from kv_transfer.cell_range import CellRange
 from kv_transfer.cell_stream import CellStream, CellStreams
 from kv_transfer.chunks import CellShape, ChunkPlanner
 from kv_transfer.config import TransferSettings
 from kv_transfer.landing import Landing
-from kv_transfer.messages import CellRange, TransferKey, TransportOffer
+from kv_transfer.messages import TransferKey, TransportOffer
 from kv_transfer.mover import Mover
 from kv_transfer.pairing import Pairing
 from kv_transfer.region import KVRegion

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from cluster.autoscale.controller import Outcome, Turn
 from cluster.planner.values import ActionKind, Sizes
-from cluster.sanitize import without_controls
+from cluster.terminal_text import without_controls
 from tandem.roles import WorkerRole
 
 _QUIET = {Outcome.STEADY}

@@ -14,7 +14,6 @@ from kv_transfer.transports.claims import hang_up
 from kv_transfer.transports.write_queue import QueuedWriter, WriteJob
 from tandem.errors import TransferError
 
-CONNECT_S = 5.0
 CLAIM_S = 5.0
 
 

@@ -17,8 +17,9 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from kv_transfer.cell_range import CellRange
 from kv_transfer.landing import Landing
-from kv_transfer.messages import CellRange, TransferKey, TransportOffer
+from kv_transfer.messages import TransferKey, TransportOffer
 from kv_transfer.transport import QuietListener
 from kv_transfer.transports import claim_wire
 from kv_transfer.transports.accepting import accepted, begins

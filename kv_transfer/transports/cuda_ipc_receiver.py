@@ -14,7 +14,7 @@ from kv_transfer.transports import claim_wire
 from kv_transfer.transports.claims import ClaimReceiver, Writer
 from kv_transfer.transports.device_sharing import DeviceSharing
 from kv_transfer.transports.host import host_id
-from kv_transfer.transports.shm_receiver import listen_on_this_host, refuses_user
+from kv_transfer.transports.host_sockets import listen_on_this_host, refuses_user
 from tandem.errors import ConfigError
 
 NAME = "cuda_ipc"

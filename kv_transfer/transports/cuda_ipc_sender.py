@@ -17,7 +17,7 @@ from kv_transfer.transports.claiming import ClaimingWriter
 from kv_transfer.transports.cuda_ipc_receiver import NAME, unpack_loan
 from kv_transfer.transports.device_sharing import DeviceSharing
 from kv_transfer.transports.host import host_id
-from kv_transfer.transports.shm_sender import greet_on_this_host
+from kv_transfer.transports.host_sockets import greet_on_this_host
 from kv_transfer.transports.write_queue import WriteJob
 from tandem.errors import TransferError
 from tandem.ids import BlockId
@@ -63,7 +63,7 @@ class CudaIpcSender:
         device = self._region.device
         if device is None or pairing.at_departure() is not None or pairing.at_arrival() is not None:
             raise TransferError(f"{NAME}: copies between devices only, and converts nothing")
-        sock = greet_on_this_host(offer.advert)
+        sock = greet_on_this_host(offer.advert, NAME)
         try:
             num_blocks, loan = unpack_loan(claim_wire.receive_blob(sock))
             target = self._sharing.borrow(loan)

@@ -4,9 +4,10 @@ import secrets
 import threading
 from dataclasses import dataclass, field
 
+from kv_transfer.cell_range import CellRange
 from kv_transfer.gate import PieceLock
 from kv_transfer.landing import Landing
-from kv_transfer.messages import CellRange, TransferKey
+from kv_transfer.messages import TransferKey
 from tandem.errors import InvariantError, TransferError
 
 TOKEN_BYTES = 16

@@ -2,9 +2,10 @@
 
 import secrets
 
+from kv_transfer.cell_range import CellRange
 from kv_transfer.gate import Gate
 from kv_transfer.landing import Landing
-from kv_transfer.messages import CellRange, TransferKey, TransportOffer
+from kv_transfer.messages import TransferKey, TransportOffer
 from kv_transfer.mover import Mover, load_mover
 from kv_transfer.pairing import Pairing
 from kv_transfer.region import KVRegion

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from kv_transfer.checksum import crc32
-from kv_transfer.departure import Departure
+from kv_transfer.departure import Departure, slabs
 from kv_transfer.messages import TransportOffer
 from kv_transfer.pairing import Pairing
 from kv_transfer.placed import PlacedCells
@@ -24,7 +24,6 @@ from kv_transfer.transports.copying import pieces
 from kv_transfer.transports.dial import dial, stays_here
 from kv_transfer.transports.nixl_agent import NixlAgent
 from kv_transfer.transports.nixl_receiver import NAME, unpack_pool
-from kv_transfer.transports.tcp_payload import slabs
 from kv_transfer.transports.write_queue import WriteJob
 from tandem.errors import TransferError
 from tandem.ids import BlockId

@@ -4,19 +4,17 @@ The end of a writer's socket is the end of its process or, where it lives on, of
 mapping cannot be taken back, so a frozen writer stays unproven.
 """
 
-import os
 import socket
-import struct
 
 from kv_transfer.messages import TransportOffer
 from kv_transfer.mover import load_mover
 from kv_transfer.region import KVRegion
-from kv_transfer.transports import claim_wire, shm_wire
-from kv_transfer.transports.claims import MAX_WRITERS, ClaimReceiver, Writer
+from kv_transfer.transports import shm_wire
+from kv_transfer.transports.claims import ClaimReceiver, Writer
 from kv_transfer.transports.host import host_id
+from kv_transfer.transports.host_sockets import listen_on_this_host, refuses_user
 
 NAME = "shm"
-_CREDENTIALS = struct.Struct("iII")
 
 
 class ShmReceiver(ClaimReceiver):
@@ -45,18 +43,3 @@ class ShmReceiver(ClaimReceiver):
 
     def _part(self, _writer: Writer) -> None:
         """Nothing is under way between a copy and the memory."""
-
-
-def listen_on_this_host() -> tuple[str, socket.socket]:
-    """A Unix socket under an unguessable abstract address."""
-    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    address = claim_wire.random_name()
-    server.bind(address)
-    server.listen(MAX_WRITERS)
-    return address, server
-
-
-def refuses_user(sock: socket.socket) -> str | None:
-    """Why whoever connected is none of ours, by the kernel's word; see unix(7), SO_PEERCRED."""
-    _pid, uid, _gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return None if uid == os.getuid() else f"it is of uid {uid}"

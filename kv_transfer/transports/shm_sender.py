@@ -12,11 +12,10 @@ from kv_transfer.placed import PlacedCells
 from kv_transfer.region import KVRegion
 from kv_transfer.transport import WriteOrder
 from kv_transfer.transports import claim_wire, shm_wire
-from kv_transfer.transports.claim_wire import Kind
-from kv_transfer.transports.claiming import CONNECT_S, ClaimingWriter
+from kv_transfer.transports.claiming import ClaimingWriter
 from kv_transfer.transports.copying import RegionCopier
-from kv_transfer.transports.grants import TOKEN_BYTES
 from kv_transfer.transports.host import host_id
+from kv_transfer.transports.host_sockets import greet_on_this_host
 from kv_transfer.transports.shared_pool import map_shared
 from kv_transfer.transports.shm_receiver import NAME
 from kv_transfer.transports.write_queue import WriteJob
@@ -76,7 +75,7 @@ class ShmSender:
 
     def connect(self, offer: TransportOffer, pairing: Pairing) -> ShmWriter:
         """See KVSender."""
-        sock = greet_on_this_host(offer.advert)
+        sock = greet_on_this_host(offer.advert, NAME)
         try:
             num_blocks, fd = shm_wire.receive_region(sock)
             try:
@@ -92,19 +91,3 @@ class ShmSender:
         except TransferError:
             sock.close()
             raise
-
-
-def greet_on_this_host(advert: bytes) -> socket.socket:
-    """A connection to the Unix socket of an advert, its secret said. Raises TransferError."""
-    secret, address = advert[:TOKEN_BYTES], advert[TOKEN_BYTES:].decode(errors="replace")
-    if not address.startswith("\0tandem-kv-"):
-        raise TransferError("not an advert of a KV transport of this host")
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(CONNECT_S)
-        sock.connect(address)
-    except OSError as error:
-        sock.close()
-        raise TransferError(f"{NAME}: {error}") from None
-    claim_wire.send(sock, Kind.HELLO, secret)
-    return sock

@@ -9,10 +9,10 @@ goes on serving other grants. Each piece is checksummed as soon as it has landed
 import itertools
 from dataclasses import dataclass, field
 
+from kv_transfer.cell_range import CellRange
 from kv_transfer.cell_stream import Progress
 from kv_transfer.gate import PieceLock
 from kv_transfer.landing import Landing
-from kv_transfer.messages import CellRange
 from kv_transfer.mover import Mover
 from kv_transfer.transports import tcp_wire
 from kv_transfer.transports.grants import Grant, GrantTable

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from kv_transfer.cell_range import CellRange
 from kv_transfer.cell_stream import Progress
-from kv_transfer.departure import Departure
+from kv_transfer.departure import Departure, slabs
 from kv_transfer.gate import PieceLock
 from kv_transfer.mapping import Payload
-from kv_transfer.messages import CellRange
 from kv_transfer.mover import Mover
 from kv_transfer.pairing import Pairing
 from kv_transfer.placed import PlacedCells
@@ -16,9 +16,6 @@ from kv_transfer.placed_bytes import PlacedBytes
 from kv_transfer.region import KVRegion
 from kv_transfer.transports.tcp_channel import Channel
 from kv_transfer.transports.tcp_pieces import Parcel, ViewsParcel
-
-MAX_SLAB_BYTES = 1 << 20
-"""Converted at once, as it travels: bounds the time that sources are held, and the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,30 +78,3 @@ class Payloads:
             parcel = self._parcel([converted.data], value)
             yield parcel
             value = parcel.checksum
-
-
-def slabs(cells: CellRange, payload: Payload, num_bytes: int) -> Iterator[CellRange]:
-    """`cells` cut so that the slabs' payloads, one after another, are that of `cells` (see the order in mapping.py).
-
-    At most MAX_SLAB_BYTES each, or the least that can be converted: one unit of one range of heads in one layer.
-    """
-    layer_bytes = num_bytes // cells.num_layers
-    end_layer, end_unit = cells.first_layer + cells.num_layers, cells.first_unit + cells.num_units
-    if layer_bytes <= MAX_SLAB_BYTES:
-        step = MAX_SLAB_BYTES // layer_bytes
-        for layer in range(cells.first_layer, end_layer, step):
-            yield replace(cells, first_layer=layer, num_layers=min(step, end_layer - layer))
-        return
-    unit_head_bytes = layer_bytes // (cells.num_units * cells.num_heads)
-    for layer in range(cells.first_layer, end_layer):
-        for first_head, num_heads in payload.head_ranges:
-            step = max(1, MAX_SLAB_BYTES // (unit_head_bytes * num_heads))
-            for unit in range(cells.first_unit, end_unit, step):
-                yield CellRange(
-                    first_layer=layer,
-                    num_layers=1,
-                    first_unit=unit,
-                    num_units=min(step, end_unit - unit),
-                    first_head=first_head,
-                    num_heads=num_heads,
-                )

@@ -12,8 +12,9 @@ import socket
 import threading
 import time
 
+from kv_transfer.cell_range import CellRange
 from kv_transfer.landing import Landing
-from kv_transfer.messages import CellRange, TransferKey, TransportOffer
+from kv_transfer.messages import TransferKey, TransportOffer
 from kv_transfer.mover import load_mover
 from kv_transfer.transport import QuietListener
 from kv_transfer.transports import tcp_wire

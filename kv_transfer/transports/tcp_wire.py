@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from zlib import crc32
 
-from kv_transfer.messages import CellRange
+from kv_transfer.cell_range import CellRange
 from tandem.errors import TransferError
 
 VERSION = 4

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from zlib import crc32
 
-from kv_transfer.messages import CellRange
+from kv_transfer.cell_range import CellRange
 from tandem.errors import TransferError
 
 PIECE_BYTES = 1 << 20

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 from tandem.board.breaker import CircuitBreaker
 from tandem.board.entries import BoardCodec, Notice, Process
 from tandem.board.publisher import BoardPublisher
-from tandem.board.settings import board_settings
 from tandem.session_port import EventSink
 from tandem.worker_identity import WorkerIdentity
 
 if TYPE_CHECKING:
     # GPU machines need not have pydantic.
-    from tandem.config import RedisConfig
+    from tandem.redis_config import RedisConfig
 
 
 class SnapshotSource(Protocol):
@@ -34,7 +33,7 @@ async def publish(stack: AsyncExitStack, publisher: BoardPublisher | None, sourc
 
 def make_publisher(config: "RedisConfig", secret: bytes, identity: WorkerIdentity) -> BoardPublisher | None:
     """A worker's publisher; None without Redis. Raises ConfigError when its client is not installed."""
-    settings = board_settings(config)
+    settings = config.board_settings()
     if settings is None:
         return None
     process = Process(identity.worker_id, identity.incarnation)

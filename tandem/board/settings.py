@@ -1,14 +1,10 @@
 """How the board's Redis is reached, and how long anybody waits for it."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Self
 from urllib.parse import unquote, urlsplit
 
 from tandem.errors import ConfigError
-
-if TYPE_CHECKING:
-    # GPU machines need not have pydantic.
-    from tandem.config import RedisConfig
 
 _SCHEMES = {"redis": False, "rediss": True}
 _FORM = "redis.url is not redis[s]://[user:password@]host[:port][/database]"
@@ -38,33 +34,32 @@ class BoardSettings:
         """For people: where it is, without who we are there."""
         return f"{self.host}:{self.port}/{self.database}"
 
-
-def board_settings(config: "RedisConfig") -> BoardSettings | None:
-    """The board that the configuration names, if it does. Raises ConfigError, which never shows the URL."""
-    if config.url is None:
-        if config.password is not None:
-            raise ConfigError("redis.password: there is no redis.url")
-        return None
-    try:
-        url = urlsplit(config.url.get_secret_value())
-        tls = _SCHEMES[url.scheme]
-        port, database = url.port or 6379, int(url.path.strip("/") or 0)
-    except (KeyError, ValueError):
-        raise ConfigError(_FORM) from None
-    if not url.hostname or url.query or url.fragment or not 0 <= database < 1024:
-        raise ConfigError(_FORM)
-    if config.ca is not None and not tls:
-        raise ConfigError("redis.ca: only rediss:// has certificates")
-    password = config.password.get_secret_value() if config.password is not None else url.password
-    return BoardSettings(
-        host=url.hostname,
-        port=port,
-        database=database,
-        username=unquote(url.username) if url.username else None,
-        password=unquote(password) if password and config.password is None else password,
-        tls=tls,
-        ca=config.ca,
-        cluster=config.cluster,
-        timeout_s=config.timeout_s,
-        lease_s=config.lease_s,
-    )
+    @classmethod
+    def from_url(
+        cls, url: str, *, password: str | None, ca: str | None, cluster: str, timeout_s: float, lease_s: float
+    ) -> Self:
+        """The Redis at `url`; `password` goes before the one in it. Raises ConfigError, which never shows the URL."""
+        try:
+            parts = urlsplit(url)
+            tls = _SCHEMES[parts.scheme]
+            port, database = parts.port or 6379, int(parts.path.strip("/") or 0)
+        except (KeyError, ValueError):
+            raise ConfigError(_FORM) from None
+        if not parts.hostname or parts.query or parts.fragment or not 0 <= database < 1024:
+            raise ConfigError(_FORM)
+        if ca is not None and not tls:
+            raise ConfigError("redis.ca: only rediss:// has certificates")
+        if password is None and parts.password is not None:
+            password = unquote(parts.password)
+        return cls(
+            host=parts.hostname,
+            port=port,
+            database=database,
+            username=unquote(parts.username) if parts.username else None,
+            password=password,
+            tls=tls,
+            ca=ca,
+            cluster=cluster,
+            timeout_s=timeout_s,
+            lease_s=lease_s,
+        )

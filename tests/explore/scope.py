@@ -5,10 +5,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kv_transfer import actions as act
+from kv_transfer.cell_range import CellRange
 from kv_transfer.chunks import CellShape, ChunkPlanner
 from kv_transfer.config import TransferSettings
 from kv_transfer.ladder import Ladder
-from kv_transfer.messages import Body, CellRange, Envelope, Prefill, PrefillJob, TransferKey
+from kv_transfer.messages import Body, Envelope, Prefill, PrefillJob, TransferKey
 from kv_transfer.sender import SenderPlan
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.ids import BlockHash, Incarnation, RequestId, TransferId

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
+from kv_transfer.cell_range import CellRange
 from kv_transfer.landing import Landing
-from kv_transfer.messages import CellRange, TransferKey, TransportOffer
+from kv_transfer.messages import TransferKey, TransportOffer
 from kv_transfer.transport import KVReceiver, QuietListener
 from kv_transfer.transports import claim_wire
 from kv_transfer.transports.grants import TOKEN_BYTES

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kv_transfer.config import TransferSettings
-from kv_transfer.transports import claiming, claims, dial, shm_sender, tcp_sender
+from kv_transfer.transports import claiming, claims, dial, host_sockets, tcp_sender
 
 STALL_S = 0.3
 """Of the transports."""
@@ -20,7 +20,7 @@ WAIT_S = 20.0
 _SLICE_S = 0.5
 _LIMITS = (
     (claiming, "CLAIM_S", 0.4),
-    (shm_sender, "CONNECT_S", 0.5),
+    (host_sockets, "CONNECT_S", 0.5),
     (tcp_sender, "CONNECT_S", 0.5),
     (dial, "CONNECT_S", 0.5),
     (claims, "HELLO_S", 0.4),

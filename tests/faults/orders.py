@@ -9,9 +9,10 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from kv_transfer.cell_range import CellRange
 from kv_transfer.checksum import checksum_of
 from kv_transfer.landing import Landing
-from kv_transfer.messages import CellRange, TransferKey, TransportOffer
+from kv_transfer.messages import TransferKey, TransportOffer
 from kv_transfer.pairing import Pairing
 from kv_transfer.region import KVRegion
 from kv_transfer.transport import KVSender, PeerWriter, WriteOrder, WriteResult

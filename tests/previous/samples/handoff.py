@@ -5,6 +5,7 @@ from typing import Any
 
 from kv_transfer import messages as handoff
 from kv_transfer import wire as handoff_wire
+from kv_transfer.cell_range import CellRange
 from kv_transfer.receiver_link import make_hello, refuses
 from kv_transfer.transports import claim_wire, tcp_wire
 from tandem import wire
@@ -68,7 +69,7 @@ _FETCH = handoff.PrefillJob(
     names=NAMES,
 )
 _LAYOUT = KVLayout(model_fingerprint="m", dtype="float32", num_layers=2, num_kv_heads=2, head_dim=4, block_size=4)
-_CELLS = handoff.CellRange(first_layer=1, num_layers=2, first_unit=3, num_units=4, first_head=0, num_heads=2)
+_CELLS = CellRange(first_layer=1, num_layers=2, first_unit=3, num_units=4, first_head=0, num_heads=2)
 _FAILURE = handoff.Failure.of(wire.failure_from_pb(common_pb2.Failure(code="Overloaded", message="n", retry_after_s=2)))
 _TOKEN = SampledToken(token_id=5, logprob=-0.5, top_logprobs=(TokenLogprob(token_id=5, logprob=-0.5),))
 _BODIES: dict[str, handoff.Body] = {

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from cluster import doctor
 from cluster.cli import app
-from cluster.doctor import Finding, Status
+from cluster.findings import Finding, Status, has_failed
 from tandem.config import ClusterConfig, ModelConfig, RouterConfig
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -142,7 +142,7 @@ def test_doctor_sees_taken_ports_and_missing_model_files(tmp_path):
     assert findings["gRPC port"].status is Status.OK
     assert findings["model"].status is Status.FAIL
     assert "config.json, tokenizer.json, weights" in findings["model"].detail
-    assert doctor.has_failed(list(findings.values()))
+    assert has_failed(list(findings.values()))
 
 
 def test_doctor_of_a_machine_for_routers_wants_nothing_that_only_workers_need(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.chat import Conversation
 from cluster.client import Answer, ChatClient, ClientError, Timing
-from cluster.sanitize import without_controls
+from cluster.terminal_text import without_controls
 from tests.unit.cluster.fake_router import answer_events, event, fake_router
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -12,7 +12,8 @@ from cluster import banner
 from cluster.cli import app
 from cluster.client import ChatClient, ClientError, client_tls
 from cluster.demo import demo
-from cluster.doctor import Status, locks
+from cluster.doctor import locks
+from cluster.findings import Status
 from cluster.up import serve
 from router.auth import ApiKeys
 from tandem.config import ClusterConfig, RouterConfig

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from kv_transfer import cell_stream as module
+from kv_transfer.cell_range import CellRange
 from kv_transfer.cell_stream import CellStream, Progress
 from kv_transfer.gate import PieceLock
 from kv_transfer.lane_table import LaneTable, Place
-from kv_transfer.messages import CellRange
 from kv_transfer.mover import RECIPE, Level, Mover
 from tandem.errors import TransferError
 from tandem.native.build import COMPILERS, build

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from kv_transfer.cell_range import CellRange
 from kv_transfer.chunks import CellShape, ChunkPlanner
 from kv_transfer.coverage import Coverage
-from kv_transfer.messages import CellRange
 
 SHAPE = CellShape(num_layers=6, num_heads=2, unit_layer_bytes=10)
 

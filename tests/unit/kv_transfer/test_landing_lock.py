@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from kv_transfer.cell_range import CellRange
 from kv_transfer.checksum import crc32
 from kv_transfer.landing import Landing
-from kv_transfer.messages import CellRange, TransferKey
+from kv_transfer.messages import TransferKey
 from kv_transfer.pairing import Pairing
 from kv_transfer.transports.grants import Grant, GrantTable
 from tandem.ids import TransferId

@@ -14,9 +14,9 @@ import pytest
 from kv_transfer import mover as module
 from kv_transfer import placing
 from kv_transfer.__main__ import main
+from kv_transfer.cell_range import CellRange
 from kv_transfer.gate import Gate, PieceLock
 from kv_transfer.lane_table import LaneTable, Place
-from kv_transfer.messages import CellRange
 from kv_transfer.mover import RECIPE, Level, Mover, load_mover
 from kv_transfer.pairing import Pairing
 from kv_transfer.placed_bytes import PlacedBytes

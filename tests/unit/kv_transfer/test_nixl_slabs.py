@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from kv_transfer import departure
 from kv_transfer.checksum import crc32
 from kv_transfer.departure import Departure
 from kv_transfer.pairing import Pairing
 from kv_transfer.region import KVRegion
 from kv_transfer.runs import Copy
 from kv_transfer.transport import WriteOrder
-from kv_transfer.transports import claim_wire, nixl_sender, tcp_payload
+from kv_transfer.transports import claim_wire, nixl_sender
 from kv_transfer.transports.claim_wire import Kind
 from kv_transfer.transports.nixl_receiver import _POOL
 from kv_transfer.transports.nixl_sender import NixlWriter
@@ -107,7 +108,7 @@ class Ends:
     params=[("bfloat16", "int8", "int8"), ("float32", "int8", "int8"), ("bfloat16", "fp8_e4m3", "fp8_e4m3")]
 )
 def ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
-    monkeypatch.setattr(tcp_payload, "MAX_SLAB_BYTES", 1000)  # several slabs in a chunk, cut within a layer
+    monkeypatch.setattr(departure, "MAX_SLAB_BYTES", 1000)  # several slabs in a chunk, cut within a layer
     monkeypatch.setattr(nixl_sender, "PIECE_BYTES", 1000)
     monkeypatch.setattr(nixl_sender, "BOUNCE_BYTES", 8000)  # the ring goes round many times
     made = Ends(*request.param, monkeypatch)

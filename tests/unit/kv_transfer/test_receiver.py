@@ -6,12 +6,12 @@ import pytest
 
 from kv_transfer import actions as act
 from kv_transfer import events as ev
+from kv_transfer.cell_range import CellRange
 from kv_transfer.config import TransferSettings
 from kv_transfer.ladder import Ladder
 from kv_transfer.messages import (
     Abort,
     Body,
-    CellRange,
     Chunk,
     CommitAck,
     Drained,

@@ -14,8 +14,9 @@ from dataclasses import replace
 import pytest
 
 from kv_transfer import checksum
+from kv_transfer.cell_range import CellRange
 from kv_transfer.landing import Landing
-from kv_transfer.messages import CellRange, TransferKey
+from kv_transfer.messages import TransferKey
 from kv_transfer.region import KVRegion
 from kv_transfer.transports import tcp_wire
 from kv_transfer.transports.tcp_pieces import MAX_VIEWS, pieces, take

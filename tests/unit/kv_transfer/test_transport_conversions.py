@@ -6,18 +6,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from kv_transfer import placing
+from kv_transfer import departure, placing
+from kv_transfer.cell_range import CellRange
 from kv_transfer.chunks import CellShape, ChunkPlanner
 from kv_transfer.convert import Converter
-from kv_transfer.departure import Departure
+from kv_transfer.departure import Departure, slabs
 from kv_transfer.landing import Landing
-from kv_transfer.messages import CellRange, TransferKey
+from kv_transfer.messages import TransferKey
 from kv_transfer.pairing import Pairing
 from kv_transfer.placed import PlacedCells
 from kv_transfer.region import KVRegion
 from kv_transfer.transport import WriteOrder
-from kv_transfer.transports import tcp_payload
-from kv_transfer.transports.tcp_payload import slabs
 from kv_transfer.transports.tcp_receiver import TcpReceiver
 from kv_transfer.transports.tcp_sender import TcpSender, TcpWriter
 from kv_transfer.transports.tcp_settings import TcpSettings
@@ -96,7 +95,7 @@ class Ends:
 @pytest.fixture(params=WAYS, ids=lambda way: " to ".join(way))
 def ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
     # Several slabs in a chunk, cut within a layer.
-    monkeypatch.setattr(tcp_payload, "MAX_SLAB_BYTES", 1000)
+    monkeypatch.setattr(departure, "MAX_SLAB_BYTES", 1000)
     here, wire, there = request.param
     pairing = Pairing.of(layout(here, tp=2), layout(there), wire_dtype=wire)
     source, target = region(pairing.source, 1), region(pairing.destination, 0)
@@ -192,14 +191,14 @@ def test_sources_outside_the_pool_are_refused_before_anything_is_sent(ends: Ends
 @pytest.mark.parametrize("limit", [1, 200, 1000, 5000, 1 << 20])
 @pytest.mark.parametrize("tps", [(1, 1), (2, 1), (1, 4), (4, 2)])
 def test_slabs_are_the_payload_in_its_order(monkeypatch: pytest.MonkeyPatch, tps: tuple[int, int], limit: int) -> None:
-    monkeypatch.setattr(tcp_payload, "MAX_SLAB_BYTES", limit)
+    monkeypatch.setattr(departure, "MAX_SLAB_BYTES", limit)
     pairing = Pairing.of(layout("bfloat16", tps[0]), layout("int8", tps[1]), wire_dtype="int8")
-    departure = Departure(region(pairing.source, 3), pairing)
+    leaving = Departure(region(pairing.source, 3), pairing)
     source = pairing.at_source(0, 0, SOURCES, POOL_BLOCKS)
     for box in (cells(), cells(first_layer=1, num_layers=2, first_unit=2, num_units=3), cells(3, 1, 5, 1)):
         payload = source.payload(box)
         cut = list(slabs(box, payload, payload.num_bytes("int8")))
-        parts = [departure.convert(source, slab).tobytes() for slab in cut]
-        assert b"".join(parts) == departure.convert(source, box).tobytes()
+        parts = [leaving.convert(source, slab).tobytes() for slab in cut]
+        assert b"".join(parts) == leaving.convert(source, box).tobytes()
         least = pairing.unit_layer_bytes * max(count for _, count in payload.head_ranges) // 4
         assert max(map(len, parts)) <= max(limit, least)

@@ -13,8 +13,9 @@ import pytest
 from kv_transfer import landing as landing_module
 from kv_transfer import mover as mover_module
 from kv_transfer import placing
+from kv_transfer.cell_range import CellRange
 from kv_transfer.landing import Landing
-from kv_transfer.messages import CellRange, TransferKey
+from kv_transfer.messages import TransferKey
 from kv_transfer.mover import load_mover
 from kv_transfer.pairing import Pairing
 from kv_transfer.region import KVRegion

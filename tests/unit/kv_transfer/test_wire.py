@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer import wire
+from kv_transfer.cell_range import CellRange
 from kv_transfer.messages import (
     Abort,
     Body,
-    CellRange,
     Chunk,
     CommitAck,
     Drained,

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from kv_transfer.cell_range import CellRange
 from kv_transfer.landing import Landing
-from kv_transfer.messages import CellRange, TransferKey, TransportOffer
+from kv_transfer.messages import TransferKey, TransportOffer
 from kv_transfer.pairing import Pairing
 from kv_transfer.region import KVRegion
 from kv_transfer.transport import WriteOrder

@@ -6,17 +6,10 @@ from typing import TYPE_CHECKING
 
 from kv_transfer import actions as act
 from kv_transfer import events as ev
+from kv_transfer.cell_range import CellRange
 from kv_transfer.chunks import CellShape
 from kv_transfer.config import TransferSettings
-from kv_transfer.messages import (
-    Abort,
-    CellRange,
-    Drained,
-    Envelope,
-    FirstToken,
-    Prefill,
-    TransferKey,
-)
+from kv_transfer.messages import Abort, Drained, Envelope, FirstToken, Prefill, TransferKey
 from kv_transfer.sender import Sender, SenderPlan
 from kv_transfer.states import HandoffState
 from tandem.ids import BlockId, Incarnation, TransferId

@@ -10,7 +10,7 @@ from engine.backends.options import BackendOptions
 from engine.host_room import HostRoom
 from engine.kv_cache import PagedKVCache
 from engine.ranks.messages import PoolPlan, RankFacts, RankSetup, tightest
-from kv_transfer.messages import CellRange
+from kv_transfer.cell_range import CellRange
 from kv_transfer.pairing import Pairing
 from kv_transfer.region import KVRegion
 from tandem.ids import BlockId
