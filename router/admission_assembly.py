@@ -82,7 +82,7 @@ def make_gate(
         is_due=lambda: registry.worker_due_s() > 0.0,
     )
     metrics.registry.register(AdmissionMetrics(fair, metrics.tenants))
-    metrics.registry.register(HealthMetrics(dispatcher.health, clock))
+    metrics.registry.register(HealthMetrics(dispatcher.health, dispatcher.hedging, clock))
     continuations = Continuations(
         most=config.router.max_inflight_requests, remembered_s=config.router.request_timeout_s, clock=clock
     )

@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from router.beam_search import BeamAsk
 from router.calling import Calling
 from router.conversation import TemplateOptions
 from router.reading import ReadAsk
 from router.reasoning import Reasoning
-from router.requests import RoutedRequest
+from router.requests import BeamAsk, RoutedRequest
 from router.stop_strings import StopStrings
 from router.stream_ids import ChoicePosition, StreamPosition, request_digest
 from router.structure import Structure

@@ -13,9 +13,10 @@ from router.gate import Gate
 from router.http.batch_routes import BatchRoutes
 from router.http.generation import GenerationRoutes
 from router.http.inner_call import InnerCalls
-from router.http.json_body import BodyBounds, check_num_values, parse
+from router.http.json_body import BodyBounds
 from router.metrics import RouterMetrics
 from router.requests import Generator
+from router.strict_json import check_num_values, parse
 from tandem.config import RouterConfig
 
 

@@ -8,10 +8,10 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from router.beam_search import Beam, BeamAsk, BeamSearch
+from router.beam_search import Beam, BeamSearch
 from router.prompt_reads import PromptReads
 from router.reading import PromptReading, ReadAsk
-from router.requests import ChoiceDelta, ChoiceFinish, Reader, RoutedRequest
+from router.requests import BeamAsk, ChoiceDelta, ChoiceFinish, Reader, RoutedRequest
 from router.worker_view import WorkerKey
 from tandem.ids import RequestId
 from tandem.outputs import FinishReason, SampledToken, TokenLogprob

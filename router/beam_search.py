@@ -6,31 +6,10 @@ the best `num_beams` of its step; its score is its sum of log probabilities, div
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from router.requests import BeamAsk
 from tandem.outputs import FinishReason, SampledToken
-
-_LEAST_FACTOR = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeamAsk:
-    """What a client wants of a beam search."""
-
-    num_beams: int
-    length_penalty: float = 1.0
-    """Power of the length that sums are divided by: above 0 longer answers are preferred."""
-    early_stopping: bool | Literal["never"] = False
-    """True: over when `num_beams` have ended. False: when no running beam would be better if it ended now. "never":
-    when none can become better."""
-    end_ids: frozenset[int] = frozenset()
-    """Tokens that end a beam."""
-
-    @property
-    def num_next(self) -> int:
-        """Continuations that a step looks at, of each beam and of all together."""
-        return max(_LEAST_FACTOR, 1 + len(self.end_ids)) * self.num_beams
 
 
 class Beam(NamedTuple):

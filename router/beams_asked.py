@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Literal
 
 from router.asked import ClientFields, Prepared
-from router.beam_search import BeamAsk
+from router.requests import BeamAsk
 from tandem.errors import InvalidRequest
 from tandem.sampling import MAX_CONTINUATIONS, SamplingParams
 

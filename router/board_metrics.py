@@ -6,7 +6,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from router.board import RouterBoard
-from router.worker_view import WorkerSnapshot
 
 
 class BoardMetrics(Collector):
@@ -38,34 +37,3 @@ class BoardMetrics(Collector):
             yield family
         yield GaugeMetricFamily("tandem_redis_followed_workers", "Workers whose logs are followed", board.num_followed)
         yield GaugeMetricFamily("tandem_redis_peer_routers", "Other routers whose load is known", board.num_peers)
-
-
-class PublishMetrics(Collector):
-    """How workers fare in publishing, as they report it."""
-
-    def __init__(self) -> None:
-        self._snapshots: tuple[WorkerSnapshot, ...] = ()
-
-    def show(self, snapshots: tuple[WorkerSnapshot, ...]) -> None:
-        """The live workers."""
-        self._snapshots = snapshots
-
-    def collect(self) -> Iterator[Metric]:
-        """Of workers that publish."""
-        labels = ("worker",)
-        up = GaugeMetricFamily("tandem_worker_redis_up", "Whether Redis takes what the worker publishes", labels=labels)
-        lag = GaugeMetricFamily(
-            "tandem_worker_redis_lag_seconds", "Age of the oldest change not yet published", labels=labels
-        )
-        connects = CounterMetricFamily("tandem_worker_redis_connects", "Connections that workers made", labels=labels)
-        entries = CounterMetricFamily("tandem_worker_redis_entries", "Entries that workers wrote", labels=labels)
-        states = CounterMetricFamily("tandem_worker_redis_states", "Whole states that workers wrote", labels=labels)
-        for snapshot in self._snapshots:
-            if (report := snapshot.load.board) is not None:
-                name = (snapshot.info.key.worker_id,)
-                up.add_metric(name, report.is_up)
-                lag.add_metric(name, report.lag_s)
-                connects.add_metric(name, report.connects)
-                entries.add_metric(name, report.entries)
-                states.add_metric(name, report.states)
-        yield from (up, lag, connects, entries, states)

@@ -5,8 +5,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from router.asked import Prepared
 from router.calling import Calling
+from router.choice_text import TextDelta
 from router.reasoning import Part, Reasoning
-from router.text_stream import TextDelta
 from router.tool_parsers.events import CallArguments, Content, ToolEvent
 from router.tools import call_id
 from tandem.outputs import FinishReason

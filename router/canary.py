@@ -15,8 +15,7 @@ from itertools import count
 from types import TracebackType
 from typing import Self
 
-from router.frontend import MAX_PRIORITY
-from router.requests import RoutedRequest, Streamer
+from router.requests import MAX_PRIORITY, RoutedRequest, Streamer
 from router.worker_view import WorkerKey, WorkerSnapshot
 from router.workers import WorkerRegistry
 from tandem.errors import Overloaded, ServingError

@@ -51,8 +51,8 @@ class Dispatcher:
     ) -> None:
         self._admission = admission
         asked = settings.hedging
-        hedging = None if asked is None else Hedging(quantile=asked.quantile, budget=asked.budget)
-        self.health = WorkerHealth(clock=clock, hedging=hedging)
+        self.hedging = None if asked is None else Hedging(quantile=asked.quantile, budget=asked.budget)
+        self.health = WorkerHealth(clock=clock)
         self.placer = placer
         self._room = room = WaitingRoom()
         self._registry = registry = placer.registry
@@ -68,6 +68,7 @@ class Dispatcher:
             room=room,
             settings=settings,
             health=self.health,
+            hedging=self.hedging,
         )
         # Canaries are no requests of clients, so nothing of them is counted.
         self._unseen = replace(self._around, observer=SilentObserver())

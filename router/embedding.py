@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from router.asked import ClientFields, Prepared
+from router.choice_text import WholeText
 from router.frontend import Frontend
 from router.reading import ReadAsk
 from router.request_meter import RequestMeter
 from router.requests import Generator
-from router.text_stream import WholeText, read_text
+from router.text_stream import read_text
 from router.usage import Usage
 from tandem.errors import InternalError, InvalidRequest
 

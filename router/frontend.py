@@ -22,7 +22,7 @@ from router.prompts import PromptReader
 from router.reading_asked import check_reading_sizes
 from router.reasoning import Reasoning
 from router.request_names import name_request
-from router.requests import ResumePoint, RoutedRequest
+from router.requests import MAX_PRIORITY, ResumePoint, RoutedRequest
 from router.stop_strings import StopStrings
 from router.stream_ids import StreamIds
 from router.thinking import Thinking
@@ -36,7 +36,6 @@ from tandem.sampling import MAX_BAD_WORDS
 from tandem.tracing import NoTracer, Tracer
 
 MAX_SALT_CHARS = 1024
-MAX_PRIORITY = 2**31 - 1
 MAX_BAD_WORD_CHARS = 64
 DEFAULT_COMPLETION_TOKENS = 16
 """`max_tokens` of a plain prompt when absent (OpenAI); a conversation gets the rest of the context."""

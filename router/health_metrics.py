@@ -6,14 +6,17 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from router.breaker import BreakerState
+from router.hedging import Hedging
 from router.worker_health import WorkerHealth
 
 
 class HealthMetrics(Collector):
     """Read from the books at each scrape."""
 
-    def __init__(self, health: WorkerHealth, clock: Callable[[], float]) -> None:
+    def __init__(self, health: WorkerHealth, hedging: Hedging | None, clock: Callable[[], float]) -> None:
+        """`hedging`: None: off."""
         self._health = health
+        self._hedging = hedging
         self._clock = clock
 
     def collect(self) -> Iterable[Metric]:
@@ -25,7 +28,7 @@ class HealthMetrics(Collector):
             for state in BreakerState:
                 breakers.add_metric((key.worker_id, state.value), float(state is now))
         yield breakers
-        suspicion, hedging = self._health.suspicion, self._health.hedging
+        suspicion, hedging = self._health.suspicion, self._hedging
         yield _counter("tandem_quarantined_requests", "Requests that ended workers", suspicion.num_condemned)
         yield _counter("tandem_quarantine_refusals", "Requests refused for being like these", suspicion.num_refused)
         yield _counter("tandem_hedges", "Second attempts begun", hedging.num_started if hedging else 0)

@@ -8,7 +8,7 @@ from router.asked import ClientFields, Prepared
 from router.chat_template import Message
 from router.conversation import TemplateOptions
 from router.frontend import Frontend
-from router.pin_registry import PinWish
+from router.requests import PinWish
 from router.tools import ToolUse
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.errors import InvalidRequest

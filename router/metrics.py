@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from router.attempts import RetryReason
-from router.board_metrics import PublishMetrics
 from router.exposition import exposition
 from router.genai_metrics import GenAiMetrics
 from router.instruments import Spread, Total, Totals
@@ -21,8 +20,8 @@ from router.objectives import Verdict, judged
 from router.pin_metrics import PinMetrics
 from router.placement import PlacementReason
 from router.placement_metrics import PlacementMetrics
+from router.publish_metrics import PublishMetrics
 from router.request_slices import SliceMetrics
-from router.shared_reading import SharedReading
 from router.status.quantiles import FINE_BOUNDS_S
 from router.tenant_labels import TenantLabels
 from router.tenant_usage import TenantUsage
@@ -76,7 +75,7 @@ class RouterMetrics:
         self.registry = CollectorRegistry()
         self._model = (model_name, _ENGINE)
         self._refresh: Callable[[], None] = _nothing
-        self._scrape = SharedReading(self._alone)
+        self._collect: Callable[[], Awaitable[bytes]] = self._alone
         self.waiting = self._gauge("vllm:num_requests_waiting", "Requests without a first token yet")
         self.running = self._gauge("vllm:num_requests_running", "Requests that are streaming tokens")
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of started requests")
@@ -176,11 +175,11 @@ class RouterMetrics:
 
     def collect_with(self, collect: Callable[[], Awaitable[bytes]]) -> None:
         """A scrape is answered with what `collect` brings, of this process and others."""
-        self._scrape = SharedReading(collect)
+        self._collect = collect
 
     async def collect(self) -> bytes:
-        """What a scrape is answered with: those that come at once have one reading, which costs milliseconds."""
-        return await self._scrape()
+        """What a scrape is answered with. It costs milliseconds: see `router.shared_reading`."""
+        return await self._collect()
 
     async def _alone(self) -> bytes:
         return self.render()

@@ -10,7 +10,8 @@ from router.chat_template import Message
 from router.frontend import Frontend
 from router.marked_prefixes import common_length
 from router.named_caches import NAME_PREFIX, NamedCache, NamedCaches
-from router.pin_registry import PinRegistry, PinWish
+from router.pin_registry import PinRegistry
+from router.requests import PinWish
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.errors import InvalidRequest, Overloaded
 from tandem.prefix_pin import PinOutcome

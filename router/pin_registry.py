@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from router.requests import PinWish
 from router.session_events import WorkerPort
 from router.worker_view import WorkerKey
 from tandem.block_hash import HASH_BLOCK_TOKENS
@@ -19,19 +20,6 @@ from tandem.prefix_pin import PinKey, PinOrder, PinOutcome, PinTold
 _SWEEP_S = 1.0
 """Between two looks for pins whose time is over, which costs as much as there are pins."""
 _SPARE = 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PinWish:
-    """A request's first tokens are to stay for so long from now on, or until a time that somebody knows."""
-
-    num_tokens: int
-    name: str = ""
-    """Else it is named after the prefix and its time."""
-    ttl_s: float = 0.0
-    find_end_s: Callable[[], float | None] | None = None
-    """That time on the router's clock, asked for once the prompt is there: until then it may change. None: it is not
-    wanted any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,10 @@ from router.costs import CostModel
 from router.decisions import Decision, DecisionLog, PlacementObserver
 from router.handoff_book import HandOffBook
 from router.holders import Confirmed, best_holder
-from router.pin_registry import PinWish
 from router.placement import Affinity, Demand, Placement, PlacementReason, place, place_prefill
 from router.pools import ClusterView
 from router.replication import HotPrefix, HotPrefixes, ReplicationPolicy
+from router.requests import PinWish
 from router.session_events import WorkerPort
 from router.worker_view import WorkerKey, WorkerSnapshot
 from router.workers import WorkerRegistry

@@ -18,9 +18,8 @@ from typing import Protocol, Self
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.frontend import MAX_PRIORITY
 from router.reading import PromptReading, ReadAsk
-from router.requests import ChoiceDelta, Reader, RoutedRequest
+from router.requests import MAX_PRIORITY, ChoiceDelta, Reader, RoutedRequest
 from router.worker_view import WorkerKey, WorkerSnapshot
 from router.workers import WorkerRegistry
 from tandem.errors import ServingError

@@ -61,7 +61,7 @@ class RequestRun:
         ]
         self._choices = [ChoiceRun(standing, self._names, around, self._post) for standing in self._standings]
         once = request.only_worker is not None or bool(request.resume)
-        self._hedges = HedgeRun(None if once else around.health.hedging, around, self._choices)
+        self._hedges = HedgeRun(None if once else around.hedging, around, self._choices)
 
     @property
     def done(self) -> bool:

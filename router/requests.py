@@ -5,13 +5,11 @@ A door (HTTP or gRPC) validates and tokenizes a client's request into a `RoutedR
 for every token is a named tuple: a frozen dataclass takes twice as long to make.
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
-from router.beam_search import BeamAsk
-from router.pin_registry import PinWish
 from router.reading import PromptReading, ReadAsk
 from router.worker_view import WorkerKey
 from tandem.ids import BlockHash, Incarnation, RequestId
@@ -19,6 +17,11 @@ from tandem.outputs import FinishReason, PhaseTimes, SampledToken
 from tandem.roles import WorkerRole
 from tandem.sampling import SamplingParams
 from tandem.tracing import Span
+
+MAX_PRIORITY = 2**31 - 1
+"""Served last; `-MAX_PRIORITY` is served first."""
+_LEAST_CONTINUATIONS = 2
+"""A step of a beam search looks at this many for each beam, or at more where many tokens end one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,38 @@ class ResumePoint:
     """The decode worker's process that may still have it."""
     num_tokens: int
     """Those that the client has. The stream begins at the first token all the same: text needs those before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinWish:
+    """A request's first tokens are to stay for so long from now on, or until a time that somebody knows."""
+
+    num_tokens: int
+    name: str = ""
+    """Else it is named after the prefix and its time."""
+    ttl_s: float = 0.0
+    find_end_s: Callable[[], float | None] | None = None
+    """That time on the router's clock, asked for once the prompt is there: until then it may change. None: it is not
+    wanted any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamAsk:
+    """What a client wants of a beam search."""
+
+    num_beams: int
+    length_penalty: float = 1.0
+    """Power of the length that sums are divided by: above 0 longer answers are preferred."""
+    early_stopping: bool | Literal["never"] = False
+    """True: over when `num_beams` have ended. False: when no running beam would be better if it ended now. "never":
+    when none can become better."""
+    end_ids: frozenset[int] = frozenset()
+    """Tokens that end a beam."""
+
+    @property
+    def num_next(self) -> int:
+        """Continuations that a step looks at, of each beam and of all together."""
+        return max(_LEAST_CONTINUATIONS, 1 + len(self.end_ids)) * self.num_beams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from router.asked import Prepared
+from router.choice_text import TextDelta
 from router.pattern_search import PatternSearch
 from router.selection import SelectionAsk, Vote, elect, likeliest
-from router.text_stream import TextDelta
 from tandem.errors import InvalidRequest
 
 _PATTERN = "vote_pattern"

@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from router.asked import Prepared
+from router.choice_text import TextDelta
 from router.stream_ids import LAST_EVENT_ID, MAX_CHOICES, ChoicePosition, StreamHead, StreamIds, StreamPosition
-from router.text_stream import TextDelta
 from tandem.errors import InvalidRequest
 
 _SEED_MASK = (1 << 64) - 1

@@ -6,6 +6,7 @@ from enum import Enum
 from random import Random
 
 from router.attempts import RetryBudget
+from router.hedging import Hedging
 from router.observer import DispatchObserver
 from router.placer import Placer
 from router.session_events import AttemptEvent
@@ -56,6 +57,8 @@ class Surroundings:
     room: WaitingRoom
     settings: DispatchSettings
     health: WorkerHealth
+    hedging: Hedging | None
+    """None: off."""
 
 
 class Waiting(Enum):

@@ -4,9 +4,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 
 from router.asked import Prepared
+from router.choice_text import TextDelta
 from router.requests import ChoiceFinish
 from router.spending import PriceTable, Spent
-from router.text_stream import TextDelta
 from tandem.outputs import CachedTokens, PhaseTimes
 
 

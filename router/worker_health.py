@@ -1,11 +1,10 @@
-"""What dispatch learns of workers from requests, and of requests from workers: breakers, suspects, hedging. Pure."""
+"""What dispatch learns of workers from requests, and of requests from workers: breakers and suspects. Pure."""
 
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import NoReturn
 
 from router.breaker import Breakers
-from router.hedging import Hedging
 from router.requests import RoutedRequest
 from router.stream_ids import request_digest
 from router.suspicion import Suspicion
@@ -22,10 +21,9 @@ _RETURN_S = 2.0
 class WorkerHealth:
     """One router's; choices report to it what becomes of their attempts."""
 
-    def __init__(self, *, clock: Callable[[], float], hedging: Hedging | None = None) -> None:
+    def __init__(self, *, clock: Callable[[], float]) -> None:
         self.breakers = Breakers()
         self.suspicion = Suspicion(remembered_s=PAUSE_S, return_s=_RETURN_S)
-        self.hedging = hedging
         self._clock = clock
 
     def check(self, request: RoutedRequest) -> None:

@@ -5,13 +5,13 @@ from functools import partial
 
 from router.asked import Prepared
 from router.call_reader import CALLED, AnswerReader, CallPiece, Piece, ReasoningPiece, reader_of
+from router.choice_text import TextDelta, WholeText
 from router.grpc.answer_writer import AnswerWriter
 from router.grpc.prompt_scores import prompt_responses
 from router.pattern_search import PatternSearch
 from router.selected import select
 from router.selection import SelectionAsk, Vote
 from router.stream_cursor import StreamCursor
-from router.text_stream import TextDelta, WholeText
 from router.usage import Usage
 from tandem import wire
 from tandem.v1 import common_pb2 as common

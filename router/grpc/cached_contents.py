@@ -3,12 +3,13 @@
 from collections.abc import Awaitable, Callable
 
 from router.asked import Prepared
+from router.choice_text import WholeText
 from router.frontend import Frontend
 from router.grpc.client_request import model_of
 from router.grpc.conversation_asked import check_unmarked, messages_of
 from router.named_caches import DEFAULT_TTL_S, MAX_DISPLAY_NAME_CHARS, NamedCache
 from router.named_prompts import NamedPrompts
-from router.text_stream import TextReader, WholeText
+from router.text_stream import TextReader
 from tandem.errors import InvalidRequest
 from tandem.v1 import inference_pb2 as pb
 

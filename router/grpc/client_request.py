@@ -5,12 +5,12 @@ from typing import Any, Literal, TypeAlias
 
 from router.asked import ClientFields
 from router.auth import Caller
-from router.beam_search import BeamAsk
 from router.beams_asked import beam_ask
 from router.grpc.conversation_asked import check_belongings, template_options, tool_use
 from router.reading import ReadAsk
 from router.reading_asked import read_ask
 from router.request_names import check_request_id
+from router.requests import BeamAsk
 from router.selected import logprobs_needed, selection_ask
 from router.selection import SelectionAsk
 from router.stream_ids import StreamPosition

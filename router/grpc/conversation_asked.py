@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from router.conversation import Message, TemplateOptions
-from router.http.json_body import parse
 from router.marked_prefixes import DEFAULT_MARK_TTL, MARK_TTL_S, Mark, check_marks
+from router.strict_json import parse
 from router.tools import MAX_TOOLS_CHARS, Tool, ToolCall, ToolUse, use_of
 from tandem.errors import InvalidRequest
 from tandem.v1 import inference_pb2 as pb

@@ -10,11 +10,11 @@ from typing import Any
 
 import orjson
 
+from router.choice_text import TextDelta
 from router.http.answers import Answer
 from router.http.sse import EventStream, event
 from router.http.usage_json import usage_object
 from router.stream_cursor import StreamCursor
-from router.text_stream import TextDelta
 from router.timing_report import timing_object
 from router.usage import Usage
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from router.asked import Prepared
+from router.choice_text import TextDelta
 from router.http.logprobs import Logprobs
-from router.text_stream import TextDelta
 from router.tokenizer import Tokenizer
 from tandem.errors import InvariantError
 

@@ -32,6 +32,7 @@ from router.http.usage_routes import UsageRoutes
 from router.metrics import RouterMetrics
 from router.named_prompts import NamedPrompts
 from router.requests import Generator
+from router.shared_reading import SharedReading
 from router.status.feed import StatusFeed
 from tandem.config import RouterConfig
 from tandem.errors import Unavailable
@@ -157,8 +158,10 @@ def _add_operator_routes(routes: Routes, readiness: Readiness, metrics: RouterMe
             raise Unavailable(f"not ready: {reason}", retry_after_s=1.0)
         return {"status": "ready"}
 
+    scrape = SharedReading(metrics.collect)
+
     async def render_metrics(_request: Request) -> Response:
-        return Response(await metrics.collect(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await scrape(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def version(_request: Request) -> dict[str, Any]:
         return {"version": _version()}

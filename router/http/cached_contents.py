@@ -5,13 +5,13 @@ from typing import Any
 from starlette.requests import Request
 
 from router.asked import Prepared
+from router.choice_text import WholeText
 from router.http.answering import Answering
 from router.http.cached_contents_body import CreateBody, Life, shown_time
 from router.http.link import WhileConnected
 from router.http.schemas import validate
 from router.named_caches import DEFAULT_TTL_S, NAME_PREFIX, NamedCache
 from router.named_prompts import NamedPrompts
-from router.text_stream import WholeText
 from tandem.errors import InvalidRequest
 
 PATH = "/v1beta/cachedContents"

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.asked import ClientFields, Prepared
+from router.choice_text import WholeText
 from router.frontend import Frontend
 from router.http.answer_stream import AnswerStream, StreamExtras
 from router.http.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer
@@ -33,7 +34,7 @@ from router.selected import Selected, check_selection, renumbered, select
 from router.selection import SelectionAsk
 from router.stream_cursor import StreamCursor
 from router.stream_ids import LAST_EVENT_ID, StreamIds, StreamPosition
-from router.text_stream import TextReader, WholeText, read_text
+from router.text_stream import TextReader, read_text
 from router.timing_report import SERVER_TIMING, server_timing, timing_object
 from router.usage import Usage
 from tandem.errors import InvalidRequest

@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.types import Message, Scope
 
 from router.batches.lines import body_to_run
-from router.frontend import MAX_PRIORITY
 from router.http.errors import error_object
 from router.http.guard import Handler
+from router.requests import MAX_PRIORITY
 from tandem.errors import InternalError, RouteNotFound, ServingError
 
 _log = logging.getLogger(__name__)

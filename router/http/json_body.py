@@ -1,15 +1,13 @@
-"""Reading a request's JSON: bounded while it arrives, strict when it is parsed."""
+"""Reading a request's JSON: bounded while it arrives, strict when it is parsed (`router.strict_json`)."""
 
 import asyncio
-import json
-import re
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
 from starlette.requests import ClientDisconnect, Request
 
 from router.http.link import link_of
+from router.strict_json import parse, parse_large
 from tandem.errors import Cancelled, InvalidRequest, RequestTooLarge
 
 BODY_TIMEOUT_S = 30.0
@@ -18,8 +16,6 @@ INLINE_BYTES = 64 << 10
 """Larger bodies are parsed off the event loop."""
 MIN_MAX_VALUES = 1 << 18
 """Least bound of the values in one body."""
-_ID_LIST = re.compile(rb"\[[0-9, \t\r\n]{64,}+\]")
-_GREAT_INTEGER = re.compile(rb"[0-9]{19}")
 
 
 class BodyTimeout(InvalidRequest):
@@ -48,67 +44,10 @@ async def read_object(request: Request, bounds: BodyBounds) -> dict[str, Any]:
     if len(body) <= INLINE_BYTES:
         data = parse(body)
     else:
-        data = await asyncio.to_thread(_parse_large, body, bounds.max_values)
+        data = await asyncio.to_thread(parse_large, body, bounds.max_values)
     if not isinstance(data, dict):
         raise InvalidRequest("the body must be a JSON object")
     return data
-
-
-def parse(body: bytes) -> Any:
-    """Strict JSON (RFC 8259, I-JSON): UTF-8, no lone surrogates, no NaN or infinities, no key twice, bounded depth.
-
-    Raises InvalidRequest that says where.
-    """
-    try:
-        # orjson refuses what it should but takes duplicate keys and rounds great integers; the second reading does not.
-        _parse_fast(body)
-        return json.loads(body, object_pairs_hook=_unique)
-    except RecursionError:
-        raise InvalidRequest("the body is not valid JSON: nested too deeply") from None
-    except ValueError:
-        # Python's bound on the digits of an integer.
-        raise InvalidRequest("the body is not valid JSON: a number is out of range") from None
-
-
-def check_num_values(body: bytes, max_values: int) -> None:
-    """Raise RequestTooLarge for more values than that, before any of them becomes an object. Bytes that are no JSON
-    may pass."""
-    if body.count(b",") < max_values:
-        return
-    # Commas of texts count for nothing: cut the strings out, once no quote in them is left to mislead.
-    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    few_strings = plain.count(b'"') <= 4 * max_values
-    if not few_strings or b"".join(plain.split(b'"')[::2]).count(b",") >= max_values:
-        raise RequestTooLarge(f"the body has more than {max_values} values")
-
-
-def _parse_large(body: bytes, max_values: int) -> Any:
-    """As `parse`, for a thread: parsers keep the interpreter to themselves, so what they read is kept small."""
-    check_num_values(body, max_values)
-    # Token ids need no second reading: no key is among them, and an id that is rounded is far beyond any vocabulary.
-    outline = _ID_LIST.sub(b"[0]", body)
-    if len(outline) == len(body) or _GREAT_INTEGER.search(outline):
-        return parse(body)
-    data = _parse_fast(body)
-    try:
-        parse(outline)
-    except InvalidRequest:
-        return parse(body)  # What looked like a list of ids may have been part of a key.
-    return data
-
-
-def _parse_fast(body: bytes) -> Any:
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error.msg} (line {error.lineno})") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise InvalidRequest("the body is not valid JSON: a key stands twice in one object")
-    return found
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.asked import ClientFields
+from router.choice_text import WholeText
 from router.http.answering import Answering
 from router.http.generation import trace_and_time
 from router.http.link import WhileConnected
@@ -17,7 +18,6 @@ from router.http.schemas import validate
 from router.http.sse import EventStream, SseResponse
 from router.http.whole_answer import WholeResponse
 from router.marked_prefixes import prepare_marked
-from router.text_stream import WholeText
 from tandem.errors import InvalidRequest
 
 VERSION_HEADER = "anthropic-version"

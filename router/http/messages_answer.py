@@ -6,9 +6,9 @@ import orjson
 
 from router.asked import Prepared
 from router.call_reader import CALLED, AnswerReader, CallPiece, Piece, TextPiece, reader_of
+from router.choice_text import TextDelta
 from router.http.error_shapes import anthropic_error
 from router.http.sse import EventStream
-from router.text_stream import TextDelta
 from tandem.errors import ServingError
 from tandem.outputs import FinishReason
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from router.asked import Prepared
+from router.choice_text import TextDelta
 from router.http.logprobs import Logprobs
-from router.text_stream import TextDelta
 from router.tokenizer import Tokenizer
 from tandem.outputs import SampledToken
 

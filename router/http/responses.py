@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from router.asked import Prepared
 from router.call_reader import reader_of
+from router.choice_text import TextDelta, WholeText
 from router.http.answering import Answering
 from router.http.errors import error_object
 from router.http.generation import IDS_HEADER, TIMING_HEADER, trace_and_time
@@ -27,7 +28,6 @@ from router.http.schemas import validate
 from router.http.sse import EventStream, SseResponse
 from router.http.whole_answer import WholeResponse
 from router.stream_ids import LAST_EVENT_ID
-from router.text_stream import TextDelta, WholeText
 from router.timing_report import SERVER_TIMING, server_timing, timing_object
 from router.usage import Usage
 from tandem.errors import InvalidRequest, ServingError

@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from router.asked import ClientFields
-from router.beam_search import BeamAsk
 from router.beams_asked import beam_ask
 from router.conversation import MAX_VARIABLES, Effort, TemplateOptions
 from router.http.chat_turns import ChatTurn
@@ -17,6 +16,7 @@ from router.http.structures import ResponseFormat, StructuredOutputs, guided, th
 from router.http.tool_schemas import FunctionName, FunctionSpec, ToolChoice, ToolSpec, functions_use, tool_use
 from router.prompts import MAX_MESSAGES
 from router.reading_asked import read_ask
+from router.requests import BeamAsk
 from router.selected import logprobs_needed, selection_ask
 from router.selection import SelectionAsk
 from router.stop_strings import MAX_STOP_STRINGS

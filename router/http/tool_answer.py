@@ -5,8 +5,8 @@ from typing import Any
 
 from router.asked import Prepared
 from router.call_reader import CALLED, Piece, ReasoningPiece, TextPiece, reader_of
+from router.choice_text import TextDelta
 from router.http.answers import AnswerHead, ChatAnswer
-from router.text_stream import TextDelta
 from router.tokenizer import Tokenizer
 
 _THINKING = "reasoning_content"

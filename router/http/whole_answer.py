@@ -10,9 +10,9 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from router.choice_text import TextDelta
 from router.http.answers import Answer
 from router.http.prompt_scores import SLICE_VALUES, PromptScores
-from router.text_stream import TextDelta
 
 _PIECE_BYTES = 256 << 10
 

@@ -16,7 +16,7 @@ from tandem.errors import InvalidRequest, Unavailable
 from tandem.v1 import inference_pb2 as pb
 from tests.unit.client.test_client import HELLO, door_of, thread_of_a_door
 from tests.unit.router import doors
-from tests.unit.router.test_tools_over_http import CALLS
+from tests.unit.router.tool_calls import CALLS
 
 CITY = json.dumps({"type": "object", "properties": {"city": {"type": "string"}}})
 TOOLS = [Tool(name="weather", description="Of a place.", parameters=CITY), Tool(name="clock")]

@@ -10,7 +10,7 @@ from router.session_wire import load_from_pb
 from tandem.prefix_pin import PinTotals
 from tandem.step_sizes import STEP_SIZES
 from tandem.v1 import session_pb2 as pb
-from tests.unit.router.test_placement import worker
+from tests.unit.router.views import worker
 
 
 def output(num_tokens: int, num_requests: int, seconds: float, preemptions: tuple[str, ...] = ()) -> StepOutput:

@@ -27,7 +27,7 @@ from tandem.errors import (
 )
 from tandem.ids import BlockHash, Incarnation, RequestId, WorkerId
 from tandem.outputs import FinishReason, PhaseTimes, SampledToken
-from tests.unit.router.test_placement import worker
+from tests.unit.router.views import worker
 
 
 def _progress(clock: Callable[[], float] = lambda: 0.0, **changes: int) -> ChoiceProgress:

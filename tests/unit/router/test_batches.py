@@ -12,8 +12,8 @@ import pytest
 from router.batch_assembly import make_batches
 from router.batches.store import BatchStore
 from router.batches.values import Batch, BatchStatus
-from router.frontend import MAX_PRIORITY
 from router.http.app import create_app
+from router.requests import MAX_PRIORITY
 from tandem.config import RouterConfig
 from tandem.errors import ConfigError, Overloaded
 from tests.unit.router import doors

@@ -6,7 +6,8 @@ import random
 import pytest
 import torch
 
-from router.beam_search import BeamAsk, BeamSearch
+from router.beam_search import BeamSearch
+from router.requests import BeamAsk
 from tandem.outputs import FinishReason, SampledToken
 from tests.unit.engine.paged_harness import reference_model
 

@@ -15,8 +15,8 @@ from tests.fake_worker import FakeWorker, hold
 from tests.unit.router import doors
 from tests.unit.router.cluster import collect
 from tests.unit.router.desk import Desk
+from tests.unit.router.gates import gated, of
 from tests.unit.router.http_doors import PLAIN, error_of
-from tests.unit.router.test_gate import gated, of
 
 WAIT_S = 20.0
 

@@ -16,7 +16,7 @@ from tests.fake_worker import SECRET, FakeWorker, answer, hold
 from tests.unit.router import doors
 from tests.unit.router.cluster import Cluster, cluster, collect, routed
 from tests.unit.router.http_doors import client_of
-from tests.unit.router.test_placement import worker
+from tests.unit.router.views import worker
 
 CANARY_ROOT = root_hash(secret=SECRET, model_fingerprint="model-a", salt="canary")
 

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.admission_counts import Rejection
 from router.admission_metrics import AdmissionMetrics
 from router.admission_values import Entry
-from router.frontend import MAX_PRIORITY
+from router.requests import MAX_PRIORITY
 from router.tenant_labels import MAX_TENANTS, TenantLabels
 from tandem.admission_config import LimitsConfig, TenantLimits
 from tandem.errors import Overloaded, RequestTooLarge, Unavailable

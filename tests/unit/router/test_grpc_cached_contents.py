@@ -15,7 +15,7 @@ from tests.unit.client.test_client import HELLO, door_of
 from tests.unit.router import doors
 from tests.unit.router.both_doors import Call, service_of
 from tests.unit.router.http_doors import client_of
-from tests.unit.router.test_http_cached_contents import LONG, World
+from tests.unit.router.named_cache_world import LONG, World
 
 TALK = [Turn(role="system", content=LONG), Turn(role="user", content="hello"), Turn(role="assistant", content="hi")]
 BEGINNING = pb.Chat(messages=[pb.ChatMessage(role="user", content=LONG)])

@@ -12,7 +12,7 @@ from tandem.v1 import inference_pb2 as pb
 from tests.unit.router import doors
 from tests.unit.router.both_doors import answers_of, in_grpcs_words, service_of
 from tests.unit.router.http_doors import CHAT, HELLO, client_of
-from tests.unit.router.test_tools_over_http import CALLS, CLOCK, NAMED, TOOLS, WEATHER
+from tests.unit.router.tool_calls import CALLS, CLOCK, NAMED, TOOLS, WEATHER
 
 MANY = 12
 VARIABLE_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if think %}<think>{{ level }}{% endif %}"

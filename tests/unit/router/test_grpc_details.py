@@ -1,21 +1,18 @@
 """What a gRPC client can read of an error in any language: `google.rpc.Status` with the field and the time to wait."""
 
 from collections.abc import AsyncIterator
-from typing import Any
 
 import grpc.aio
 import pytest
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
-from google.rpc.status_pb2 import Status
 
 from router.grpc.server import GrpcDoor, build_server
 from tandem.errors import ContextLengthExceeded, Overloaded, Unavailable
 from tandem.rpc import SERVER_OPTIONS
-from tandem.rpc_details import DETAILS_KEY
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.unit.router import doors
-from tests.unit.router.test_grpc_door import HELLO, refused
+from tests.unit.router.grpc_door import HELLO, details_of, refused
 
 
 @pytest.fixture(scope="module")
@@ -31,17 +28,6 @@ async def stub(parts: doors.Doors) -> AsyncIterator[InferenceStub]:
         grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
     ):
         yield InferenceStub(channel)
-
-
-def details_of(error: grpc.aio.AioRpcError) -> tuple[Status, dict[type, Any]]:
-    status = Status.FromString(dict(error.trailing_metadata())[DETAILS_KEY])
-    found = {}
-    for detail in status.details:
-        for kind in (ErrorInfo, BadRequest, RetryInfo):
-            if detail.Is(kind.DESCRIPTOR):
-                found[kind] = kind()
-                detail.Unpack(found[kind])
-    return status, found
 
 
 async def test_a_wrong_field_is_named(stub: InferenceStub) -> None:

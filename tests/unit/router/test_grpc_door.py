@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -20,9 +19,7 @@ from tandem.v1 import common_pb2
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.unit.router import doors
-
-WAIT_S = 20.0
-HELLO = pb.Chat(messages=[pb.ChatMessage(role="user", content="hello")])
+from tests.unit.router.grpc_door import HELLO, WAIT_S, refused
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +48,6 @@ async def channel(door: GrpcDoor) -> AsyncIterator[grpc.aio.Channel]:
 @pytest.fixture
 def stub(channel: grpc.aio.Channel) -> InferenceStub:
     return InferenceStub(channel)
-
-
-async def refused(call: Any) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await (anext(aiter(call)) if hasattr(call, "__aiter__") else call)
-    return caught.value
 
 
 async def test_the_times_come_behind_the_answer(parts: doors.Doors, stub: InferenceStub) -> None:

@@ -19,8 +19,7 @@ from tandem.config import RouterConfig
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 from tests.unit.router import doors
-from tests.unit.router.test_grpc_details import details_of
-from tests.unit.router.test_grpc_door import WAIT_S
+from tests.unit.router.grpc_door import WAIT_S, details_of
 
 KEY = "sk-a-key-of-more-than-sixteen-characters"
 METHODS = ("Generate", "Tokenize")

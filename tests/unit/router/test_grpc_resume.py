@@ -14,7 +14,7 @@ from tandem.v1 import common_pb2
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.unit.router import doors
-from tests.unit.router.test_grpc_door import HELLO, refused
+from tests.unit.router.grpc_door import HELLO, refused
 
 TEXT = "the quick brown fox 漢字 😀 jumps over"
 

@@ -12,9 +12,9 @@ from tandem.v1 import inference_pb2 as pb
 from tests.unit.router import doors
 from tests.unit.router.both_doors import answers_of, in_grpcs_words, service_of
 from tests.unit.router.http_doors import HELLO
+from tests.unit.router.named_cache_world import LONG, World
 from tests.unit.router.readers import QuickReader
-from tests.unit.router.test_http_cached_contents import LONG, World
-from tests.unit.router.test_selection import TEXTS, Various, size_of
+from tests.unit.router.several_answers import TEXTS, Various, size_of
 
 PLAIN: dict[str, Any] = {"prompt": "a"}
 

@@ -13,8 +13,7 @@ from router.prefix_map import PrefixMap
 from router.worker_view import PrefixChange, WorkerSnapshot
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.ids import BlockHash, WorkerId
-from tests.unit.router.test_placement import demand, worker
-from tests.unit.router.views import view_of
+from tests.unit.router.views import demand, view_of, worker
 
 
 def lending(name: str, **more: int) -> WorkerSnapshot:

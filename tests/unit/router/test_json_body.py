@@ -5,8 +5,9 @@ import threading
 import pytest
 from starlette.requests import Request
 
-from router.http import json_body
-from router.http.json_body import INLINE_BYTES, BodyBounds, check_num_values, read_object
+from router import strict_json
+from router.http.json_body import INLINE_BYTES, BodyBounds, read_object
+from router.strict_json import check_num_values
 from tandem.errors import InvalidRequest, RequestTooLarge
 
 BOUNDS = BodyBounds(max_bytes=1 << 23, max_values=50_000)
@@ -22,8 +23,8 @@ async def _read(body: bytes) -> dict[str, object]:
 
 async def test_large_bodies_leave_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[threading.Thread] = []
-    parse = json_body._parse_fast
-    monkeypatch.setattr(json_body, "_parse_fast", lambda b: (threads.append(threading.current_thread()), parse(b))[1])
+    parse = strict_json._parse_fast
+    monkeypatch.setattr(strict_json, "_parse_fast", lambda b: (threads.append(threading.current_thread()), parse(b))[1])
     await _read(b'{"prompt": "a"}')
     assert set(threads) == {threading.main_thread()}
     threads.clear()
@@ -33,7 +34,7 @@ async def test_large_bodies_leave_the_event_loop(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("values", [b"{},", b"1,", b'"",', b'"\\"",', b"[],"])
 async def test_too_many_values_are_refused_unread(values: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_body, "_parse_fast", lambda _: pytest.fail("was parsed"))
+    monkeypatch.setattr(strict_json, "_parse_fast", lambda _: pytest.fail("was parsed"))
     with pytest.raises(RequestTooLarge, match="values"):
         await _read(b'{"a": [' + values * BOUNDS.max_values + b"1]}")
 
@@ -45,8 +46,8 @@ def test_commas_of_texts_are_no_values(text: bytes) -> None:
 
 async def test_ids_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     second: list[int] = []
-    loads = json_body.json.loads
-    monkeypatch.setattr(json_body.json, "loads", lambda b, **k: (second.append(len(b)), loads(b, **k))[1])
+    loads = strict_json.json.loads
+    monkeypatch.setattr(strict_json.json, "loads", lambda b, **k: (second.append(len(b)), loads(b, **k))[1])
     data = await _read(b'{"prompt": ' + IDS + b', "n": 2}')
     assert (data["n"], len(data["prompt"])) == (2, 20_001)
     assert sum(second) < 100

@@ -10,8 +10,7 @@ from router.session_events import CLOSED_HERE
 from router.stated_workers import StatedPools
 from router.workers import WorkerRegistry
 from tandem.config import load
-from tests.unit.router.test_attempts import _Port
-from tests.unit.router.test_placement import worker
+from tests.unit.router.views import port, worker
 
 _STATED = "tandem_pool_stated_workers"
 
@@ -26,7 +25,7 @@ def test_who_was_told_to_go_is_not_lost() -> None:
     Readiness(registry, metrics, lambda _: True)
     assert _shown(metrics, "tandem_workers_lost_total", "decode") == 0
     for name in ("d0", "d1", "d2", "p0"):
-        registry.joined(worker(name).info, _Port())
+        registry.joined(worker(name).info, port())
     registry.draining(worker("d0").info.key, "SIGTERM")
     registry.left(worker("d0").info.key, "the worker closed the session")
     registry.left(worker("d1").info.key, CLOSED_HERE)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from router.pin_registry import PinRegistry, PinSite, PinWish
+from router.pin_registry import PinRegistry, PinSite
+from router.requests import PinWish
 from router.worker_view import WorkerKey
 from tandem.ids import BlockHash, Incarnation, WorkerId
 from tandem.prefix_pin import PinKey, PinOrder, PinOutcome, PinTold

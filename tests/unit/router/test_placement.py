@@ -1,7 +1,7 @@
 """Placement: who is chosen, why, and what never may be."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -13,20 +13,13 @@ from router import placement as placing
 from router.costs import CostModel
 from router.holders import best_holder
 from router.placement import Affinity, Demand, NoDecodeWorker, Placement, PlacementReason
-from router.pools import ClusterView
 from router.worker_view import WorkerKey, WorkerLoad, WorkerSnapshot
 from tandem.errors import RequestTooLarge
 from tandem.ids import Incarnation, WorkerId
 from tandem.kv_layout import KVLayout
-from tests.unit.router.views import LAYOUT, demand_of, view_of
-from tests.unit.router.views import worker as worker
+from tests.unit.router.views import LAYOUT, Wanted, demand, view_of, worker
 
 MODEL = CostModel()
-Wanted = Callable[[ClusterView], Demand]
-
-
-def demand(num_tokens: int = 500, *excluded: WorkerSnapshot, **matched: int) -> Wanted:
-    return lambda view: demand_of(view, num_tokens, *excluded, matched=matched)
 
 
 def place(wanted: Wanted, workers: Sequence[WorkerSnapshot], model: CostModel, rng: Random) -> Placement:

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from router.beam_search import BeamAsk
 from router.reader_choice import choose_reader
 from router.reading import PromptReading, ReadAsk
-from router.requests import RoutedRequest
+from router.requests import BeamAsk, RoutedRequest
 from router.surroundings import DispatchSettings
 from tandem.errors import DeadlineExceeded, InternalError, InvariantError, Overloaded, ServingError, Unavailable
 from tandem.outputs import FinishReason

@@ -15,7 +15,7 @@ from tandem.outputs import FinishReason
 from tests.unit.router import doors
 from tests.unit.router.described import events_of
 from tests.unit.router.http_doors import client_of, error_of
-from tests.unit.router.test_tools_over_http import CALLS, CITY
+from tests.unit.router.tool_calls import CALLS, CITY
 
 PATH = "/v1/responses"
 HELLO: dict[str, Any] = {"input": "hello"}

@@ -20,7 +20,7 @@ from tandem.outputs import FinishReason
 from tandem.prefix_pin import PinTotals
 from tandem.session_versions import SPOKEN
 from tests.unit.router import doors
-from tests.unit.router.test_placement import worker
+from tests.unit.router.views import worker
 
 
 class Clock:

@@ -1,40 +1,20 @@
 """The best of several, and the answer that most agree on."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
 from router.pattern_search import PatternSearch
-from router.requests import ChoiceDelta, ChoiceFinish, RoutedRequest
 from router.selection import elect, likeliest
 from router.tokenizer import Tokenizer
 from tandem.errors import InvalidRequest, Overloaded
-from tandem.outputs import FinishReason, SampledToken
+from tandem.outputs import SampledToken
 from tests.unit.router import doors
 from tests.unit.router.http_doors import CHAT, HELLO, PLAIN, client_of, error_of
-
-TEXTS = ["it is 5", "so: 7 ", " 5", "who knows", "7"]
-LOGPROBS = [-3.0, -1.0, -2.0, -1.0, -9.0]
-
-
-class Various(doors.FakeGenerator):
-    """Each choice says something else, with a log probability of its own for all of it."""
-
-    tokenizer: Tokenizer
-
-    async def generate(self, request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
-        self.requests.append(request)
-        if request.reads is not None:
-            yield ChoiceDelta(0, reading=doors.reading_of(request))
-        for index in range(request.num_choices):
-            ids = self.tokenizer.encode(TEXTS[index % len(TEXTS)])
-            share = LOGPROBS[index % len(TEXTS)] / len(ids) if request.sampling.num_logprobs is not None else None
-            tokens = tuple(SampledToken(token_id=token, logprob=share) for token in ids)
-            finish = ChoiceFinish(reason=FinishReason.STOP, cached_tokens=0, times=doors.TIMES)
-            yield ChoiceDelta(choice_index=index, tokens=tokens, finish=finish)
+from tests.unit.router.several_answers import TEXTS, Various, size_of
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +40,6 @@ async def ask(client: httpx.AsyncClient, route: str, **body: Any) -> dict[str, A
     response = await client.post(route, json=body)
     assert response.status_code == 200, response.text
     return response.json()
-
-
-def size_of(tokenizer: Tokenizer) -> int:
-    return sum(len(tokenizer.encode(text)) for text in TEXTS)
 
 
 async def test_the_likeliest_are_shown_and_all_are_counted(client: httpx.AsyncClient, parts: doors.Doors) -> None:

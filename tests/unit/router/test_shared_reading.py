@@ -5,6 +5,8 @@ import asyncio
 import pytest
 
 from router.shared_reading import SharedReading
+from tests.unit.router import doors
+from tests.unit.router.http_doors import client_of
 
 
 class Reader:
@@ -47,3 +49,17 @@ async def test_who_asks_while_it_is_read_has_part_in_the_next_reading_and_may_le
         with pytest.raises(ValueError, match="spoilt"):
             await one
     assert await shared() == b"3"
+
+
+async def test_scrapes_that_come_at_once_are_answered_with_one_reading():
+    parts, readings = doors.make_doors(doors.make_tokenizer()), []
+
+    async def read():
+        readings.append(1)
+        return b"page"
+
+    parts.metrics.collect_with(read)
+    async with client_of(parts) as client:
+        pages = await asyncio.gather(*(client.get("/metrics") for _ in range(20)))
+    assert {page.content for page in pages} == {b"page"}
+    assert len(readings) == 1

@@ -10,7 +10,7 @@ from router.succession import Successions, share_of, successor_of
 from router.worker_view import WorkerKey, WorkerLoad, WorkerSnapshot
 from tandem.cached_chain import CachedChain
 from tandem.ids import BlockHash, Incarnation, WorkerId
-from tests.unit.router.test_placement import LAYOUT, worker
+from tests.unit.router.views import LAYOUT, worker
 
 
 def made(name: str, *, free: int = 100, block_size: int = 16, **more: Any) -> WorkerSnapshot:

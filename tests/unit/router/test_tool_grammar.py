@@ -16,7 +16,7 @@ from router.tool_parsers.events import CallArguments, CallBegan, Content
 from router.tool_parsers.families import Family, family_of
 from router.tools import Tool, ToolUse
 from tandem.model_path import model_directory
-from tests.unit.router.test_tool_parsers import FAMILIES
+from tests.unit.router.tool_calls import FAMILIES
 
 VOCABULARY, END = 2048, 2
 PERSON = {

@@ -12,6 +12,7 @@ from router.tool_parsers.events import CallArguments, CallBegan, Content, ToolEv
 from router.tool_parsers.families import family_of
 from router.tool_parsers.machine import MAX_HEAD_CHARS
 from router.tools import Tool
+from tests.unit.router.tool_calls import FAMILIES
 
 WEATHER = Tool(
     name="get_weather",
@@ -22,7 +23,7 @@ WEATHER = Tool(
 )
 CLOCK = Tool(name="clock")
 TOOLS = (WEATHER, CLOCK)
-FAMILIES = ["hermes", "qwen3_coder", "mistral", "llama3", "deepseek", "pythonic"]
+
 Found = tuple[str, list[tuple[str, str]]]
 
 

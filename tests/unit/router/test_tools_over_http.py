@@ -12,18 +12,10 @@ from router.tools import MAX_CALLS, MAX_DESCRIPTION_CHARS, MAX_TOOLS
 from tandem.outputs import FinishReason
 from tests.unit.router import doors
 from tests.unit.router.http_doors import CHAT, HELLO, client_of, error_of, events
+from tests.unit.router.tool_calls import CALLS, CLOCK, NAMED, TOOLS, WEATHER
 
 NAMES = ("weather", "clock")
 ASK = {"X-Tandem-Stream-Ids": "1"}
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER = {"type": "function", "function": {"name": "weather", "description": "Of a place.", "parameters": CITY}}
-CLOCK = {"type": "function", "function": {"name": "clock"}}
-NAMED = {"type": "function", "function": {"name": "weather"}}
-TOOLS = HELLO | {"tools": [WEATHER, CLOCK]}
-CALLS = (
-    'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln 😀"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
-)
 
 
 @pytest.fixture(scope="module")

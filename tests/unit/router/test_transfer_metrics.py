@@ -7,7 +7,7 @@ from router.session_wire import load_from_pb
 from router.worker_view import WorkerKey
 from tandem.ids import Incarnation
 from tandem.v1 import session_pb2 as pb
-from tests.unit.router.test_placement import worker
+from tests.unit.router.views import worker
 
 
 def reported(

@@ -14,7 +14,7 @@ from tandem.errors import DeadlineExceeded, Overloaded, Unavailable
 from tandem.v1 import session_pb2 as pb
 from tests.fake_worker import FakeWorker, Submission, answer, expected_tokens
 from tests.unit.router.cluster import PROMPT, Cluster, cluster, collect, routed
-from tests.unit.router.test_placement import worker
+from tests.unit.router.views import worker
 
 
 class _Pool:

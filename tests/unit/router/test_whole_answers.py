@@ -7,11 +7,12 @@ import orjson
 import pytest
 
 from router.asked import ClientFields, Prepared
+from router.choice_text import TextDelta, WholeText
 from router.http import whole_answer
 from router.http.answers import Answer, AnswerHead, ChatAnswer, CompletionAnswer
 from router.http.whole_answer import whole_content
 from router.request_meter import RequestMeter
-from router.text_stream import TextDelta, WholeText, read_text
+from router.text_stream import read_text
 from router.tokenizer import Tokenizer
 from tandem.config import RouterConfig
 from tandem.outputs import SampledToken, TokenLogprob

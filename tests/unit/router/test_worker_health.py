@@ -90,7 +90,7 @@ async def _transfers_fail(submission: Submission) -> None:
 
 def _registry(router) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(HealthMetrics(router.dispatcher.health, time.monotonic))
+    registry.register(HealthMetrics(router.dispatcher.health, router.dispatcher.hedging, time.monotonic))
     return registry
 
 
@@ -184,7 +184,7 @@ async def test_a_late_first_token_is_hedged_and_the_first_answer_wins(prompt: tu
     async with cluster(*workers, FakeWorker("p0", role=WorkerRole.PREFILL), settings=HEDGED) as router:
         await warm(router)
         slow: list[Submission] = []
-        hedging = router.dispatcher.health.hedging
+        hedging = router.dispatcher.hedging
         assert hedging is not None
         started, won = hedging.num_started, hedging.num_won
 
@@ -220,7 +220,7 @@ async def test_a_twin_that_finds_no_worker_counts_for_nothing(monkeypatch: pytes
         held = [worker.submissions.get_nowait() for _ in range(worker.submissions.qsize())]
         held[-1].give_all()
         await client
-        assert router.dispatcher.health.hedging.num_started == 0
+        assert router.dispatcher.hedging.num_started == 0
         router.assert_idle()
 
 
@@ -250,7 +250,7 @@ async def test_the_first_run_may_win_and_a_failed_one_leaves_its_place() -> None
 
 async def test_nothing_is_hedged_unless_asked_for() -> None:
     async with cluster(FakeWorker("d0")) as router:
-        assert router.dispatcher.health.hedging is None
+        assert router.dispatcher.hedging is None
 
 
 async def test_a_hedged_request_is_not_given_a_third_worker_to_end_either() -> None:

@@ -1,6 +1,6 @@
 """Snapshots of workers as placement sees them, for tests that make clusters up."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from router.peer_load import PeerShare
@@ -84,3 +84,11 @@ def demand_of(
         excluded=frozenset(w.info.key for w in excluded),
         **fields,
     )
+
+
+Wanted = Callable[[ClusterView], Demand]
+"""What a choice needs, once it is known of which workers."""
+
+
+def demand(num_tokens: int = 500, *excluded: WorkerSnapshot, **matched: int) -> Wanted:
+    return lambda view: demand_of(view, num_tokens, *excluded, matched=matched)
