@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from engine.assembly import EngineParts, assemble
 from engine.backends.options import BackendOptions
 from engine.parallel.lost import RankLost
-from engine.preemption import MeasuredRates
 from engine.ranks import leader as leading
 from engine.ranks.channel import Channel, Kind
 from engine.ranks.leader import Leader
@@ -29,6 +28,7 @@ from engine.ranks.messages import RankSetup
 from engine.reading import Reading
 from engine.request import Batch, BatchItem, BlockTable, Request, SampledToken
 from engine.spec import EngineSpec
+from engine.tier_costs import MeasuredRates
 from kv_transfer.transports.shared_pool import SharedPool
 from tandem.errors import ConfigError
 from tandem.ids import BlockHash, BlockId, RequestId, TransferId
