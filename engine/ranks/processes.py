@@ -9,12 +9,18 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.parallel.lost import RankLost
 from engine.ranks.ending import GroupEnd
+
+
+def rank_command() -> list[str]:
+    """How this process starts a rank; what the rank is to join follows."""
+    return [sys.executable, "-m", __package__, "--parent-pid", str(os.getpid())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
