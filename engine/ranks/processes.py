@@ -17,10 +17,13 @@ from dataclasses import dataclass
 from engine.parallel.lost import RankLost
 from engine.ranks.ending import GroupEnd
 
+RANK_MODULE = __package__
+"""What `python -m` runs as a rank: this package."""
+
 
 def rank_command() -> list[str]:
     """How this process starts a rank; what the rank is to join follows."""
-    return [sys.executable, "-m", __package__, "--parent-pid", str(os.getpid())]
+    return [sys.executable, "-m", RANK_MODULE, "--parent-pid", str(os.getpid())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
