@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from bench.report import Row, figure
+from engine.backends.torch_backend import TorchBackend
 from engine.kv_cache import PagedKVCache
 from engine.memory import kv_layout
 from engine.model_runner import ModelRunner
 from engine.models.loader import load_model
 from engine.request import Batch, BatchItem, BlockTable, Request
-from engine.step_inputs import build_step_inputs
+from engine.step_input_builder import build_step_inputs
 from tandem.ids import BlockHash, BlockId, RequestId
 from tandem.sampling import SamplingParams
 
@@ -124,7 +125,7 @@ class _PagedModel:
     """Our engine's model over a pool whose blocks are handed out in random order."""
 
     def __init__(self, folder: Path, rng: Random) -> None:
-        model = load_model(folder)
+        model = load_model(folder, backend=TorchBackend())
         layout = kv_layout(model.config, fingerprint=model.fingerprint, dtype="float32", block_size=_BLOCK)
         self._runner = ModelRunner(model, PagedKVCache(layout, num_blocks=_NUM_BLOCKS, device=model.device))
         self._rng = rng

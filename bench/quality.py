@@ -24,7 +24,7 @@ from engine.memory import kv_layout
 from engine.model_runner import ModelRunner
 from engine.models.loader import load_model
 from engine.request import Batch, BatchItem, BlockTable, Request
-from engine.step_inputs import build_step_inputs
+from engine.step_input_builder import build_step_inputs
 from tandem.ids import BlockHash, BlockId, RequestId
 from tandem.model_path import BUILTIN, model_directory
 from tandem.sampling import SamplingParams

@@ -20,7 +20,7 @@ from bench.report import Row, figure
 from engine.config import EngineConfig
 from engine.request import Request, SampledToken
 from engine.scheduler import Scheduler
-from engine.step_inputs import StepInputBuilder
+from engine.step_input_builder import StepInputBuilder
 from tandem.block_hash import BlockHasher, root_hash
 from tandem.ids import RequestId
 from tandem.sampling import SamplingParams

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine.block_moves import BlockCopy
-from engine.blocks import KVBlockPool, PoolExhausted
+from engine.blocks import KVBlockPool, PoolExhausted, StepHolds
 from engine.eviction import EvictionPolicy
 from engine.kv_events import KVEventLog, Stored
-from engine.lookahead import StepHolds
 from engine.prefix_index import PrefixIndex
 from engine.request import Request
 from engine.tiers import LowerCache

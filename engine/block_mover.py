@@ -14,9 +14,9 @@ import torch
 from engine.block_moves import BlockLoad, BlockOffload
 from engine.device_queue import device_queue
 from engine.kv_cache import PagedKVCache
-from engine.preemption import CopyRates
 from engine.staging import Staging
 from engine.step_inputs import IntArray, StepInputs
+from engine.tier_costs import CopyRates
 from engine.tier_counts import Traffic
 
 _SAMPLE_BLOCKS = 64

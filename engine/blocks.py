@@ -5,6 +5,9 @@ or *idle* (no reference, but content worth finding again: the prefix index decid
 """
 
 from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from tandem.errors import Code, InvariantError, Unavailable
 from tandem.ids import BlockId
@@ -99,3 +102,53 @@ class KVBlockPool:
             block = BlockId(index)
             if refs < 0 or (refs == 0) != (block in free or block in self._idle):
                 raise InvariantError(f"block {block} has {refs} references but is in the wrong list")
+
+
+class _Held(NamedTuple):
+    """Block references that end with one step."""
+
+    touched: list[BlockId]
+    """By the step itself, whoever else gives them up."""
+    given_up: list[BlockId]
+    """By requests, in the order of their tables, once the step was launched."""
+
+
+class StepHolds:
+    """Block references that end with a step: until then nobody else, on this machine or another, may have the block."""
+
+    __slots__ = ("_launched", "_next")
+
+    def __init__(self) -> None:
+        self._launched: deque[_Held] = deque()
+        self._next: list[BlockId] = []
+
+    def __iter__(self) -> Iterator[BlockId]:
+        for held in self._launched:
+            yield from held.touched
+            yield from held.given_up
+        yield from self._next
+
+    def hold_for_next(self, blocks: Iterable[BlockId]) -> None:
+        """Keep references until the step now being planned has settled: it reads or writes these blocks."""
+        self._next.extend(blocks)
+
+    def hold(self, blocks: Iterable[BlockId]) -> bool:
+        """Keep references until the newest launched step has settled; False when no step is under way."""
+        if not self._launched:
+            return False
+        self._launched[-1].given_up.extend(blocks)
+        return True
+
+    def launch(self) -> None:
+        """A step is on its way."""
+        self._launched.append(_Held(self._next, []))
+        self._next = []
+
+    def settle(self) -> list[BlockId]:
+        """The oldest step is done: the references that ended with it, to be released from the last to the first.
+
+        What the step touched comes last: of a block that its owner gave up meanwhile the owner's reference, between
+        those of the blocks before and after it, is then the last one.
+        """
+        touched, given_up = self._launched.popleft()
+        return given_up + touched

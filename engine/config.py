@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
-from engine.eviction import POLICIES
 from tandem.block_hash import HASH_BLOCK_TOKENS
 from tandem.errors import ConfigError
 
+EVICTION_POLICIES = ("lru", "lfu", "prefix")
+"""The names of `engine.eviction.POLICIES`, which makes them."""
 _AT_LEAST_ONE = (
     "num_blocks",
     "block_size",
@@ -45,7 +46,7 @@ class EngineConfig:
     eos_token_ids: frozenset[int]
     """The model's own end tokens."""
     eviction: str
-    """Which cached block is given up first: a key of `engine.eviction.POLICIES`."""
+    """Which cached block is given up first: one of `EVICTION_POLICIES`."""
     max_overtakes: int
     """How many requests with more of their prompt cached may leave the queue before one that came earlier; 0: none."""
     priority_aging_s: float | None
@@ -62,8 +63,8 @@ class EngineConfig:
             seconds = getattr(self, name)
             if seconds is not None and not seconds > 0.0:
                 raise ConfigError(f"engine.{name} must be above 0, not {seconds}")
-        if self.eviction not in POLICIES:
-            raise ConfigError(f"engine.eviction must be one of {', '.join(POLICIES)}, not {self.eviction!r}")
+        if self.eviction not in EVICTION_POLICIES:
+            raise ConfigError(f"engine.eviction must be one of {', '.join(EVICTION_POLICIES)}, not {self.eviction!r}")
         if self.block_size % HASH_BLOCK_TOKENS:
             raise ConfigError(f"engine.block_size must be a multiple of {HASH_BLOCK_TOKENS}, not {self.block_size}")
 

@@ -1,14 +1,12 @@
-"""Steps that are launched and not settled yet, and what must wait for them.
+"""Steps that are launched and not settled yet.
 
 While a step runs, the next one may be planned: each request that samples is taken to get one more token, whose id the
 device will fill in. A request counts what is under way (`num_in_flight_tokens`, `num_awaited_tokens`), so that the
-computed and the known stay what they are; and a block reference that is given up ends with the newest step that may
-still touch the block. Steps settle in the order in which they were launched.
+computed and the known stay what they are. Steps settle in the order in which they were launched; the block references
+that wait for them are `engine.blocks.StepHolds`.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from engine.request import Batch, Request
 from tandem.errors import InvariantError
@@ -70,53 +68,3 @@ def ends_the_plan(request: Request) -> bool:
         return True
     rule = request.end_rule
     return rule is not None and len(request.token_ids) + request.num_awaited_tokens >= rule.max_tokens
-
-
-class _Held(NamedTuple):
-    """Block references that end with one step."""
-
-    touched: list[BlockId]
-    """By the step itself, whoever else gives them up."""
-    given_up: list[BlockId]
-    """By requests, in the order of their tables, once the step was launched."""
-
-
-class StepHolds:
-    """Block references that end with a step: until then nobody else, on this machine or another, may have the block."""
-
-    __slots__ = ("_launched", "_next")
-
-    def __init__(self) -> None:
-        self._launched: deque[_Held] = deque()
-        self._next: list[BlockId] = []
-
-    def __iter__(self) -> Iterator[BlockId]:
-        for held in self._launched:
-            yield from held.touched
-            yield from held.given_up
-        yield from self._next
-
-    def hold_for_next(self, blocks: Iterable[BlockId]) -> None:
-        """Keep references until the step now being planned has settled: it reads or writes these blocks."""
-        self._next.extend(blocks)
-
-    def hold(self, blocks: Iterable[BlockId]) -> bool:
-        """Keep references until the newest launched step has settled; False when no step is under way."""
-        if not self._launched:
-            return False
-        self._launched[-1].given_up.extend(blocks)
-        return True
-
-    def launch(self) -> None:
-        """A step is on its way."""
-        self._launched.append(_Held(self._next, []))
-        self._next = []
-
-    def settle(self) -> list[BlockId]:
-        """The oldest step is done: the references that ended with it, to be released from the last to the first.
-
-        What the step touched comes last: of a block that its owner gave up meanwhile the owner's reference, between
-        those of the blocks before and after it, is then the last one.
-        """
-        touched, given_up = self._launched.popleft()
-        return given_up + touched

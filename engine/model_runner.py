@@ -22,7 +22,8 @@ from engine.row_reader import ComingRows, RowsRead, read_rows
 from engine.runner import LaunchedStep
 from engine.sampler import Sampler, SampleRow
 from engine.staging import Staging
-from engine.step_inputs import IntArray, StepInputBuilder, StepInputs
+from engine.step_input_builder import StepInputBuilder
+from engine.step_inputs import IntArray, StepInputs
 from tandem.errors import ConfigError, InvariantError
 
 

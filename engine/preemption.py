@@ -10,40 +10,9 @@ from dataclasses import dataclass, replace
 from engine.block_manager import BlockManager
 from engine.block_moves import BlockLoad, BlockOffload
 from engine.request import Request
+from engine.tier_costs import CopyRates, MeasuredRates, prefers_offload
 from engine.tiers import OffloadHandle, OffloadTier
 from tandem.ids import BlockId, RequestId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyRates:
-    """How fast this worker saves blocks and brings them back; 0 where nothing has been measured."""
-
-    offload_bytes_per_s: float = 0.0
-    load_bytes_per_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredRates(CopyRates):
-    """How fast this worker computes and copies; 0 where nothing has been measured."""
-
-    prefill_tokens_per_s: float = 0.0
-
-
-def recompute_s(num_tokens: int, rates: MeasuredRates) -> float:
-    """Time to compute so many tokens again; infinite while the rate is unknown."""
-    return num_tokens / rates.prefill_tokens_per_s if rates.prefill_tokens_per_s > 0.0 else float("inf")
-
-
-def offload_s(num_bytes: int, rates: MeasuredRates) -> float:
-    """Time to copy so many bytes out and in again; infinite while a rate is unknown."""
-    if rates.offload_bytes_per_s <= 0.0 or rates.load_bytes_per_s <= 0.0:
-        return float("inf")
-    return num_bytes / rates.offload_bytes_per_s + num_bytes / rates.load_bytes_per_s
-
-
-def prefers_offload(num_tokens: int, num_bytes: int, rates: MeasuredRates) -> bool:
-    """Whether saving `num_bytes` costs less than computing `num_tokens` again; recompute wins a tie, or in doubt."""
-    return offload_s(num_bytes, rates) < recompute_s(num_tokens, rates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

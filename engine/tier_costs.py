@@ -5,9 +5,7 @@ to and from host memory is measured once at start, computing and reading as the 
 been measured, copying wins: nobody knows yet what it saves, and trying costs little.
 """
 
-from dataclasses import replace
-
-from engine.preemption import CopyRates, MeasuredRates, prefers_offload, recompute_s
+from dataclasses import dataclass, replace
 
 MAX_WAIT_S = 2.0
 """Longest that a request waits for a disk, whatever computing would take."""
@@ -15,6 +13,38 @@ MIN_WAIT_S = 0.02
 _WEIGHT = 0.2
 _PROBE_EVERY = 64
 """A disk that was once too slow is tried again after so many refusals: it may have been busy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyRates:
+    """How fast this worker saves blocks and brings them back; 0 where nothing has been measured."""
+
+    offload_bytes_per_s: float = 0.0
+    load_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRates(CopyRates):
+    """How fast this worker computes and copies; 0 where nothing has been measured."""
+
+    prefill_tokens_per_s: float = 0.0
+
+
+def recompute_s(num_tokens: int, rates: MeasuredRates) -> float:
+    """Time to compute so many tokens again; infinite while the rate is unknown."""
+    return num_tokens / rates.prefill_tokens_per_s if rates.prefill_tokens_per_s > 0.0 else float("inf")
+
+
+def offload_s(num_bytes: int, rates: MeasuredRates) -> float:
+    """Time to copy so many bytes out and in again; infinite while a rate is unknown."""
+    if rates.offload_bytes_per_s <= 0.0 or rates.load_bytes_per_s <= 0.0:
+        return float("inf")
+    return num_bytes / rates.offload_bytes_per_s + num_bytes / rates.load_bytes_per_s
+
+
+def prefers_offload(num_tokens: int, num_bytes: int, rates: MeasuredRates) -> bool:
+    """Whether saving `num_bytes` costs less than computing `num_tokens` again; recompute wins a tie, or in doubt."""
+    return offload_s(num_bytes, rates) < recompute_s(num_tokens, rates)
 
 
 class TierCosts:

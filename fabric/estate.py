@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem.block_hash import HASH_BLOCK_TOKENS
-from tandem.cached_chain import CachedChain, chains_from_pb
+from tandem.cached_chain import CachedChain
+from tandem.chain_wire import chains_from_pb
 from tandem.errors import InvalidRequest
 from tandem.ids import BlockHash
 from tandem.prefix_holder import PrefixHolder, holder_from_pb

@@ -7,7 +7,8 @@ from typing import Protocol
 
 from engine.host import EngineHost
 from fabric.service import Fabric
-from tandem.cached_chain import MAX_CHAIN_NAMES, chains_to_pb
+from tandem.cached_chain import MAX_CHAIN_NAMES
+from tandem.chain_wire import chains_to_pb
 from tandem.session_port import SessionPort
 from tandem.v1 import session_pb2 as pb
 

@@ -26,7 +26,7 @@ from router.worker_view import (
     WorkerLoad,
     WorkReport,
 )
-from tandem.cached_chain import chains_from_pb, chains_to_pb
+from tandem.chain_wire import chains_from_pb, chains_to_pb
 from tandem.dialect import NoCommonVersion, VersionRange
 from tandem.errors import InvalidRequest
 from tandem.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId

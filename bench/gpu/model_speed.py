@@ -21,7 +21,8 @@ from engine.memory import kv_layout
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.request import Batch, BatchItem, BlockTable, Request
-from engine.step_inputs import StepInputs, build_step_inputs
+from engine.step_input_builder import build_step_inputs
+from engine.step_inputs import StepInputs
 from tandem.ids import BlockHash, BlockId, RequestId
 from tandem.sampling import SamplingParams
 

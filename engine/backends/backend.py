@@ -6,18 +6,16 @@ where it runs. Results may lie in buffers that belong to the backend: each says 
 """
 
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.kv_cache import PagedKVCache
-from engine.layers.attention import AttentionBackend, AttentionSpec
+from engine.layers.attention import AttentionBackend, AttentionPlan, AttentionSpec
+from engine.model_config import ModelConfig
 from engine.sampling_kernels import SamplingKernels
 from engine.step_inputs import StepInputs
-
-if TYPE_CHECKING:
-    from engine.models.decoder import Decoder
 
 
 class Role(Enum):
@@ -91,6 +89,37 @@ class Embedding(Protocol):
         ...
 
 
+class RecordableModel(Protocol):
+    """What a backend runs to record a step: `engine.models.decoder.Decoder`."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The geometry of its layers."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        ...
+
+    @property
+    def embedding(self) -> Embedding:
+        """As this backend made it."""
+        ...
+
+    def forward(self, token_ids: Tensor, plan: AttentionPlan, wanted: Tensor | None = None) -> Tensor:
+        """Hidden states before the final norm, `[num_rows, hidden_size]`; of the `wanted` rows alone, if given."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[num_rows, hidden_size]` from `forward` to float32 `[num_rows, vocab_size]`."""
+        ...
+
+    def logits_of_embedded(self, embedded: Tensor, plan: AttentionPlan) -> Tensor:
+        """Logits of every row from its embedding on, `[num_rows, hidden_size]`, which is overwritten."""
+        ...
+
+
 class StepGraphs(Protocol):
     """Whole steps recorded once and replayed."""
 
@@ -157,7 +186,7 @@ class Backend(Protocol):
         ...
 
     def graphs(
-        self, model: "Decoder", attention: AttentionBackend, *, max_rows: int, max_length: int
+        self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_length: int
     ) -> StepGraphs | None:
         """Steps of up to `max_rows` decoding rows recorded ahead; None where recording gains nothing."""
         ...

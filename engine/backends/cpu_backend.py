@@ -4,15 +4,14 @@ What the processor lacks is replaced piece by piece: without AMX the bfloat16 pr
 stays. In the steady state a step allocates nothing here: every result lies in a buffer with its own name.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from engine.backends.backend import Closing, Embedding, Projection, Role, StepGraphs
+from engine.backends.backend import Closing, Embedding, Projection, RecordableModel, Role, StepGraphs
 from engine.backends.buffers import Buffers
 from engine.backends.cpu_attention import CpuAttention
 from engine.backends.cpu_int8_attention import CpuInt8Attention
+from engine.backends.cpu_programs import CpuPrograms
 from engine.backends.later_added import LaterAdded
 from engine.backends.options import BackendOptions
 from engine.backends.priority import step_back
@@ -36,9 +35,6 @@ from engine.kv_cache import TORCH_DTYPES, PagedKVCache
 from engine.layers.attention import AttentionBackend, AttentionSpec
 from engine.layers.torch_attention import TorchAttention
 from engine.sampling_kernels import SamplingKernels
-
-if TYPE_CHECKING:
-    from engine.models.decoder import Decoder
 
 _CACHE_LINE_BYTES = 64
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16)
@@ -248,11 +244,9 @@ class CpuBackend:
         return make(spec, cache, self._library, self._kernels, self._buffers, deterministic=self._deterministic)
 
     def graphs(
-        self, model: "Decoder", attention: AttentionBackend, *, max_rows: int, max_length: int
+        self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_length: int
     ) -> StepGraphs | None:
         """See Backend. Only what is computed by our kernels from end to end can be recorded."""
-        from engine.backends.cpu_programs import CpuPrograms
-
         if not self._has_packing or not isinstance(attention, CpuAttention):
             return None
         return CpuPrograms(model, attention, self._library, self._buffers, max_rows=max_rows)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.backends.backend import RecordableModel
 from engine.backends.buffers import Buffers
 from engine.backends.cpu_attention import CpuAttention, CpuAttentionPlan
 from engine.kernels.cpu.library import KernelLibrary
 from engine.kernels.cpu.program import KernelProgram
-from engine.models.decoder import Decoder
 from engine.step_inputs import StepInputs
 
 
@@ -30,7 +30,7 @@ class _Recorded:
 class CpuPrograms:
     """See StepGraphs. Serves steps in which every sequence computes one row and samples."""
 
-    def __init__(self, model: Decoder, attention: CpuAttention, library: KernelLibrary, buffers: Buffers, *,
+    def __init__(self, model: RecordableModel, attention: CpuAttention, library: KernelLibrary, buffers: Buffers, *,
                  max_rows: int) -> None:  # fmt: skip
         """Steps of more than `max_rows` rows are left to others."""
         self._model = model

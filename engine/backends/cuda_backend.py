@@ -5,13 +5,11 @@ that a token's result depends on neither its company, nor chunks, nor the step. 
 allocator: in the steady state nothing is allocated on the device.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.backends.backend import Role, StepGraphs
+from engine.backends.backend import RecordableModel, Role, StepGraphs
 from engine.backends.cuda_attention import CudaAttention
 from engine.backends.later_added import LaterAdded
 from engine.backends.options import BackendOptions
@@ -25,9 +23,6 @@ from engine.layers.attention import AttentionBackend, AttentionSpec
 from engine.layers.linear import TokenEmbedding
 from engine.sampling_kernels import SamplingKernels
 from tandem.errors import ConfigError
-
-if TYPE_CHECKING:
-    from engine.models.decoder import Decoder
 
 _MAX_GRAPH_ROWS = 256
 """Beyond it a step computes long enough to hide its launches."""
@@ -147,7 +142,7 @@ class CudaBackend:
         return self._attention
 
     def graphs(
-        self, model: "Decoder", attention: AttentionBackend, *, max_rows: int, max_length: int
+        self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_length: int
     ) -> StepGraphs | None:
         """See Backend. `attention` is the last that this backend made."""
         if self.device.type != "cuda" or self._attention is None or attention is not self._attention:

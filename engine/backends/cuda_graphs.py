@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.backends.backend import RecordableModel
 from engine.backends.cuda_attention import CudaAttention, CudaAttentionPlan, StepLayout, upload
-from engine.models.decoder import Decoder
 from engine.step_inputs import StepInputs
 
 _WARM_UPS = 2
@@ -82,7 +82,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: Decoder,
+        model: RecordableModel,
         attention: CudaAttention,
         recorder: Recorder,
         *,

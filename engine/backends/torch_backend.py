@@ -1,11 +1,9 @@
 """Plain torch operators: runs wherever torch does, and is what every other backend is compared with."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from engine.backends.backend import Role
+from engine.backends.backend import RecordableModel, Role
 from engine.backends.later_added import LaterAdded
 from engine.backends.priority import step_back
 from engine.kv_cache import PagedKVCache
@@ -14,9 +12,6 @@ from engine.layers.linear import GatedLinear, HeadLinear, Linear, TokenEmbedding
 from engine.layers.norm import RMSNorm
 from engine.layers.torch_attention import TorchAttention
 from engine.sampling_kernels import SamplingKernels, TorchSampling
-
-if TYPE_CHECKING:
-    from engine.models.decoder import Decoder
 
 
 class TorchBackend:
@@ -60,7 +55,7 @@ class TorchBackend:
         """See Backend."""
         return TorchAttention(spec, cache)
 
-    def graphs(self, model: "Decoder", attention: AttentionBackend, *, max_rows: int, max_length: int) -> None:
+    def graphs(self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_length: int) -> None:
         """See Backend: operators are called one by one."""
 
     def trim(self) -> None:

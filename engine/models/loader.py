@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.backend import Backend, Closing, Embedding, Norm, Projection, Role
-from engine.backends.torch_backend import TorchBackend
 from engine.heap import return_freed_memory
-from engine.kv_cache import TORCH_DTYPES
 from engine.layers.norm import HeadNorm
 from engine.model_config import ModelConfig, load_model_config
 from engine.model_files import ModelDirectory
@@ -58,21 +56,15 @@ class TensorSource(Protocol):
 def load_model(
     path: str | Path,
     *,
-    dtype: str = "float32",
-    device: torch.device | str = "cpu",
-    backend: Backend | None = None,
+    backend: Backend,
     progress: Progress | None = None,
     group: ParallelGroup | None = None,
 ) -> Decoder:
-    """Load a Hugging Face model directory for `backend`, or for plain torch in `dtype` on `device`.
+    """Load a Hugging Face model directory for `backend`.
 
     `group`: the ranks that share the model, of which this process loads its part. Raises ConfigError for everything
     that is wrong with the directory: configuration, files, shapes, values.
     """
-    if backend is None:
-        if dtype not in TORCH_DTYPES:
-            raise ConfigError(f"dtype must be one of {', '.join(TORCH_DTYPES)}, is {dtype!r:.40}")
-        backend = TorchBackend(device=device, dtype=TORCH_DTYPES[dtype])
     config = load_model_config(path)
     with Checkpoint(ModelDirectory(path)) as checkpoint:
         model = build_model(config, checkpoint, backend=backend, progress=progress, group=group)

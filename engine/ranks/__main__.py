@@ -1,4 +1,4 @@
-"""`python -m engine.ranks --parent-pid P …`: one rank of a worker, started by rank 0 or by its node's starter.
+"""`python -m` this package `--parent-pid P …`: one rank of a worker, started by rank 0 or by its node's starter.
 
 On rank 0's node it is given its connections (`--control-fd`, and `--pulse-fd` with `--host` in a group that spans
 nodes); elsewhere what it needs to come to rank 0 (`--join-fd`: a file with the group, in which is the secret).
@@ -22,7 +22,9 @@ def die_with_parent(parent_pid: int) -> None:
 
 def main() -> int:
     """The command line of a rank, down to its exit code."""
-    parser = argparse.ArgumentParser(prog="engine.ranks", description="one rank of a tensor-parallel worker")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {__package__}", description="one rank of a tensor-parallel worker"
+    )
     way = parser.add_mutually_exclusive_group(required=True)
     way.add_argument("--control-fd", type=int, help="a connected socket to rank 0")
     way.add_argument("--join-fd", type=int, help="a file with the group whose rank 0 is on another node")

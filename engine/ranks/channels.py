@@ -1,13 +1,11 @@
 """Rank 0's connections to all other ranks: what is told to all, to each its own, and collected from all."""
 
-import os
 import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from engine.ranks.arrivals import Arrivals
 from engine.ranks.channel import Channel, Kind
-from engine.ranks.processes import RankCommand
+from engine.ranks.processes import RankCommand, rank_command
 
 
 class Channels:
@@ -71,8 +69,7 @@ class Channels:
         near, far = socket.socketpair()
         self._all[rank] = Channel(near, f"rank {rank}")
         self._far_ends.append(far)
-        argv = [sys.executable, "-m", "engine.ranks", "--parent-pid", str(os.getpid())]
-        argv += ["--control-fd", str(far.fileno())]
+        argv = [*rank_command(), "--control-fd", str(far.fileno())]
         fds = [far.fileno()]
         if arrivals is not None:
             pulse, far_pulse = socket.socketpair()

@@ -9,12 +9,21 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.parallel.lost import RankLost
 from engine.ranks.ending import GroupEnd
+
+RANK_MODULE = __package__
+"""What `python -m` runs as a rank: this package."""
+
+
+def rank_command() -> list[str]:
+    """How this process starts a rank; what the rank is to join follows."""
+    return [sys.executable, "-m", RANK_MODULE, "--parent-pid", str(os.getpid())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

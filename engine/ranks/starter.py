@@ -8,7 +8,6 @@ when it has finished its work, those that still knock end at once.
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -17,7 +16,7 @@ from queue import Empty, SimpleQueue
 from engine.ranks.ending import GroupEnd
 from engine.ranks.joining import REFUSED
 from engine.ranks.nodes import NodeGroup
-from engine.ranks.processes import RankCommand, RankProcesses
+from engine.ranks.processes import RankCommand, RankProcesses, rank_command
 from tandem.hangup import on_hangup
 
 _log = logging.getLogger(__name__)
@@ -91,8 +90,7 @@ class NodeStarter:
             with os.fdopen(os.dup(fd), "wb") as file:
                 file.write(self._group.to_json())
             os.lseek(fd, 0, os.SEEK_SET)
-            argv = [sys.executable, "-m", "engine.ranks", "--parent-pid", str(os.getpid())]
-            argv += ["--join-fd", str(fd), "--rank", str(rank)]
+            argv = [*rank_command(), "--join-fd", str(fd), "--rank", str(rank)]
             if self._source is not None:
                 argv += ["--host", self._source]
             commands.append(RankCommand(rank=rank, argv=argv, fds=(fd,)))

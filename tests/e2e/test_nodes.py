@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 
 from cluster.effective import module_command
+from engine.ranks.processes import RANK_MODULE
 from tests.e2e.oracle import prompts
 from tests.e2e.running_cluster import WAIT_S, running
 from tests.integration.nodes import OTHER_HOST, free_port
@@ -52,7 +53,7 @@ class Nodes:
     def ranks(self, name):
         """Processes of a worker's second node."""
         children = psutil.Process(self.starters[name].pid).children()
-        return [child for child in children if "engine.ranks" in child.cmdline()]
+        return [child for child in children if RANK_MODULE in child.cmdline()]
 
     def stop(self) -> list[int]:
         """As Kubernetes does; how they ended."""

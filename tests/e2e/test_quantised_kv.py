@@ -6,11 +6,10 @@ import random
 import pytest
 import torch
 
-from engine.models.loader import load_model
 from tests.e2e.oracle import BUILTIN, noise
 from tests.e2e.running_cluster import running
 from tests.e2e.test_parity import cached, differing
-from tests.unit.engine.paged_harness import Session
+from tests.unit.engine.paged_harness import Session, load_plain
 
 MAX_TOKENS = 24
 WAYS = {
@@ -22,7 +21,7 @@ WAYS = {
 
 def expected(prompts, kv_dtype):
     """Greedy tokens in float32."""
-    model = load_model(BUILTIN)
+    model = load_plain(BUILTIN)
     answers = []
     for prompt in prompts:
         session = Session(model, num_blocks=32, block_size=16, kv_dtype=kv_dtype)

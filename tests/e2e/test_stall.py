@@ -6,6 +6,7 @@ import signal
 
 import psutil
 
+from engine.ranks.processes import RANK_MODULE
 from tests.e2e.oracle import prompts
 from tests.e2e.running_cluster import running
 from tests.e2e.test_tensor_parallel import ended
@@ -25,7 +26,7 @@ async def test_a_rank_that_is_stopped_ends_its_worker_and_no_stream(oracle):
 
         await ask("all is well")
         leader = psutil.Process(cluster.pid("decode-0"))
-        (follower,) = [child for child in leader.children() if "engine.ranks" in child.cmdline()]
+        (follower,) = [child for child in leader.children() if RANK_MODULE in child.cmdline()]
         group = [os.pidfd_open(process.pid) for process in (leader, follower)]
         os.kill(follower.pid, signal.SIGSTOP)
         await ask("one is stopped")

@@ -9,6 +9,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from engine.ranks.processes import RANK_MODULE
 from tests.e2e.oracle import prompts
 from tests.e2e.running_cluster import WAIT_S, running
 
@@ -73,7 +74,7 @@ async def test_a_worker_that_loses_a_rank_ends_and_comes_back(cluster, oracle, v
     in_ranks = config.decode.tensor_parallel_size > 1
     name, pool = ("decode-0", config.decode) if in_ranks else ("prefill-0", config.prefill)
     leader = psutil.Process(cluster.pid(name))
-    followers = [child for child in leader.children() if "engine.ranks" in child.cmdline()]
+    followers = [child for child in leader.children() if RANK_MODULE in child.cmdline()]
     assert len(followers) == pool.tensor_parallel_size - 1 > 0
     group = [os.pidfd_open(process.pid) for process in (leader, *followers)]
     started = time.monotonic()

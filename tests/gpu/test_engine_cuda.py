@@ -14,7 +14,7 @@ from engine.philox import gumbel_noise
 from engine.sampler import Sampler, SampleRow
 from tandem.sampling import SamplingParams
 from tests.unit.engine import ledger
-from tests.unit.engine.paged_harness import Session, random_tokens, reference_model
+from tests.unit.engine.paged_harness import Session, load_plain, random_tokens, reference_model
 from tests.unit.engine.serve import Serve, every_way_to_sample
 
 pytestmark = [
@@ -35,7 +35,7 @@ def test_logits_equal_the_cpu(model_path):
     tokens = random_tokens(random.Random(0), 45)
     rows = []
     for device in ("cpu", "cuda"):
-        session = Session(load_model(model_path, device=device))
+        session = Session(load_plain(model_path, device=device))
         request = session.request(tokens)
         rows.append(torch.cat([session.logits(request, n).cpu() for n in (20, 17, 7, 1)]))
     torch.testing.assert_close(rows[0], rows[1], atol=1e-4, rtol=0.0)
@@ -46,7 +46,7 @@ def test_tokens_equal_the_cpu(model_path, params):
     prompts = [random_tokens(random.Random(i), 3 + 7 * i) for i in range(5)]
     outputs = []
     for device in ("cpu", "cuda"):
-        session = Session(load_model(model_path, device=device), num_blocks=160)
+        session = Session(load_plain(model_path, device=device), num_blocks=160)
         requests = [session.request(p, SamplingParams(**params), capacity=64) for p in prompts]
         session.run(requests, num_output=12, chunk=16)
         outputs.append([list(r.token_ids) for r in requests])
@@ -61,7 +61,7 @@ def test_noise_equals_the_cpu():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_runs(model_path, dtype):
-    session = Session(load_model(model_path, device="cuda", dtype=dtype), num_blocks=160)
+    session = Session(load_plain(model_path, device="cuda", dtype=dtype), num_blocks=160)
     requests = [session.request(random_tokens(random.Random(i), 5 + i), capacity=40) for i in range(4)]
     session.run(requests, num_output=8, chunk=4)
     assert all(r.num_output_tokens >= 8 for r in requests)

@@ -25,12 +25,12 @@ from engine.launched import ComingTokens
 from engine.memory import kv_layout
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
-from engine.preemption import MeasuredRates
 from engine.request import Batch, FinishReason, Request, RequestState, SampledToken
 from engine.sampler import Chosen, Sampler, SampleRow
 from engine.scheduler import Scheduler
 from engine.step import StepOutput
 from engine.step_inputs import StepInputs
+from engine.tier_costs import MeasuredRates
 from engine.tiers import HostTier
 from tandem.block_hash import BlockHasher
 from tandem.ids import RequestId

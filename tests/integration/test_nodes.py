@@ -17,6 +17,7 @@ from engine.parallel.lost import RankLost
 from engine.ranks import leader as leading
 from engine.ranks.door import NodeDoor
 from engine.ranks.leader import Leader
+from engine.ranks.processes import RANK_MODULE
 from engine.ranks.pulse import SILENCE_S, PulseDesk
 from kv_transfer.transports.shared_pool import SharedPool
 from tandem.errors import ConfigError
@@ -38,7 +39,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ranks_of(starter) -> list[psutil.Process]:
     """Processes of that node."""
-    return [child for child in psutil.Process(starter.pid).children() if "engine.ranks" in child.cmdline()]
+    return [child for child in psutil.Process(starter.pid).children() if RANK_MODULE in child.cmdline()]
 
 
 def go_on(parts: EngineParts, num_computed_tokens: int) -> list[int]:

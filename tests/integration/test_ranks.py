@@ -21,14 +21,15 @@ from safetensors.torch import load_file, save_file
 from engine.assembly import EngineParts, assemble
 from engine.backends.options import BackendOptions
 from engine.parallel.lost import RankLost
-from engine.preemption import MeasuredRates
 from engine.ranks import leader as leading
 from engine.ranks.channel import Channel, Kind
 from engine.ranks.leader import Leader
 from engine.ranks.messages import RankSetup
+from engine.ranks.processes import RANK_MODULE
 from engine.reading import Reading
 from engine.request import Batch, BatchItem, BlockTable, Request, SampledToken
 from engine.spec import EngineSpec
+from engine.tier_costs import MeasuredRates
 from kv_transfer.transports.shared_pool import SharedPool
 from tandem.errors import ConfigError
 from tandem.ids import BlockHash, BlockId, RequestId, TransferId
@@ -180,7 +181,7 @@ def test_a_step_is_told_once_to_every_rank_whatever_is_in_it(monkeypatch: pytest
 
 
 def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "engine.ranks" in " ".join(child.cmdline())]
+    return [child for child in psutil.Process().children() if RANK_MODULE in " ".join(child.cmdline())]
 
 
 @pytest.mark.parametrize(

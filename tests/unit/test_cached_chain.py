@@ -2,7 +2,8 @@
 
 import pytest
 
-from tandem.cached_chain import MAX_CHAIN_NAMES, CachedChain, chains_from_pb, chains_to_pb, fitting
+from tandem.cached_chain import MAX_CHAIN_NAMES, CachedChain, fitting
+from tandem.chain_wire import chains_from_pb, chains_to_pb
 from tandem.errors import InvalidRequest
 from tandem.ids import BlockHash
 from tandem.v1 import session_pb2 as pb

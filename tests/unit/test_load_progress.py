@@ -5,10 +5,10 @@ import os
 
 import pytest
 
-from engine.models.loader import load_model
 from tandem.load_progress import LoadProgress, LoadReport
 from tandem.model_path import model_directory
 from tandem.process import LOADING, load_progress
+from tests.unit.engine.paged_harness import load_plain
 
 
 class World:
@@ -61,7 +61,7 @@ def test_what_is_told_can_be_read_and_nothing_else() -> None:
 
 def test_the_built_in_model_is_loaded_to_its_last_value() -> None:
     seen: list[tuple[int, int]] = []
-    model = load_model(model_directory("builtin"), progress=lambda done, total: seen.append((done, total)))
+    model = load_plain(model_directory("builtin"), progress=lambda done, total: seen.append((done, total)))
     assert model.weights_bytes > 0
     dones, totals = zip(*seen, strict=True)
     assert sorted(dones) == list(dones)

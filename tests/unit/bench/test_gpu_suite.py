@@ -25,8 +25,9 @@ from bench.report import Row
 from bench.shapes import SHAPES
 from engine.backends.torch_backend import TorchBackend
 from engine.models.decoder import Decoder
-from engine.models.loader import build_model, load_model
+from engine.models.loader import build_model
 from tandem.errors import ConfigError
+from tests.unit.engine.paged_harness import load_plain
 
 ROOT = Path(__file__).parents[3]
 ABSENT = ("fastapi", "hypothesis", "prometheus_client", "pydantic", "redis", "rich", "starlette", "uvicorn")
@@ -196,7 +197,7 @@ def random_decoder(part_dtype: torch.dtype = torch.float32) -> Decoder:
 
 def test_a_model_from_a_generator_is_the_model_from_files(tmp_path: Path) -> None:
     write_model(tmp_path, SHAPES["tiny"], dtype="float32", seed=3)
-    stored, made = load_model(tmp_path), random_decoder()
+    stored, made = load_plain(tmp_path), random_decoder()
     hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     assert torch.equal(made.logits(hidden), stored.logits(hidden))
     for ours, theirs in zip(made.layers, stored.layers, strict=True):

@@ -11,16 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.backends.torch_backend import TorchBackend
 from engine.kernels.cpu.build import KernelsUnavailable
 from engine.kernels.cpu.gemm import Arithmetic, supports
 from engine.kernels.cpu.library import load_kernels
-from engine.kv_cache import PagedKVCache
+from engine.kv_cache import TORCH_DTYPES, PagedKVCache
 from engine.memory import kv_layout
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.request import Batch, BatchItem, BlockTable, Request
-from engine.step_inputs import build_step_inputs
+from engine.step_input_builder import build_step_inputs
 from tandem.ids import BlockHash, BlockId, RequestId
 from tandem.sampling import SamplingParams
 
@@ -91,7 +92,12 @@ def save_and_load(model: Any, path: Path, *, old_rope: bool = False, **load: Any
         raw["rope_theta"] = rope.pop("rope_theta")
         raw["rope_scaling"] = {"type": rope.pop("rope_type"), **rope} if len(rope) > 1 else None
         file.write_text(json.dumps(raw))
-    return load_model(path, **load)
+    return load_plain(path, **load)
+
+
+def load_plain(path: str | Path, *, dtype: str = "float32", device: torch.device | str = "cpu", **load: Any) -> Decoder:
+    """A model directory in plain torch operators."""
+    return load_model(path, backend=TorchBackend(device=device, dtype=TORCH_DTYPES[dtype]), **load)
 
 
 def reference_logits(model: Any, token_ids: Sequence[int]) -> Tensor:

@@ -16,12 +16,11 @@ from engine.assembly import EngineParts, assemble
 from engine.block_file import SUFFIX
 from engine.engine import Engine
 from engine.host import EngineHost
-from engine.preemption import MeasuredRates
 from engine.request import Request
 from engine.spec import EngineSpec
 from engine.step import StepOutput
 from engine.tier_assembly import keep_cached
-from engine.tier_costs import MAX_WAIT_S, MIN_WAIT_S, TierCosts
+from engine.tier_costs import MAX_WAIT_S, MIN_WAIT_S, MeasuredRates, TierCosts
 from engine.tier_counts import TierCounts
 from tandem.block_hash import root_hash
 from tandem.errors import ConfigError

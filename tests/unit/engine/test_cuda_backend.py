@@ -13,7 +13,7 @@ from engine.backends.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from engine.backends.options import BackendOptions
 from engine.models.loader import load_model
 from engine.request import Batch, BatchItem
-from engine.step_inputs import build_step_inputs
+from engine.step_input_builder import build_step_inputs
 from tandem.errors import ConfigError
 from tandem.sampling import SamplingParams
 from tests.unit.engine.paged_harness import Session, random_tokens, reference_logits, reference_model, save_and_load

@@ -8,8 +8,7 @@ import torch
 from engine.dry_run import PeakMemory, _decode_steps, _prefill_spans, measure_workspace_bytes
 from engine.memory import kv_layout
 from engine.model_runner import ModelRunner
-from engine.models.loader import load_model
-from tests.unit.engine.paged_harness import reference_model
+from tests.unit.engine.paged_harness import load_plain, reference_model
 
 MB = 1 << 20
 
@@ -46,7 +45,7 @@ def test_growth_is_the_most_that_was_in_use_at_once() -> None:
 def test_graphs_are_recorded_within_what_is_measured(tmp_path, monkeypatch) -> None:
     """Their memory counts: they are recorded before the budget is made, as large as they will be."""
     reference_model("LlamaForCausalLM").save_pretrained(tmp_path)
-    model = load_model(tmp_path)
+    model = load_plain(tmp_path)
     recorded = []
     monkeypatch.setattr(ModelRunner, "record_graphs", lambda _self, **asked: recorded.append(asked))
     layout = kv_layout(model.config, fingerprint=model.fingerprint, dtype="float32", block_size=16)

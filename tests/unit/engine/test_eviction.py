@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine.config import EVICTION_POLICIES
 from engine.eviction import POLICIES, eviction_policy
 from engine.kv_events import Evicted, KVEventLog
 from engine.prefix_index import PrefixIndex
@@ -103,6 +104,10 @@ def test_a_scheduler_under_pressure_says_the_same_under_every_policy(policy: str
     sched.blocks.clear_cache()
     sched.check_invariants()
     assert sched.load().num_evictable_blocks == 0
+
+
+def test_every_policy_that_may_be_configured_can_be_made() -> None:
+    assert tuple(POLICIES) == EVICTION_POLICIES
 
 
 def test_an_unknown_policy_is_refused_by_name() -> None:

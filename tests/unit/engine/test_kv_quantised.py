@@ -19,7 +19,14 @@ from engine.models.loader import load_model
 from engine.parallel.group import SoloGroup
 from tandem.errors import ConfigError
 from tandem.kv_layout import QUANTISED_DTYPES, KVLayout
-from tests.unit.engine.paged_harness import Session, has_amx, random_tokens, reference_logits, reference_model
+from tests.unit.engine.paged_harness import (
+    Session,
+    has_amx,
+    load_plain,
+    random_tokens,
+    reference_logits,
+    reference_model,
+)
 from tests.unit.engine.test_assembly import SPEC
 
 CPU = torch.device("cpu")
@@ -150,7 +157,7 @@ def test_codes_are_rounded_from_one_quotient():
 @pytest.mark.parametrize(("kv_dtype", "bound"), [("int8", 0.03), ("fp8_e4m3", 0.2)])
 @pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "MistralForCausalLM"])
 def test_logits_stay_close_to_plain_ones(paths, name, kv_dtype, bound):
-    model = load_model(paths[name])
+    model = load_plain(paths[name])
     tokens = random_tokens(random.Random(0), 60)
     logits = {}
     for cache in ("auto", kv_dtype):
@@ -176,7 +183,7 @@ def answers(model, kv_dtype, *, chunk, together, seed=0):
 @pytest.mark.parametrize("kv_dtype", QUANTISED_DTYPES)
 @pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "MistralForCausalLM"])
 def test_tokens_do_not_depend_on_chunks_company_or_kernels(paths, name, kv_dtype):
-    plain = load_model(paths[name])
+    plain = load_plain(paths[name])
     expected = answers(plain, kv_dtype, chunk=100, together=False)
     assert expected == answers(plain, kv_dtype, chunk=7, together=True, seed=1)
     compiled = load_model(paths[name], backend=backend(kv_dtype=kv_dtype))
@@ -240,15 +247,15 @@ def test_scales_are_the_checkpoints(paths, tmp_path):
         "model.layers.2.self_attn.k_proj.k_scale": torch.tensor([2.0]),
     }
     target = with_scales(path, tmp_path, scales)
-    model = load_model(target)
+    model = load_plain(target)
     found = model.attention_spec.kv_scales
     assert found.tolist() == [[[0.25, 0.25], [0.5, 4.0]], [[1.0, 1.0], [1.0, 1.0]], [[2.0, 2.0], [1.0, 1.0]]]
-    assert load_model(path).attention_spec.kv_scales is None
-    assert model.fingerprint != load_model(path).fingerprint
+    assert load_plain(path).attention_spec.kv_scales is None
+    assert model.fingerprint != load_plain(path).fingerprint
     tokens = random_tokens(random.Random(0), 30)
     session = Session(model, block_size=16, kv_dtype="fp8_e4m3")
     session.logits(session.request(tokens), 30)
-    plain = Session(load_model(path), block_size=16, kv_dtype="fp8_e4m3")
+    plain = Session(load_plain(path), block_size=16, kv_dtype="fp8_e4m3")
     plain.logits(plain.request(tokens), 30)
     ours, theirs = (s.cache.layer(0)[:, 0].float().abs().amax().item() for s in (session, plain))
     assert ours == pytest.approx(4 * theirs, rel=0.07)
@@ -258,7 +265,7 @@ def test_scales_are_the_checkpoints(paths, tmp_path):
 def test_impossible_scales_are_refused(paths, tmp_path, bad):
     target = with_scales(paths["Qwen3ForCausalLM"], tmp_path, {"model.layers.1.self_attn.v_scale": bad})
     with pytest.raises(ConfigError, match=r"layers\.1\.self_attn\.v_scale must be one positive number"):
-        load_model(target)
+        load_plain(target)
 
 
 class Rank(SoloGroup):
@@ -274,7 +281,7 @@ def test_a_rank_takes_the_scales_of_its_heads(paths, tmp_path):
     scales = {"model.layers.0.self_attn.k_scale": torch.tensor([2.0, 3.0])}
     target = with_scales(paths["Qwen3ForCausalLM"], tmp_path, scales)
     for rank in (0, 1):
-        found = load_model(target, group=Rank(rank)).attention_spec.kv_scales
+        found = load_plain(target, group=Rank(rank)).attention_spec.kv_scales
         assert found[0].tolist() == [[2.0 + rank], [1.0]]
 
 
@@ -329,7 +336,7 @@ def test_what_cannot_be_had_is_refused_by_name():
 def test_no_written_slot_is_poisoned(paths):
     for kv_dtype in QUANTISED_DTYPES:
         for model in (
-            load_model(paths["Qwen3ForCausalLM"]),
+            load_plain(paths["Qwen3ForCausalLM"]),
             load_model(paths["Qwen3ForCausalLM"], backend=backend(kv_dtype=kv_dtype)),
         ):
             model.layers[0].attention_norm.weight.fill_(float("inf"))
@@ -341,7 +348,7 @@ def test_no_written_slot_is_poisoned(paths):
 
 
 def test_float_logits_are_transformers_still(paths):
-    model = load_model(paths["Qwen3ForCausalLM"])
+    model = load_plain(paths["Qwen3ForCausalLM"])
     tokens = random_tokens(random.Random(3), 30)
     session = Session(model, block_size=16)
     ours = session.logits(session.request(tokens), 30)

@@ -13,7 +13,7 @@ from engine.layers.torch_attention import TorchAttention, _split
 from engine.memory import estimate_workspace_bytes, kv_layout, plan_memory
 from engine.model_runner import ModelRunner
 from engine.request import Batch, BatchItem
-from engine.step_inputs import build_step_inputs
+from engine.step_input_builder import build_step_inputs
 from tandem.errors import ConfigError, InvariantError
 from tandem.sampling import SamplingParams
 from tests.unit.engine.paged_harness import Session, random_tokens, reference_model, save_and_load

@@ -12,10 +12,10 @@ from engine.assembly import EngineParts, assemble
 from engine.block_mover import BlockMover
 from engine.engine import Engine
 from engine.kv_cache import PagedKVCache
-from engine.preemption import MeasuredRates
 from engine.request import Request
 from engine.step import StepOutput
 from engine.step_inputs import StepInputs
+from engine.tier_costs import MeasuredRates
 from tandem.block_hash import root_hash
 from tandem.errors import ConfigError
 from tandem.ids import RequestId

@@ -5,10 +5,10 @@ import math
 import pytest
 
 from engine.block_moves import BlockLoad, BlockOffload
-from engine.preemption import CopyRates, MeasuredRates, offload_s, prefers_offload, recompute_s
 from engine.request import Request, RequestState
 from engine.scheduler import Scheduler
 from engine.step import StepTimings
+from engine.tier_costs import CopyRates, MeasuredRates, offload_s, prefers_offload, recompute_s
 from engine.tiers import HostTier
 from tandem.block_hash import BlockHasher
 from tandem.errors import InvariantError

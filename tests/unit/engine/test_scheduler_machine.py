@@ -7,9 +7,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from engine.blocks import PoolExhausted
 from engine.config import EngineConfig
 from engine.eviction import POLICIES
-from engine.preemption import MeasuredRates
 from engine.request import Batch, FinishReason, Request, RequestState
 from engine.scheduler import Scheduler
+from engine.tier_costs import MeasuredRates
 from engine.tiers import HostTier
 from tandem.block_hash import BlockHasher
 from tandem.ids import BlockId, RequestId, TransferId

@@ -8,7 +8,8 @@ import pytest
 
 from engine.block_moves import BlockCopy
 from engine.request import Batch, BatchItem, BlockTable, Request
-from engine.step_inputs import StepInputBuilder, StepInputs, build_step_inputs
+from engine.step_input_builder import StepInputBuilder, build_step_inputs
+from engine.step_inputs import StepInputs
 from tandem.errors import InvariantError
 from tandem.ids import BlockHash, BlockId, RequestId
 from tandem.sampling import SamplingParams

@@ -15,10 +15,9 @@ from engine.config import EngineConfig
 from engine.disk_tier import DiskSpec
 from engine.eviction import POLICIES
 from engine.kv_events import Cleared, Evicted, Stored
-from engine.preemption import MeasuredRates
 from engine.request import RequestState
 from engine.scheduler import Scheduler
-from engine.tier_costs import MAX_WAIT_S
+from engine.tier_costs import MAX_WAIT_S, MeasuredRates
 from tandem.block_hash import BlockHasher
 from tandem.ids import BlockHash
 from tests.unit.engine import ledger

@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.models.loader import load_model
+from engine.backends.options import BackendOptions
+from engine.backends.select import select_backend
 from engine.weights import SafetensorsFile
 from tandem.errors import ConfigError
-from tests.unit.engine.paged_harness import reference_model, save_and_load
+from tests.unit.engine.paged_harness import load_plain, reference_model, save_and_load
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +52,12 @@ def spoil(path: Path, **changes):
 
 def refused(path, match):
     with pytest.raises(ConfigError, match=match):
-        load_model(path)
+        load_plain(path)
 
 
 def test_parameters_are_the_stored_tensors_fused(pristine):
     stored = load_file(pristine / "model.safetensors")
-    model = load_model(pristine)
+    model = load_plain(pristine)
     prefix = "model.layers.0."
     qkv = [stored[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"]
     gate_up = [stored[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]
@@ -69,7 +70,7 @@ def test_parameters_are_the_stored_tensors_fused(pristine):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtypes_are_cast_once(pristine, dtype):
     stored = load_file(pristine / "model.safetensors")["lm_head.weight"]
-    model = load_model(pristine, dtype=dtype)
+    model = load_plain(pristine, dtype=dtype)
     assert torch.equal(model.head.weight, stored.to(model.dtype))
     assert str(model.dtype) == f"torch.{dtype}"
 
@@ -80,7 +81,7 @@ def test_shards_tie_and_progress(tmp_path):
     reference.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
     seen = []
-    sharded = load_model(tmp_path / "shards", progress=lambda done, total: seen.append((done, total)))
+    sharded = load_plain(tmp_path / "shards", progress=lambda done, total: seen.append((done, total)))
     # In values, because tensors differ by orders of magnitude; the tied head is stored once.
     num_values = sum(parameter.numel() for parameter in reference.parameters())
     assert {total for _, total in seen} == {num_values}
@@ -97,17 +98,17 @@ def test_shards_tie_and_progress(tmp_path):
 
 
 def test_fingerprint_names_the_computation_only(model_dir, pristine):
-    first = load_model(model_dir).fingerprint
-    assert first == load_model(pristine).fingerprint
+    first = load_plain(model_dir).fingerprint
+    assert first == load_plain(pristine).fingerprint
     set_config(model_dir, eos_token_id=[2, 5], _name_or_path="elsewhere")
-    assert load_model(model_dir).fingerprint == first
+    assert load_plain(model_dir).fingerprint == first
     set_config(model_dir, rms_norm_eps=1e-6)
-    assert load_model(model_dir).fingerprint != first
+    assert load_plain(model_dir).fingerprint != first
     set_config(model_dir, rms_norm_eps=1e-5)
-    assert load_model(model_dir).fingerprint == first
+    assert load_plain(model_dir).fingerprint == first
     norm = load_file(model_dir / "model.safetensors")["model.norm.weight"]
     spoil(model_dir, **{"model.norm.weight": norm * 1.001})
-    assert load_model(model_dir).fingerprint != first
+    assert load_plain(model_dir).fingerprint != first
 
 
 def test_hub_cache_links_are_followed(pristine, tmp_path):
@@ -117,7 +118,7 @@ def test_hub_cache_links_are_followed(pristine, tmp_path):
     for i, file in enumerate(pristine.iterdir()):
         (blobs / f"{i:040x}").write_bytes(file.read_bytes())
         (snapshot / file.name).symlink_to(f"../../blobs/{i:040x}")
-    assert load_model(snapshot).fingerprint == load_model(pristine).fingerprint
+    assert load_plain(snapshot).fingerprint == load_plain(pristine).fingerprint
     (snapshot / "config.json").unlink()
     (snapshot / "config.json").symlink_to(pristine / "config.json")
     refused(snapshot, r"config\.json is a link out of the directory")
@@ -219,9 +220,9 @@ def test_wrong_tensors(model_dir):
     spoil(model_dir, **{"model.norm.weight": norm})
     refused(model_dir, r"model\.norm\.weight has values that are not finite")
     spoil(model_dir, **{"model.norm.weight": torch.full((48,), 1e6)})
-    load_model(model_dir)
+    load_plain(model_dir)
     with pytest.raises(ConfigError, match=r"not finite in torch\.float16"):
-        load_model(model_dir, dtype="float16")
+        load_plain(model_dir, dtype="float16")
     spoil(model_dir, **{"model.norm.weight": torch.ones(47)})
     refused(model_dir, r"model\.norm\.weight has shape \[47\], config\.json implies \[48\]")
     spoil(model_dir, **{"model.norm.weight": None})
@@ -230,7 +231,7 @@ def test_wrong_tensors(model_dir):
     spoil(model_dir, **{"model.norm.weight": torch.ones(48), **extra})
     refused(model_dir, r"1 tensors that LlamaForCausalLM .*q_proj\.bias")
     spoil(model_dir, **dict.fromkeys(extra), **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
-    load_model(model_dir)
+    load_plain(model_dir)
 
 
 def test_geometry_is_checked_before_memory_is_taken(model_dir):
@@ -240,9 +241,9 @@ def test_geometry_is_checked_before_memory_is_taken(model_dir):
     refused(model_dir, "config.json implies")
 
 
-def test_unknown_dtype(pristine):
-    with pytest.raises(ConfigError, match="dtype must be one of"):
-        load_model(pristine, dtype="int8")
+def test_unknown_dtype():
+    with pytest.raises(ConfigError, match=r"model\.dtype must be one of float32, bfloat16, float16, is 'int8'"):
+        select_backend(BackendOptions(device=torch.device("cpu"), dtype="int8"))
 
 
 def test_loading_does_not_keep_the_file_in_memory(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from engine.host import EngineHost
 from fabric.leaving import Legator, leave
 from fabric.service import Fabric
-from tandem.cached_chain import chains_from_pb
+from tandem.chain_wire import chains_from_pb
 from tandem.ids import Incarnation
 from tandem.sampling import SamplingParams
 from tandem.session_port import SessionPort

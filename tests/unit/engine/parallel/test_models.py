@@ -9,14 +9,14 @@ import torch
 
 from engine.model_config import load_model_config
 from engine.model_runner import ModelRunner
-from engine.models.loader import load_model
 from engine.parallel.torch_group import TorchGroup
 from engine.ranks.step_wire import decode_step, encode_step
 from engine.request import Batch, BatchItem
-from engine.step_inputs import build_step_inputs
+from engine.step_input_builder import build_step_inputs
 from tests.unit.engine.paged_harness import (
     ARCHITECTURES,
     Session,
+    load_plain,
     random_tokens,
     reference_model,
 )
@@ -59,13 +59,13 @@ def say(session: Session) -> list[list[int]]:
 
 @pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_ranks_together_are_the_model(directory, size: int) -> None:
-    alone = Session(load_model(directory), num_blocks=80)
+    alone = Session(load_plain(directory), num_blocks=80)
     tokens = random_tokens(random.Random(9), 33)
     expected = alone.logits(alone.request(tokens, capacity=40), len(tokens))
     steps = [queue.SimpleQueue() for _ in range(size)]
 
     def work(group):
-        session = Session(load_model(directory, group=group), num_blocks=80)
+        session = Session(load_plain(directory, group=group), num_blocks=80)
         logits = session.logits(session.request(tokens, capacity=40), len(tokens))
         if group.rank:
             while (step := steps[group.rank].get()) is not None:
@@ -121,7 +121,7 @@ def test_a_step_makes_two_sums_a_layer_one_for_the_embedding_and_one_gather(dire
 
     def work(group):
         counting = CountingGroup(group)
-        session = Session(load_model(directory, group=counting), num_blocks=80)
+        session = Session(load_plain(directory, group=counting), num_blocks=80)
         assert not any(counting.spent().values()), "loading says nothing to others"
         tokens = random_tokens(random.Random(4), 20)
         spent = []
@@ -186,7 +186,7 @@ def test_a_step_without_a_sample_ends_behind_every_rank_s_last_keys(directory) -
 
     def work(group):
         heard = HeardGroup(group, as_far_as_it_can) if group.rank == 0 else group
-        session = Session(load_model(directory, group=heard), num_blocks=80)
+        session = Session(load_plain(directory, group=heard), num_blocks=80)
         request = session.request(random_tokens(random.Random(4), 20), capacity=40)
         batch = Batch(items=(BatchItem(request=request, start=0, num_tokens=9, samples=False),))
         runner = session.runner

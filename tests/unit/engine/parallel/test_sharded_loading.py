@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from engine.model_config import load_model_config
-from engine.models.loader import expected_shapes, load_model
+from engine.models.loader import expected_shapes
 from engine.parallel.shard import Part, Shard
 from engine.weights import Checkpoint, SafetensorsFile
-from tests.unit.engine.paged_harness import reference_model
+from tests.unit.engine.paged_harness import load_plain, reference_model
 
 SIZE = 4
 
@@ -53,7 +53,7 @@ def test_each_rank_reads_its_slices_in_place(directory, views) -> None:
     read = dict.fromkeys(expected_shapes(config), 0)
     for rank in range(SIZE):
         views.clear()
-        model = load_model(directory, group=StillGroup(rank))
+        model = load_plain(directory, group=StillGroup(rank))
         shard = Shard(config, rank=rank, size=SIZE)
         assert len({name for name, _ in views}) == len(views)
         for name, view in views:
@@ -76,7 +76,7 @@ def test_each_rank_reads_its_slices_in_place(directory, views) -> None:
 
 def test_progress_counts_what_the_rank_holds(directory) -> None:
     seen = []
-    load_model(directory, group=StillGroup(1), progress=lambda done, total: seen.append((done, total)))
+    load_plain(directory, group=StillGroup(1), progress=lambda done, total: seen.append((done, total)))
     num_tensors = len(expected_shapes(load_model_config(directory))) - 2 * 3
     assert len(seen) == num_tensors
     held = {total for _, total in seen}

@@ -13,7 +13,7 @@ from engine.ranks.follower import _Follower
 from engine.ranks.messages import PoolPlan
 from engine.ranks.step_wire import encode_step
 from engine.request import Batch, BatchItem, BlockTable, Request
-from engine.step_inputs import build_step_inputs
+from engine.step_input_builder import build_step_inputs
 from tandem.ids import BlockHash, BlockId, RequestId
 from tandem.sampling import SamplingParams
 from tests.unit.engine.paged_harness import reference_model, save_and_load

@@ -11,7 +11,8 @@ from engine.block_moves import BlockCopy, BlockLoad, BlockOffload
 from engine.ranks.step_wire import decode_step, encode_step
 from engine.reading import Reading
 from engine.request import Batch, BatchItem, BlockTable, Request
-from engine.step_inputs import StepInputs, build_step_inputs
+from engine.step_input_builder import build_step_inputs
+from engine.step_inputs import StepInputs
 from tandem.errors import InvariantError
 from tandem.ids import BlockHash, BlockId, RequestId
 from tandem.sampling import SamplingParams
