@@ -16,7 +16,7 @@ from engine.guide import Bits
 from tandem.errors import InvalidRequest
 from tandem.grammar_bounds import LIMITS, fault_on_the_way, most_bytes
 
-_MAX_CACHE_BYTES = 512 << 20
+_MAX_CACHE_BYTES = 1 << 30
 _CACHE_SHARE = 8
 """Of a worker's memory, one part in so many at most."""
 _MAX_FOLLOWED_TOKENS = 1 << 14

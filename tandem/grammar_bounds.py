@@ -1,8 +1,8 @@
 """What following one grammar may take, the same for the router that refuses and the worker that follows.
 
 llguidance's lexer learns states as an answer is followed and forgets none; its own limits allow some 500 MB of them,
-and a quarter of a second for the first mask of `a{900000000}`. These are what schemas of hundreds of properties, choices
-and lengths stay far below. They hold of all copies of a matcher together: what one learns, all have.
+and a quarter of a second for the first mask of `a{900000000}`. These are what schemas of hundreds of properties, and
+choices by the thousand, stay far below. They hold of all copies of a matcher together: what one learns, all have.
 """
 
 from collections.abc import Collection, Mapping

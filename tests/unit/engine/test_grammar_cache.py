@@ -124,7 +124,7 @@ def test_what_is_larger_than_the_cache_is_followed_and_not_kept():
 
 def test_the_share_of_a_workers_memory():
     assert grammar_cache_bytes(1 << 30) == 128 << 20
-    assert grammar_cache_bytes(1 << 40) == 512 << 20
+    assert grammar_cache_bytes(1 << 40) == 1 << 30
 
 
 class SlowGuides:
