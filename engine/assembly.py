@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.disk_store import DiskStore, check_path
 from engine.dry_run import measure_workspace_bytes
 from engine.free_memory import free_memory_bytes
-from engine.guidance import LlGuides
+from engine.guidance import LlGuides, grammar_cache_bytes
 from engine.guide import Guides
 from engine.host_room import HostRoom
 from engine.kernels.cpu.threads import threads_of_one
@@ -85,6 +85,7 @@ class EngineParts:
             "num_blocks": self.budget.num_blocks,
             "block_size": self.budget.block_size,
             "kv_bytes": self.budget.kv_bytes * self.layout.tp_size,
+            "grammar_bytes": self.budget.grammar_bytes,
             "weights_bytes": self.budget.weights_bytes * self.layout.tp_size,
             "max_model_len": self.config.max_model_len,
             "tensor_parallel_size": self.layout.tp_size,
@@ -196,7 +197,10 @@ def _parts(
         disk=disk,
         stall_s=spec.stall_s,
         guides=LlGuides(
-            spec.model_path / "tokenizer.json", vocab_size=config.vocab_size, eos_token_ids=sorted(config.eos_token_ids)
+            spec.model_path / "tokenizer.json",
+            vocab_size=config.vocab_size,
+            eos_token_ids=sorted(config.eos_token_ids),
+            cache_bytes=grammar_cache_bytes(limit_bytes),
         ),
     )
 
@@ -220,9 +224,11 @@ def _budget(
     max_blocks = spec.num_blocks
     if max_blocks is None and spec.memory_bytes is None and model.device.type == "cpu":
         max_blocks = _DEFAULT_CONTEXTS * -(-context // spec.block_size)
-    # A GPU's limit is of its own memory, which saved blocks leave.
-    offload_bytes = num_host_slots * layout.block_bytes if model.device.type == "cpu" else 0
-    rest = max(0, limit_bytes - weights_bytes - offload_bytes) // layout.block_bytes
+    # A GPU's limit is of its own memory, which saved blocks leave, and where no grammar is.
+    is_host = model.device.type == "cpu"
+    offload_bytes = num_host_slots * layout.block_bytes if is_host else 0
+    grammar_bytes = grammar_cache_bytes(limit_bytes) if is_host else 0
+    rest = max(0, limit_bytes - weights_bytes - offload_bytes - grammar_bytes) // layout.block_bytes
     workspace_bytes = _workspace_bytes(model, layout, spec, context, min(rest, max_blocks or rest), ranks)
     plan = partial(
         plan_memory,
@@ -233,6 +239,7 @@ def _budget(
         # A pool that was sized by hand may be smaller than one context: longer requests are then refused one by one.
         max_context=min(context, (spec.num_blocks or context) * spec.block_size),
         offload_bytes=offload_bytes,
+        grammar_bytes=grammar_bytes,
     )
     if spec.nodes is not None and model.device.type == "cpu":
         # This node holds every node's part of the pool; see engine.ranks.mirror.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.guide import Bits, TokenGuide, num_words
+from engine.guide import Bits, TokenGuide, follow, num_words
 
 _ALL = np.int32(-1)
 
@@ -98,3 +98,12 @@ class AllOf:
         """See TokenGuide."""
         self.num_tokens += 1
         return all([guide.accept(token_id) for guide in self._guides])
+
+
+def catch_up(guide: TokenGuide, output: Sequence[int], vocab_size: int) -> None:
+    """Have a guide follow an answer that goes on here, and find what may come next: long work for a grammar.
+
+    What it refuses is left to the engine, which ends the answer.
+    """
+    if follow(guide, output) and not guide.is_over:
+        guide.allow(np.zeros(num_words(vocab_size), dtype=np.int32))

@@ -42,8 +42,14 @@ class TokenGuide(Protocol):
 class Guides(Protocol):
     """Makes guides; any thread may call."""
 
+    def kept(self, grammar: str) -> TokenGuide | None:
+        """One that has accepted nothing, at once; None when the grammar is to be compiled first."""
+
     def guide(self, grammar: str) -> TokenGuide:
-        """One that has accepted nothing. Raises InvalidRequest for what cannot be compiled. May take a second."""
+        """One that has accepted nothing. Raises InvalidRequest for what cannot be compiled or takes too much to follow.
+
+        May take a second: not for the event loop, nor for the engine's thread.
+        """
 
 
 def unusable(guide: TokenGuide | None) -> ServingError:

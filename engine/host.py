@@ -8,13 +8,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
 from engine.assembly import EngineParts
-from engine.constraints import AllOf, AllowedTokens, BannedSequences
+from engine.constraints import AllOf, AllowedTokens, BannedSequences, catch_up
 from engine.engine import Engine
 from engine.free_memory import resident_bytes
 from engine.guide import TokenGuide
@@ -61,6 +61,8 @@ class EngineHost:
         self._ports: Callable[[], Iterable[EventSink]] = tuple
         self._load: Load = parts.scheduler.load()
         self._loop = asyncio.get_running_loop()
+        # One thread for grammars, however many come: they take turns, and the engine keeps the other processors.
+        self._grammars = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self._stall_watch = StallWatch(
             stall_s=parts.stall_s, period_s=LOAD_PERIOD_S + _LOAD_WAIT_S, now_s=time.monotonic()
         )
@@ -95,6 +97,7 @@ class EngineHost:
 
     async def stop(self) -> None:
         """End after the step under way, then end the disk's threads and the other ranks."""
+        self._grammars.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._engine.stop)
         tiers, disk = self.parts.scheduler.tiers, self.parts.disk
         if disk is not None and tiers is not None:
@@ -147,21 +150,36 @@ class EngineHost:
         self._read = asyncio.Event()
 
     async def guide(self, request: Request) -> None:
-        """Give a request the guide that it asks for. Raises InvalidRequest; a grammar may take a second."""
+        """Give a request the guide that it asks for. Raises InvalidRequest; a grammar may take a second.
+
+        What takes long is done here: compiling, a grammar's first masks, and following what the answer has so far.
+        """
         if request.guide is not None:
             return
-        params, guides = request.params, self.parts.guides
+        params, vocab_size = request.params, self.parts.model.vocab_size
         followed: list[TokenGuide] = []
         if params.allowed_token_ids:
-            followed.append(AllowedTokens(params.allowed_token_ids, self.parts.model.vocab_size))
+            followed.append(AllowedTokens(params.allowed_token_ids, vocab_size))
         if params.bad_words:
             followed.append(BannedSequences(params.bad_words))
         if params.grammar is not None:
-            if guides is None:
-                raise InvalidRequest("grammar: this worker follows none", param="grammar")
-            followed.append(await asyncio.to_thread(guides.guide, params.grammar))
-        if followed:
-            request.guide = followed[0] if len(followed) == 1 else AllOf(followed)
+            followed.append(await self._grammar_guide(params.grammar))
+        if not followed:
+            return
+        guide = followed[0] if len(followed) == 1 else AllOf(followed)
+        output = request.token_ids[request.num_prompt_tokens :]
+        if params.grammar is not None and output:
+            await self._loop.run_in_executor(self._grammars, catch_up, guide, output, vocab_size)
+        request.guide = guide
+
+    async def _grammar_guide(self, grammar: str) -> TokenGuide:
+        guides = self.parts.guides
+        if guides is None:
+            raise InvalidRequest("grammar: this worker follows none", param="grammar")
+        guide = guides.kept(grammar)
+        if guide is None:
+            guide = await self._loop.run_in_executor(self._grammars, guides.guide, grammar)
+        return guide
 
     async def load(self) -> pb.LoadSnapshot:
         """A report for routers: of now, or of the last step while a long one runs. Sees whether the engine hangs."""

@@ -16,6 +16,8 @@ MAX_MASK_ELEMENTS = 2**24
 DEFAULT_MEMORY_SHARE = 0.8
 """Of what is free where a worker starts, when nobody has stated how much it may take."""
 
+_HEADROOM_SHARE = 0.05
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
@@ -30,6 +32,8 @@ class MemoryBudget:
     num_blocks: int
     offload_bytes: int = 0
     """For the KV of preempted requests, where that takes of the same memory."""
+    grammar_bytes: int = 0
+    """For compiled grammars, where those take of the same memory."""
 
     @property
     def kv_bytes(self) -> int:
@@ -40,12 +44,14 @@ class MemoryBudget:
         """The budget for a start banner."""
         tokens = self.num_blocks * self.block_size
         offload = (f"offload    {_size(self.offload_bytes)}",) if self.offload_bytes else ()
+        grammars = (f"grammars   {_size(self.grammar_bytes)}",) if self.grammar_bytes else ()
         return (
             f"memory     {_size(self.limit_bytes)}",
             f"weights    {_size(self.weights_bytes)}",
             f"workspace  {_size(self.workspace_bytes)}",
             f"headroom   {_size(self.headroom_bytes)}",
             *offload,
+            *grammars,
             f"KV cache   {_size(self.kv_bytes)}: {self.num_blocks} blocks of {self.block_size} = {tokens} tokens",
         )
 
@@ -58,17 +64,17 @@ def plan_memory(
     layout: KVLayout,
     max_context: int,
     max_blocks: int | None = None,
-    headroom_fraction: float = 0.05,
     offload_bytes: int = 0,
+    grammar_bytes: int = 0,
 ) -> MemoryBudget:
     """Divide `limit_bytes`; `max_blocks` caps the pool when the rest would be more than is wanted.
 
-    `offload_bytes`: of the limit, for the KV of preempted requests.
+    `offload_bytes`, `grammar_bytes`: of the limit, for the KV of preempted requests and for compiled grammars.
 
     Raises ConfigError, with the figures, when one sequence of `max_context` tokens would not fit.
     """
-    headroom_bytes = int(limit_bytes * headroom_fraction)
-    rest = limit_bytes - weights_bytes - workspace_bytes - headroom_bytes - offload_bytes
+    headroom_bytes = int(limit_bytes * _HEADROOM_SHARE)
+    rest = limit_bytes - weights_bytes - workspace_bytes - headroom_bytes - offload_bytes - grammar_bytes
     num_blocks = max(0, rest) // layout.block_bytes
     if max_blocks is not None:
         num_blocks = min(num_blocks, max_blocks)
@@ -81,6 +87,7 @@ def plan_memory(
         block_size=layout.block_size,
         num_blocks=num_blocks,
         offload_bytes=offload_bytes,
+        grammar_bytes=grammar_bytes,
     )
     needed = -(-max_context // layout.block_size)
     if num_blocks < needed:

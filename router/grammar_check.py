@@ -6,6 +6,7 @@ One at a time: what takes long keeps others waiting for its limit at most, and t
 import asyncio
 import hashlib
 import logging
+import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
@@ -116,7 +117,11 @@ class GrammarProcess:
     async def _begun(self) -> Process | None:
         """None of a process that ended before it began, as one forked beside the threads of gRPC may."""
         command = [sys.executable, "-m", "router.grammar_worker", *self._arguments]
-        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+        # One arena: others are address space set aside, and its limit would be far above what it may take.
+        environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment
+        )
         try:
             async with asyncio.timeout(_START_S):
                 await _answer_of(process)

@@ -65,6 +65,8 @@ BAD: dict[str, Bad] = {
     "a regex with nested repeats": _plain(
         {"structured_outputs": {"regex": "(a+)+b"}, "ignore_eos": False}, OK | REFUSED
     ),
+    "a regex of 900 million letters": _plain({"structured_outputs": {"regex": "a{900000000}"}, "ignore_eos": False}),
+    "a regex of as many behind others": _chat({"structured_outputs": {"regex": "(x|y)[a-f]?a{900000001}"}}),
     "a schema that never ends": _chat(
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": _ITSELF}}}, OK | REFUSED
     ),

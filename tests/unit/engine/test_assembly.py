@@ -53,6 +53,15 @@ def test_a_pool_beyond_the_memory_is_refused_before_it_is_made() -> None:
         assemble(replace(SPEC, num_blocks=100_000_000))
 
 
+def test_compiled_grammars_are_counted_in_the_budget() -> None:
+    parts = assemble(SPEC)
+    assert parts.budget.grammar_bytes == parts.facts()["grammar_bytes"] == SPEC.memory_bytes // 8
+    assert any(line.startswith("grammars   32.0 MiB") for line in parts.budget.lines())
+    widest = assemble(replace(SPEC, num_blocks=None)).budget
+    used = widest.weights_bytes + widest.workspace_bytes + widest.headroom_bytes + widest.kv_bytes
+    assert widest.limit_bytes - widest.block_bytes < used + widest.grammar_bytes <= widest.limit_bytes
+
+
 def test_who_states_no_limit_gets_a_share_of_what_may_still_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assembly, "free_memory_bytes", lambda: 1 << 30)
     alone = assemble(replace(SPEC, memory_bytes=None)).budget.limit_bytes

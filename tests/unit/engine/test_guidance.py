@@ -60,7 +60,9 @@ def model():
 @pytest.fixture(scope="module")
 def guides(model):
     ends = sorted(model.config.eos_token_ids)
-    return LlGuides(PATH / "tokenizer.json", vocab_size=model.config.vocab_size, eos_token_ids=ends)
+    return LlGuides(
+        PATH / "tokenizer.json", vocab_size=model.config.vocab_size, eos_token_ids=ends, cache_bytes=1 << 30
+    )
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +160,7 @@ def test_what_cannot_be_compiled_is_refused(guides, grammar):
 
 
 def test_a_worker_without_the_library_or_a_tokenizer_refuses(tmp_path, monkeypatch):
-    lost = LlGuides(tmp_path / "tokenizer.json", vocab_size=2048, eos_token_ids=[0])
+    lost = LlGuides(tmp_path / "tokenizer.json", vocab_size=2048, eos_token_ids=[0], cache_bytes=1 << 30)
     with pytest.raises(InvalidRequest, match="tokenizer"):
         lost.guide(GRAMMARS["choice"])
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -89,6 +90,65 @@ async def test_what_cannot_is_refused_by_the_name_of_its_field(
             await checker.checked(asked(shape, value), "field")
         assert refused.value.param == "field"
         assert str(refused.value).startswith("field: ")
+
+
+NESTED = "(" * 5 + "a" + "{1,999})" * 5
+
+
+@pytest.mark.parametrize("pattern", ["a{900000000}", "(x|y)a{900000000}", "[a-f]{3}(g|h)a{900000000}", NESTED])
+async def test_what_compiles_but_takes_too_much_to_follow_is_refused(checker: GrammarProcess, pattern: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^field: it takes too much to follow: \w") as refused:
+        await checker.checked(asked(Shape.REGEX, pattern), "field")
+    assert refused.value.param == "field"
+    assert "<" not in str(refused.value), "nothing of the parser's state"
+    assert await checker.checked(asked(Shape.REGEX, "a{900}"), "field")
+
+
+async def test_64_such_regexes_are_refused_by_one_process_that_stays_small(checker: GrammarProcess) -> None:
+    await checker.checked(asked(Shape.REGEX, "a"), "field")
+    assert checker._process is not None
+    pid = checker._process.pid
+    before = _resident_bytes(pid)
+    asking = [checker.checked(asked(Shape.REGEX, f"a{{{900_000_000 + index}}}"), "field") for index in range(64)]
+    told = await asyncio.gather(*asking, return_exceptions=True)
+    assert all(isinstance(one, InvalidRequest) for one in told)
+    assert checker._process.pid == pid
+    assert _resident_bytes(pid) - before < 64 << 20
+
+
+def _resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("shape", "value"),
+    [
+        (Shape.CHOICE, [f"choice number {index}" for index in range(2000)]),
+        (Shape.JSON_SCHEMA, {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(400)}}),
+        (Shape.JSON_SCHEMA, {"type": "string", "maxLength": 20_000}),
+        (Shape.JSON_SCHEMA, {"type": "array", "items": {"type": "number"}, "minItems": 5000, "maxItems": 9000}),
+        (Shape.REGEX, r"[\w .,'-]{1,4000}\.(com|org)"),
+        (Shape.REGEX, "(a+)+b"),
+    ],
+)
+async def test_what_is_large_and_harmless_is_followed(checker: GrammarProcess, shape: Shape, value: object) -> None:
+    assert await checker.checked(asked(shape, value), "field")
+
+
+async def test_a_loop_without_end_is_killed_wherever_it_begins() -> None:
+    """llguidance 1.9 goes on for ever when a greedy lexeme leaves nothing for what must follow it."""
+    checker = process(compile_s=1.0)
+    with pytest.raises(InvalidRequest, match="more than 1 s"):
+        await checker.checked(asked(Shape.GRAMMAR, 'start: /[x-z]{3}/ /a+/ "a"'), "field")
+    assert await checker.checked(asked(Shape.REGEX, "b"), "field")
+    await checker.close()
+
+
+async def test_what_takes_too_deep_a_stack_ends_its_process_alone(checker: GrammarProcess) -> None:
+    rules = "\n".join(f'r{index}: /[a-z]{{3,9}}/ "x{index}" r{index + 1}?' for index in range(1000))
+    with pytest.raises(InvalidRequest, match="too much memory"):
+        await checker.checked(asked(Shape.GRAMMAR, f'start: r0\n{rules}\nr1000: "q"'), "field")
+    assert await checker.checked(asked(Shape.REGEX, "a"), "field")
 
 
 async def test_what_takes_too_long_is_killed_and_the_next_one_is_judged() -> None:

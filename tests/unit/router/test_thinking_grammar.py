@@ -52,7 +52,9 @@ class Follower:
         self.marks = {mark: i for mark, i in self.tokenizer.added_ids.items() if mark in THINK}
         self.library = Library.from_str(spec)
         ends = [doors.END]
-        self._guides = LlGuides(folder / "tokenizer.json", vocab_size=self.tokenizer.size, eos_token_ids=ends)
+        self._guides = LlGuides(
+            folder / "tokenizer.json", vocab_size=self.tokenizer.size, eos_token_ids=ends, cache_bytes=1 << 30
+        )
 
     def takes(self, grammar: str, text: str) -> bool:
         ids = self.library.encode(text, add_special_tokens=False).ids

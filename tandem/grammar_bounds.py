@@ -1,0 +1,75 @@
+"""What following one grammar may take, the same for the router that refuses and the worker that follows.
+
+llguidance's lexer learns states as an answer is followed and forgets none; its own limits allow some 500 MB of them,
+and a quarter of a second for the first mask of `a{900000000}`. These are what schemas of hundreds of properties, and
+choices by the thousand, stay far below. They hold of all copies of a matcher together: what one learns, all have.
+"""
+
+from collections.abc import Collection, Mapping
+from random import Random
+from types import MappingProxyType
+from typing import Any
+
+MAX_LEXER_STATES = 20_000
+MAX_STEP_FUEL = 100_000
+"""Regular expressions derived for one token: some 10 ms."""
+LIMITS: Mapping[str, int] = MappingProxyType(
+    {
+        "max_lexer_states": MAX_LEXER_STATES,
+        "initial_lexer_fuel": MAX_STEP_FUEL,
+        "step_lexer_fuel": MAX_STEP_FUEL,
+        # A list of 4096 choices is one row of as many items.
+        "max_items_in_row": 8192,
+    }
+)
+"""For LLParserLimits."""
+
+_LEARNT_BYTES = 40 << 20
+_BYTES_PER_CHAR = 64
+
+
+def most_bytes(grammar: str) -> int:
+    """Upper bound of what one compiled grammar takes once it has been followed to its limits.
+
+    Measured with llguidance 1.9 (docs/measurements.md): 34 MB learnt, 60 bytes for each character of a schema.
+    """
+    return _LEARNT_BYTES + _BYTES_PER_CHAR * len(grammar)
+
+
+def fault_on_the_way(matcher: Any, end_token_ids: Collection[int], *, num_paths: int, num_tokens: int) -> str:
+    """Have copies of an LLMatcher follow a few answers, of so many tokens each, that its grammar allows.
+
+    What it says of the first that hits a limit; nothing when none does. What is learnt on the way stays in the lexer
+    that all copies share.
+    """
+    for path in range(num_paths):
+        copy = matcher.deep_copy()
+        _follow(copy, end_token_ids, Random(path), num_tokens)
+        if copy.is_error():
+            return str(copy.get_error()) or "it cannot be followed"
+    return ""
+
+
+def _follow(matcher: Any, end_token_ids: Collection[int], path: Random, num_tokens: int) -> None:
+    for _ in range(num_tokens):
+        allowed = bytearray(matcher.compute_bitmask())
+        for token_id in end_token_ids:
+            allowed[token_id // 8] &= ~(1 << token_id % 8)
+        num_allowed = int.from_bytes(allowed, "little").bit_count()
+        if matcher.is_stopped() or not num_allowed:
+            return
+        if not matcher.consume_token(_nth(allowed, path.randrange(num_allowed))):
+            return
+
+
+def _nth(allowed: bytearray, rank: int) -> int:
+    """Of the bits that are set, the lowest first."""
+    for start in range(0, len(allowed), 8):
+        word = int.from_bytes(allowed[start : start + 8], "little")
+        if rank >= (count := word.bit_count()):
+            rank -= count
+            continue
+        for _ in range(rank):
+            word &= word - 1
+        return 8 * start + (word & -word).bit_length() - 1
+    raise ValueError("fewer tokens than that are allowed")
