@@ -37,7 +37,7 @@ from tandem.kv_layout import KVLayout
 
 LAYOUT = KVLayout(model_fingerprint="x", dtype="bfloat16", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
 """Of an 8B model: a block is 2 MiB in all layers."""
-NUM_BLOCKS, NUM_BLOCKS_SMALL = 512, 16
+NUM_BLOCKS, NUM_BLOCKS_SMALL = 512, 8
 CHUNK_BLOCKS = 4
 ROUNDS = 3
 _HOST = "host"

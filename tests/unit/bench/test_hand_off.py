@@ -2,20 +2,11 @@
 
 import time
 
-import pytest
-
 from bench.gpu import hand_off as part
-from bench.gpu.hand_off import LAYOUT, hand_off
+from bench.gpu.hand_off import LAYOUT, NUM_BLOCKS_SMALL, hand_off
 from bench.gpu.stage import Stage
 from bench.report import Row
 from tests.unit.kv_transfer.transport_needs import require
-
-NUM_BLOCKS = 8
-
-
-@pytest.fixture(autouse=True)
-def few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part, "NUM_BLOCKS_SMALL", NUM_BLOCKS)
 
 
 def test_hand_off_on_cpu_pools_writes_round_after_round() -> None:
@@ -30,7 +21,7 @@ def test_hand_off_on_cpu_pools_writes_round_after_round() -> None:
 
 
 def test_hand_off_of_other_bytes_is_counted_byte_by_byte() -> None:
-    pool = part._Pool.filled("host", NUM_BLOCKS)
+    pool = part._Pool.filled("host", NUM_BLOCKS_SMALL)
     with part._peer("shm", pool, "host") as peer:
         peer.round()
         assert (peer.bad_chunks, peer.ask("compare")) == (0, 0)
