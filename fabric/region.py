@@ -1,6 +1,7 @@
 """A worker's KV pool as its transports see it."""
 
 from engine.assembly import EngineParts
+from engine.device_queue import device_queue
 from kv_transfer.region import KVRegion
 from kv_transfer.torch_pool import TorchPool
 
@@ -12,4 +13,7 @@ def region_of(parts: EngineParts) -> KVRegion | None:
         return KVRegion.of(memory, parts.layout, fd=None if parts.pool is None else parts.pool.fd)
     if parts.layout.tp_size > 1:
         return None
-    return KVRegion.on_device(TorchPool(parts.runner.kv_cache.blocks, parts.layout))
+    blocks = parts.runner.kv_cache.blocks
+    # Transports do not wait for the engine's stream, on which the pool was cleared.
+    device_queue(blocks.device).mark().wait()
+    return KVRegion.on_device(TorchPool(blocks, parts.layout))

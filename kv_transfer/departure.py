@@ -30,6 +30,11 @@ class Departure:
         """Whether anything else than the pool's bytes leaves, or they are not in host memory."""
         return self._converter is not None or self._region.device is not None
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether a device reads the sources: no lock that the event loop takes may be held meanwhile."""
+        return self._region.device is not None
+
     def views(self, source: PlacedCells, cells: CellRange) -> list[memoryview]:
         """The payload in the order of the wire, without copying. Raises TransferError for cells that are not there."""
         return self._region.views(source.reads(cells))

@@ -16,7 +16,11 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class DevicePool(Protocol):
-    """One worker's blocks. Every call returns when its work is done; any thread may call.
+    """One worker's blocks. Every call returns when its work is done; any thread may call, and several at once.
+
+    Nothing waits for what the engine has asked of the device: what is read must be there when the call is made, and
+    what is written must be nobody's (kv_transfer.torch_pool says why both hold). Meanwhile the caller holds no lock
+    that the event loop takes.
 
     What works on the device raises TransferError when sizes disagree, or when there is no memory left for the work.
     """
@@ -37,7 +41,7 @@ class DevicePool(Protocol):
         """Host memory that the device copies from and to at full rate."""
 
     def gather(self, runs: Runs, payload: Bytes) -> None:
-        """Copy what `runs` name of the pool into host memory, in their order. What was computed before is there."""
+        """Copy what `runs` name of the pool into host memory, in their order."""
 
     def scatter(self, runs: Runs, payload: Bytes) -> None:
         """Copy host memory into what `runs` name of the pool."""

@@ -1,5 +1,6 @@
 """Where one attempt's chunks land: in the pool itself, or beside it until they are verified and converted."""
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +25,7 @@ class Landing:
         self.pairing = pairing
         self._region = region
         self._converter = pairing.at_arrival()
+        self._converting = threading.Lock()
         self._device = region.device
         num_tokens = len(cells.at.blocks) * pairing.destination.block_size
         num_units = num_tokens // pairing.mapping.unit
@@ -33,12 +35,31 @@ class Landing:
         self._written: set[CellRange] = set()
         self._bytes: PlacedBytes | None = None
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether a device does what `settle` asks for: no lock that the event loop takes may be held meanwhile."""
+        return self._device is not None
+
     def num_bytes(self, cells: CellRange) -> int:
         """Payload of these cells. Raises TransferError when they are not the model's."""
         return self.cells.payload(cells).num_bytes(self.pairing.wire_dtype)
 
-    def room(self, cells: CellRange) -> list[memoryview]:
-        """Where their payload goes, in the order of the wire.
+    def spare(self, cells: CellRange) -> Bytes | None:
+        """Memory for `room`, to be had before its lock is taken: what a device copies from may have to wait for it.
+
+        None where `room` needs none, or will refuse.
+        """
+        if self._device is None:
+            return None
+        try:
+            self.cells.writes(cells)
+            num_bytes = self.num_bytes(cells)
+        except TransferError:
+            return None
+        return self._device.allocate(num_bytes) if num_bytes <= self._max_staged_bytes else None
+
+    def room(self, cells: CellRange, spare: Bytes | None = None) -> list[memoryview]:
+        """Where their payload goes, in the order of the wire; `spare`: see there.
 
         Raises TransferError for cells not reserved, and for those that were written before and not found damaged.
         """
@@ -51,7 +72,7 @@ class Landing:
         if others + num_bytes > self._max_staged_bytes:
             raise TransferError("more is on the way than was reserved")
         self._begin(cells)
-        staged = self._staged[cells] = self._allocate(num_bytes)
+        staged = self._staged[cells] = self._allocate(num_bytes) if spare is None else spare
         return [staged.data]
 
     def place(self, cells: CellRange) -> PlacedBytes | None:
@@ -117,7 +138,10 @@ class Landing:
         return cells.num_layers if self._device is None else 1
 
     def settle(self, cells: CellRange, piece: int) -> None:
-        """Take one of these steps: convert what is staged, copy what several ranks hold."""
+        """Take one of these steps: convert what is staged, copy what several ranks hold.
+
+        For other cells other threads may, at the same time, where a device does it.
+        """
         staged = self._staged.get(cells)
         if self._device is not None:
             if staged is not None:
@@ -136,7 +160,8 @@ class Landing:
             return staged
         payload = self.cells.payload(cells)
         converted = self._allocate(payload.num_bytes(self._converter.destination))
-        self._converter.convert(payload, staged, converted)
+        with self._converting:  # it keeps scratch memory, and chunks on a device are verified side by side
+            self._converter.convert(payload, staged, converted)
         return converted
 
     def _allocate(self, num_bytes: int) -> Bytes:

@@ -46,6 +46,9 @@ from tandem.ids import BlockId, Incarnation, TransferId
 from tandem.prefix_holder import PrefixHolder
 from tandem.tracing import NoTracer, Tracer
 
+_VERIFYING_ON_DEVICE = 4
+"""Chunks verified at once in a pool on a device: a thread waits there most of the time, and in host memory it works."""
+
 
 class ReceiverHub:
     """An async context manager: entered before the first `start`, left after `drain`, in one task."""
@@ -70,7 +73,8 @@ class ReceiverHub:
         self._dialer = dialer
         self._settings = settings
         self._reaper = Reaper(self._sweep, period_s=settings.sweep_s, clock=clock)
-        self._executor = ThreadPoolExecutor(1, "kv-verify")
+        num_verifying = 1 if local.region.device is None else _VERIFYING_ON_DEVICE
+        self._executor = ThreadPoolExecutor(num_verifying, "kv-verify")
         self._group = asyncio.TaskGroup()
         self._stack = AsyncExitStack()
         self._links: dict[str, ReceiverLink] = {}

@@ -1,5 +1,26 @@
 """A DevicePool over a torch tensor, on whatever device that is. Imports torch lazily.
 
+Work on the pool has streams of its own and waits for nobody. The engine's stream runs a step ahead, so whoever waited
+for it would wait for steps that touch none of the blocks in question. That nothing is read before it is written, nor
+written while it is read, follows from what holds before anybody asks for work here:
+
+- A *source* is told once the step that wrote it has settled, that is, the engine's thread has waited for the step's
+  own event (`engine.launched`), so everything up to that step is in the pool. A block that a step brings up from host
+  memory bears its name sooner, but is told with that step, too (`Scheduler.is_arriving`); one that comes up between
+  steps is there when the call returns (`BlockMover.move_now` waits); one that a hand-off has brought is told after its
+  `verify`, which ends after the copies below. No later step writes what was told: steps write positions beyond those
+  computed, and a prompt's last block leaves after its last step. Layers of a step under way are told only where the
+  host itself computes them.
+- A *destination* is a free block, and a block becomes free when the newest step that may touch it has settled
+  (`engine.lookahead.StepHolds`). Where a step still saves a block that nobody holds, nobody outside is given it before
+  that step has settled (`Batch.saves_free_blocks`); what `bind` evicts has been saved when it returns.
+- What has *landed* is read by steps launched after `verify`. Every call here returns when the device is done with it,
+  and a peer that writes by itself (`cuda_ipc`) says so when its own stream is done.
+
+`tests/unit/engine/test_lookahead_machine.py` holds the scheduler to the first two, with steps that run late.
+
+Tensors made here are used and given back within one such stream, so the allocator needs no events either.
+
 Runs of a layer are the same in every layer, so each is one strided copy over all layers, into or from a payload that is
 contiguous on the device; host memory is copied as a whole.
 
@@ -20,16 +41,58 @@ from kv_transfer.runs import Copies, Runs
 from tandem.errors import TransferError
 from tandem.kv_layout import KVLayout
 
+MAX_STREAMS = 8
+"""Of one pool, made as they are needed. torch has 32 of high priority for each GPU, which NCCL's links use as well."""
+_HIGH_PRIORITY = -1
 _WEIGHT_STEP = 0x9E3779B2
 """Even, so that weights 1, 1 + step, 1 + 2 step, ... are odd."""
 _WORD_BYTES = 4
 _MASK = 0xFFFFFFFF
 
 
+class SideStreams:
+    """Streams of one device beside the engine's, which they do not wait for; each used by one thread at a time.
+
+    Of high priority: a copy of some megabytes begins as soon as the step's current kernels leave it room.
+    """
+
+    def __init__(self, cuda: Any, device: Any, *, max_streams: int = MAX_STREAMS) -> None:
+        """`cuda`: the module torch.cuda."""
+        self._cuda = cuda
+        self._device = device
+        self._free: list[Any] = []
+        self._num_unmade = max_streams
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def one(self) -> Iterator[Any]:
+        """A stream, the thread's current one meanwhile; waits for a free one when all are in use."""
+        stream = self._take()
+        try:
+            with self._cuda.stream(stream):
+                yield stream
+        finally:
+            with self._changed:
+                self._free.append(stream)
+                self._changed.notify()
+
+    def _take(self) -> Any:
+        with self._changed:
+            while not (self._free or self._num_unmade):
+                self._changed.wait()
+            if not self._free:
+                stream = self._cuda.Stream(self._device, priority=_HIGH_PRIORITY)
+                self._num_unmade -= 1
+                return stream
+            # The one used last: torch's allocator keeps memory for each stream by itself.
+            return self._free.pop()
+
+
 class TorchPool:
     """`memory`: a contiguous uint8 tensor that begins with the pool's first plane. See DevicePool."""
 
-    def __init__(self, memory: Any, layout: KVLayout) -> None:
+    def __init__(self, memory: Any, layout: KVLayout, *, streams: SideStreams | None = None) -> None:
+        """`streams`: where its work is done; by default the device's, where it has any."""
         self._torch = importlib.import_module("torch")
         self._memory = memory.view(-1)
         num_blocks, rest = divmod(self._memory.numel(), layout.worker_block_bytes)
@@ -39,8 +102,9 @@ class TorchPool:
         self.layout = layout
         self._planes = self._memory.view(layout.num_planes, -1)
         self._on_cuda = self._memory.device.type == "cuda"
-        self._lock = threading.Lock()
-        self._stream: Any = None
+        if streams is None and self._on_cuda:
+            streams = SideStreams(self._torch.cuda, self._memory.device)
+        self._streams = streams
 
     @property
     def memory(self) -> Any:
@@ -84,7 +148,7 @@ class TorchPool:
                     self._planes[target, end : end + length].copy_(piece)
 
     def send(self, reads: Runs, target: "TorchPool", writes: Runs) -> int:
-        """See DevicePool. All of it runs on this pool's stream."""
+        """See DevicePool. All of it runs on one of this pool's streams."""
         with self.working():
             packed = self.pack(reads)
             total = self.sum_of(packed)
@@ -148,7 +212,7 @@ class TorchPool:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Work on the device, behind all that was launched before, and done when this ends. One thread at a time.
+        """Work on the device that waits for nobody's, and is done when this ends. Threads work side by side.
 
         Raises TransferError when the device has no memory left for it.
         """
@@ -156,7 +220,6 @@ class TorchPool:
             if stream is None:
                 yield
                 return
-            stream.wait_stream(self._torch.cuda.default_stream(self._memory.device))
             try:
                 yield
             finally:
@@ -165,16 +228,12 @@ class TorchPool:
 
     @contextmanager
     def _on_stream(self) -> Iterator[Any]:
-        """On this pool's own stream, without waiting for anybody's; None where there are no streams."""
-        with self._lock:
-            try:
-                if not self._on_cuda:
-                    yield None
-                    return
-                cuda = self._torch.cuda
-                if self._stream is None:
-                    self._stream = cuda.Stream(self._memory.device)
-                with cuda.stream(self._stream):
-                    yield self._stream
-            except self._torch.OutOfMemoryError:
-                raise TransferError("the device has no memory left beside the pool") from None
+        """On a stream of this pool; None where there are no streams."""
+        try:
+            if self._streams is None:
+                yield None
+                return
+            with self._streams.one() as stream:
+                yield stream
+        except self._torch.OutOfMemoryError:
+            raise TransferError("the device has no memory left beside the pool") from None

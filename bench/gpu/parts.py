@@ -38,5 +38,5 @@ PARTS = (
     _part("speed.paged_prefill", "kernel_speed.paged_prefill_speed", 18),
     _part("speed.rows", "kernel_speed.row_kernels_speed", 12),
     _part("memory.quantised_kv", "quantised_kv.sequences_held", 10),
-    _part("hand-off.cuda_ipc", "hand_off.cuda_ipc", 20),
+    _part("hand-off", "hand_off.hand_off", 30),
 )

@@ -78,13 +78,6 @@ class ClaimingWriter(QueuedWriter):
             raise TransferError("unknown grant")
 
     @contextmanager
-    def _may_move(self, job: WriteJob, token: bytes) -> Iterator[None]:
-        """Around a piece that moves while the lock is held."""
-        with self._queue.lock:
-            self._check(job, token)
-            yield
-
-    @contextmanager
     def _under_way(self, job: WriteJob, token: bytes) -> Iterator[None]:
         """Around pieces that move by themselves, until the last has, or a few after the job was stopped."""
         with self._queue.lock:

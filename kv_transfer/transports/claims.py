@@ -101,10 +101,10 @@ class ClaimReceiver(ABC):
         with self._lock:
             grant = self._grants.revoke(key)
             if grant is None:
-                return all(key not in writer.claims.values() for writer in self._writers)
+                return not self._is_claimed(key) and self._grants.is_quiet(key)
             writer = next((w for w in self._writers if grant.token in w.claims), None)
             if writer is None:
-                return True
+                return self._grants.is_quiet(key)
             writer.asked_s = writer.asked_s or time.monotonic()
             # When this cannot be said the writer's end is awaited.
             claim_wire.send(writer.sock, Kind.REVOKE, grant.token)
@@ -113,6 +113,22 @@ class ClaimReceiver(ABC):
     def listen_quiet(self, listener: QuietListener) -> None:
         """See KVReceiver."""
         self._listener = listener
+        self._grants.listen_quiet(self._on_settled)
+
+    def _on_settled(self, key: TransferKey) -> None:
+        """This worker's own device has ended what it was putting into place."""
+        with self._lock:
+            if self._is_claimed(key):
+                return
+        self._listener(key)
+
+    def _is_claimed(self, key: TransferKey) -> bool:
+        return any(key in writer.claims.values() for writer in self._writers)
+
+    def _on_unclaimed(self, key: TransferKey) -> None:
+        """No writer writes any more. Each of the two looks at the other last, so that one of them tells."""
+        if self._grants.is_quiet(key):
+            self._listener(key)
 
     def close(self) -> None:
         """Stop serving. Writers see the end, stop and hang up; who has not within PARTING_S is not waited for."""
@@ -198,7 +214,7 @@ class ClaimReceiver(ABC):
                 if all(self._grants.find(claimed) is not None for claimed in writer.claims):
                     writer.asked_s = None
             if key is not None:
-                self._listener(key)
+                self._on_unclaimed(key)
         else:
             raise TransferError(f"{kind.name} is not for a receiver")
 
@@ -213,7 +229,7 @@ class ClaimReceiver(ABC):
             if self._closing.is_set() and self.shut_out_s is None:
                 return  # the end of the socket was our doing and proves nothing
         for key in keys:
-            self._listener(key)
+            self._on_unclaimed(key)
 
 
 def _await_end(sock: socket.socket) -> None:

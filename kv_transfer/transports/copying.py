@@ -1,6 +1,7 @@
 """Moving cells between two mapped pools, in pieces small enough to be stopped."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
@@ -30,16 +31,23 @@ class RegionCopier:
         self._mover = mover
         self._last_target: tuple[PlacedCells, PlacedBytes] | None = None
 
-    def copy(self, order: WriteOrder, target: PlacedCells, gate: Gate) -> tuple[int, int]:
-        """Copy an order's cells to where they lie in `target`. Returns (checksum, bytes). Raises TransferError."""
+    def copy(
+        self, order: WriteOrder, target: PlacedCells, gate: Gate, reading: Callable[[], AbstractContextManager[None]]
+    ) -> tuple[int, int]:
+        """Copy an order's cells to where they lie in `target`. Returns (checksum, bytes). Raises TransferError.
+
+        `reading` is entered, and not the gate, while a device reads the sources.
+        """
         if self._converts:
-            return self._convert(order, target, gate)
+            return self._convert(order, target, gate, reading)
         if self._mover is None:
             return self._copy(order.source.copies_to(target, order.cells), gate)
         source = PlacedBytes(self._source, order.source, is_source=True)
         return self._mover.move(source, self._bytes_of(target), order.cells, gate)
 
-    def _convert(self, order: WriteOrder, target: PlacedCells, gate: Gate) -> tuple[int, int]:
+    def _convert(
+        self, order: WriteOrder, target: PlacedCells, gate: Gate, reading: Callable[[], AbstractContextManager[None]]
+    ) -> tuple[int, int]:
         """Layer by layer, which is how the wire orders them: whoever wants the gate waits for one."""
         # All of them are looked up first: an order that is refused has written nothing.
         order.source.reads(order.cells)
@@ -47,9 +55,15 @@ class RegionCopier:
         value = total = 0
         for layer in range(order.cells.first_layer, order.cells.first_layer + order.cells.num_layers):
             cells = replace(order.cells, first_layer=layer, num_layers=1)
-            with gate:
-                payload = self._departure.convert(order.source, cells)
-                placing.scatter(target.writes(cells), payload, self._to)
+            if self._departure.is_on_device:
+                with reading():
+                    payload = self._departure.convert(order.source, cells)
+                with gate:
+                    placing.scatter(target.writes(cells), payload, self._to)
+            else:
+                with gate:
+                    payload = self._departure.convert(order.source, cells)
+                    placing.scatter(target.writes(cells), payload, self._to)
             value = checksum.crc32(payload.data, value)
             total += payload.nbytes
         return value, total

@@ -26,7 +26,8 @@ _NUM_BLOCKS = struct.Struct("!Q")
 class CudaIpcReceiver(ClaimReceiver):
     """KVReceiver of the `cuda_ipc` transport. Raises ConfigError for a pool that cannot be lent."""
 
-    drain_proves_quiet = True
+    drain_proves_quiet = False
+    """What is copied on to other ranks here may be under way when the sender has drained."""
 
     def __init__(self, region: KVRegion, sharing: DeviceSharing) -> None:
         if (obstacle := sharing.problem(region)) is not None or region.device is None:

@@ -1,10 +1,12 @@
 """`cuda_ipc`, sending end: copies from this GPU's pool into the receiver's, on a stream of its own.
 
 A chunk is packed on this side's device, summed there, and unpacked into the peer's pool; the stream is awaited before
-the chunk counts as written, under the lock that a cancel takes.
+the chunk counts as written. No lock is held meanwhile that a cancel or the next order takes: the claim is busy, so what
+is cancelled ends with the chunk, and QUIET is said then.
 """
 
 import socket
+import threading
 from typing import Any
 
 from kv_transfer.device import DevicePool
@@ -30,6 +32,7 @@ class CudaIpcWriter(ClaimingWriter):
         self._source = source
         self._target = TorchPool(target, pairing.destination)
         self._pairing = pairing
+        self._moving = threading.Lock()
         super().__init__(sock, NAME)
 
     def _perform(self, job: WriteJob) -> None:
@@ -39,9 +42,15 @@ class CudaIpcWriter(ClaimingWriter):
         target = self._pairing.at_destination(order.source.held_tokens, blocks, self._target.num_blocks)
         reads, writes = order.source.reads(order.cells), target.writes(order.cells)
         self._claim(job, token)
-        with self._may_move(job, token):
+        with self._moving, self._under_way(job, token):
             checksum = self._source.send(reads, self._target, writes)
+            job.check()
         job.succeed(checksum, reads.num_bytes)
+
+    def _stopped(self) -> None:
+        # Everything is stopped by now, and what was under way has ended when this lock is to be had.
+        self._moving.acquire()
+        self._moving.release()
 
 
 class CudaIpcSender:

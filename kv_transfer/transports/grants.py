@@ -1,7 +1,13 @@
-"""Grants of a receiving end: unguessable tokens, each naming where one attempt's cells land."""
+"""Grants of a receiving end: unguessable tokens, each naming where one attempt's cells land.
+
+Host memory is written under a grant's lock, a piece at a time, so a revocation, which takes it on the event loop, is
+proven at once. A device is not waited for under a lock: what it is writing then ends by itself, and is told.
+"""
 
 import secrets
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kv_transfer.cell_range import CellRange
@@ -15,13 +21,35 @@ TOKEN_BYTES = 16
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Grant:
-    """The right to write into `landing`, by index. `lock` is held while bytes land; `revoked` is final."""
+    """The right to write into `landing`, by index; `revoked` is final.
+
+    `lock` is held while bytes land in host memory; a device writes within `moving`.
+    """
 
     key: TransferKey
     token: bytes
     landing: Landing
+    quieted: Callable[["Grant"], None]
+    """Told, without the lock, when a device has ended what it was writing as the grant was revoked."""
     lock: PieceLock = field(default_factory=PieceLock)
     revoked: bool = False
+    num_moving: int = 0
+
+    @contextmanager
+    def moving(self) -> Iterator[bool]:
+        """Around a device's writes; holds no lock meanwhile. False, and nothing may be written, once revoked."""
+        with self.lock:
+            begun = not self.revoked
+            self.num_moving += begun
+        try:
+            yield begun
+        finally:
+            if begun:
+                with self.lock:
+                    self.num_moving -= 1
+                    is_last = self.revoked and not self.num_moving
+                if is_last:
+                    self.quieted(self)
 
 
 class GrantTable:
@@ -31,13 +59,20 @@ class GrantTable:
         self._lock = threading.Lock()
         self._by_key: dict[TransferKey, Grant] = {}
         self._by_token: dict[bytes, Grant] = {}
+        self._ending: set[TransferKey] = set()
+        """Revoked, with a device at work still."""
+        self._listener: Callable[[TransferKey], None] = lambda _key: None
+
+    def listen_quiet(self, listener: Callable[[TransferKey], None]) -> None:
+        """Who is told of a revoked grant that `is_quiet` after all; called once, before the first grant."""
+        self._listener = listener
 
     def __len__(self) -> int:
         return len(self._by_key)
 
     def open(self, key: TransferKey, landing: Landing) -> Grant:
         """A new grant with a random token."""
-        grant = Grant(key=key, token=secrets.token_bytes(TOKEN_BYTES), landing=landing)
+        grant = Grant(key=key, token=secrets.token_bytes(TOKEN_BYTES), landing=landing, quieted=self._quieted)
         with self._lock:
             if key in self._by_key:
                 raise InvariantError(f"{key} is granted twice")
@@ -66,15 +101,31 @@ class GrantTable:
 
     def _settle(self, grant: Grant, cells: CellRange) -> bool:
         """Layer by layer, so that a revocation waits for no more than one; False once there was one."""
-        for piece in range(grant.landing.num_pieces(cells)):
-            with grant.lock:
-                if grant.revoked:
-                    return False
-                grant.landing.settle(cells, piece)
+        landing = grant.landing
+        for piece in range(landing.num_pieces(cells)):
+            if landing.is_on_device:
+                with grant.moving() as begun:
+                    if begun:
+                        landing.settle(cells, piece)
+            else:
+                with grant.lock:
+                    if grant.revoked:
+                        return False
+                    landing.settle(cells, piece)
         return not grant.revoked
 
+    def is_quiet(self, key: TransferKey) -> bool:
+        """Whether no device is at work for a grant that was revoked; else the listener is told."""
+        with self._lock:
+            return key not in self._ending
+
+    def _quieted(self, grant: Grant) -> None:
+        with self._lock:
+            self._ending.discard(grant.key)
+        self._listener(grant.key)
+
     def revoke(self, key: TransferKey) -> Grant | None:
-        """End a grant. On return nobody holds its lock, and whoever takes it next finds it revoked."""
+        """End a grant. On return nobody holds its lock, and whoever takes it next finds it revoked; see `is_quiet`."""
         with self._lock:
             grant = self._by_key.pop(key, None)
             if grant is None:
@@ -82,6 +133,9 @@ class GrantTable:
             del self._by_token[grant.token]
         with grant.lock:
             grant.revoked = True
+            if grant.num_moving:
+                with self._lock:
+                    self._ending.add(key)
         return grant
 
     def revoke_all(self) -> None:

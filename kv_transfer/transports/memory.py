@@ -79,7 +79,7 @@ class MemoryWriter(QueuedWriter):
         if grant is None or grant.key != job.order.key:
             raise TransferError("unknown grant")
         gate = Gate(lambda: _check(job, grant), self._queue.lock, grant.lock)
-        job.succeed(*self._copier.copy(job.order, grant.landing.cells, gate))
+        job.succeed(*self._copier.copy(job.order, grant.landing.cells, gate, lambda: self._queue.reading(job)))
 
 
 def _check(job: WriteJob, grant: Grant) -> None:

@@ -84,10 +84,10 @@ class NixlWriter(ClaimingWriter):
         order, at = job.order, 0
         payload = order.source.payload(order.cells)
         for slab in slabs(order.cells, payload, payload.num_bytes(self._pairing.wire_dtype)):
-            with self._queue.lock:
-                if job.stopped:
-                    return
-                converted = self._departure.convert(order.source, slab)
+            # Without the lock, which the event loop takes and a device would hold for long: the job is `reading`.
+            if job.stopped:
+                return
+            converted = self._departure.convert(order.source, slab)
             for part in pieces(paired([(0, converted.nbytes)], target.writes(slab)), PIECE_BYTES):
                 begin, size = part[0][0], sum(copy[2] for copy in part)
                 if at + size > BOUNCE_BYTES:

@@ -41,7 +41,7 @@ class ShmWriter(ClaimingWriter):
         token, target = self._unpacked(job.order)
         self._claim(job, token)
         gate = Gate(lambda: self._check_all(job, token), self._queue.lock)
-        job.succeed(*self._copier.copy(job.order, target, gate))
+        job.succeed(*self._copier.copy(job.order, target, gate, lambda: self._queue.reading(job)))
 
     def _check_all(self, job: WriteJob, token: bytes) -> None:
         """The memory outlives its owner, and the thread that reads the socket may be late: nothing lands meanwhile."""

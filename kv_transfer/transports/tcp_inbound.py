@@ -14,6 +14,7 @@ from kv_transfer.cell_stream import Progress
 from kv_transfer.gate import PieceLock
 from kv_transfer.landing import Landing
 from kv_transfer.mover import Mover
+from kv_transfer.region import Bytes
 from kv_transfer.transports import tcp_wire
 from kv_transfer.transports.grants import Grant, GrantTable
 from kv_transfer.transports.tcp_channel import Channel, receive_exactly
@@ -88,24 +89,25 @@ class Inbound:
 
     def _parcel(self, header: Header, grant: Grant) -> Parcel | None:
         """What takes the payload to its places; None when the grant has ended or has not got these cells."""
+        spare = grant.landing.spare(header.cells)
         with grant.lock:
             if grant.revoked:
                 return None
             try:
-                parcel = self._towards(grant.landing, header.cells)
+                parcel = self._towards(grant.landing, header.cells, spare)
             except TransferError:
                 return None
         if parcel.num_bytes != header.payload_bytes:
             raise TransferError(f"{header.payload_bytes} payload bytes do not fit their cells")
         return parcel
 
-    def _towards(self, landing: Landing, cells: CellRange) -> Parcel:
+    def _towards(self, landing: Landing, cells: CellRange, spare: Bytes | None) -> Parcel:
         mover, descriptor = self._mover, self._channel.descriptor
         if mover is not None and descriptor is not None and (place := landing.place(cells)) is not None:
             return mover.streams.open(place, cells, descriptor, self._lock, is_sending=False)
         channel = self._channel
         return ViewsParcel(
-            landing.room(cells), channel.receive, piece_bytes=channel.piece_bytes, at_zero=Progress.ENDED
+            landing.room(cells, spare), channel.receive, piece_bytes=channel.piece_bytes, at_zero=Progress.ENDED
         )
 
     def _land(self, grant: Grant, parcel: Parcel) -> None:

@@ -40,6 +40,11 @@ class Payloads:
         self._channel = channel
         self._lock = lock
 
+    @property
+    def are_on_device(self) -> bool:
+        """Whether a device reads the sources; see Departure."""
+        return self._departure.is_on_device
+
     def of(
         self, source: PlacedCells, cells: CellRange, reading: Callable[[], AbstractContextManager[None]]
     ) -> Outgoing:

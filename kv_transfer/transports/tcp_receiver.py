@@ -74,17 +74,18 @@ class TcpReceiver:
         return self._grants.verify(key, cells, checksum)
 
     def revoke(self, key: TransferKey) -> bool:
-        """Always proven: see tcp_inbound.py."""
+        """Proven for what comes in, see tcp_inbound.py; a device may still be putting what came into place."""
         grant = self._grants.revoke(key)
         if grant is not None:
             with self._lock:
                 streams = list(self._streams)
             for stream in streams:
                 stream.await_quiet(grant)
-        return True
+        return self._grants.is_quiet(key)
 
     def listen_quiet(self, listener: QuietListener) -> None:
-        """Nothing to tell: every revocation is proven at once."""
+        """See KVReceiver."""
+        self._grants.listen_quiet(listener)
 
     def close(self) -> None:
         """See KVReceiver."""

@@ -1,7 +1,8 @@
 """`tcp`, sending end of one stream: one thread sends frames, one reads answers.
 
 Sources are read under the queue's lock, one call that does not wait at a time, and checksummed in the same breath,
-while the cache has them. A cancelled frame is filled up with zeros, so that the stream stays in step.
+while the cache has them; those on a device are gathered into host memory first, without the lock. A cancelled frame is
+filled up with zeros, so that the stream stays in step.
 """
 
 import itertools
@@ -67,7 +68,7 @@ class TcpStream(QueuedWriter):
         self._reader.start()
 
     def fail(self, reason: str) -> None:
-        """Stop every write and end the connection; on return no source is read any more."""
+        """Stop every write and end the connection; on return only sources of a future that is pending are read."""
         self._queue.fail_all(reason)
         self._channel.hang_up()
 
@@ -105,6 +106,15 @@ class TcpStream(QueuedWriter):
 
     @contextmanager
     def _reading(self, job: WriteJob) -> Iterator[None]:
+        if self._payloads.are_on_device:
+            try:
+                with self._queue.reading(job):
+                    yield
+            except TransferError:
+                if job.stopped:
+                    raise _Stopped from None
+                raise
+            return
         with self._queue.lock:
             if job.stopped:
                 raise _Stopped

@@ -1,7 +1,8 @@
 """`torch_dist`, receiving end: how one write's payload comes out of a communicator and into place.
 
-What has come in is put into place under the lock of its grant, so a revocation is proven at once, though a receive may
-be posted. What nobody wants any more is received past the pool, so that both sides stay in step.
+What has come into host memory is put into place under the lock of its grant, so a revocation is proven at once, though
+a receive may be posted; a device does it within `Grant.moving`. What nobody wants any more is received past the pool,
+so that both sides stay in step.
 """
 
 import logging
@@ -82,8 +83,8 @@ class DeviceIntake:
         self._group.finish(self._group.start(packed))
         if grant is None or runs is None:
             return False
-        with grant.lock:
-            if grant.revoked:
+        with grant.moving() as begun:
+            if not begun:
                 return False
             try:
                 checksum = self._pool.put(runs, packed)
@@ -104,7 +105,8 @@ class DeviceIntake:
 
 
 def _room(header: Header, grant: Grant | None) -> list[memoryview] | None:
-    room = _landing(grant, lambda landing: landing.room(header.cells))
+    spare = None if grant is None else grant.landing.spare(header.cells)
+    room = _landing(grant, lambda landing: landing.room(header.cells, spare))
     if room is not None:
         _check_size(header, sum(view.nbytes for view in room))
     return room

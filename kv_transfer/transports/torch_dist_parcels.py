@@ -1,7 +1,8 @@
 """`torch_dist`, sending end: one write's payload, and how it goes through a communicator.
 
-Both kinds read their sources under the queue's lock only, so a cancel is proven at once; what has been announced
-crosses whatever it holds, so that both sides stay in step.
+Sources in host memory are read under the queue's lock only, so a cancel is proven at once; a device reads them before
+anything is announced, without the lock, and a cancel ends with that. What has been announced crosses whatever it holds,
+so that both sides stay in step.
 """
 
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from kv_transfer.device import DevicePool
 from kv_transfer.gate import PieceLock
 from kv_transfer.transports.communicator import SLOTS, Bytes, Communicator, Slots
 from kv_transfer.transports.torch_dist_wire import MAX_DIRECT_BYTES, MAX_PAYLOAD_BYTES, PIECE_BYTES
-from kv_transfer.transports.write_queue import WriteJob
+from kv_transfer.transports.write_queue import WriteJob, WriteQueue
 from tandem.errors import TransferError
 
 
@@ -32,7 +33,7 @@ class Parcel(Protocol):
 class Packer(Protocol):
     """Of one communicator; used by one thread."""
 
-    def pack(self, job: WriteJob, lock: PieceLock) -> Parcel:
+    def pack(self, job: WriteJob, queue: WriteQueue) -> Parcel:
         """What crosses next. Raises TransferError."""
 
 
@@ -43,15 +44,15 @@ class HostPacker:
         self._departure = departure
         self._slots = Slots(group)
 
-    def pack(self, job: WriteJob, lock: PieceLock) -> "HostParcel":
+    def pack(self, job: WriteJob, queue: WriteQueue) -> "HostParcel":
         """See Packer."""
-        order = job.order
-        if not self._departure.converts:
-            return HostParcel(self._departure.views(order.source, order.cells), self._slots, job, lock)
-        with lock:
+        order, departure = job.order, self._departure
+        if not departure.converts:
+            return HostParcel(departure.views(order.source, order.cells), self._slots, job, queue.lock)
+        with queue.reading(job) if departure.is_on_device else queue.lock:
             job.check()
-            views = [self._departure.convert(order.source, order.cells).data]
-        return HostParcel(views, self._slots, job, lock)
+            views = [departure.convert(order.source, order.cells).data]
+        return HostParcel(views, self._slots, job, queue.lock)
 
 
 class HostParcel:
@@ -87,12 +88,11 @@ class DevicePacker:
         self._pool = pool
         self._group = group
 
-    def pack(self, job: WriteJob, lock: PieceLock) -> "DeviceParcel":
+    def pack(self, job: WriteJob, queue: WriteQueue) -> "DeviceParcel":
         """See Packer."""
         reads = job.order.source.reads(job.order.cells)
         _bounded(reads.num_bytes, MAX_DIRECT_BYTES)
-        with lock:
-            job.check()
+        with queue.reading(job):
             packed, checksum = self._pool.take(reads)
         return DeviceParcel(packed, checksum, reads.num_bytes, self._group)
 

@@ -77,12 +77,13 @@ class TorchDistReceiver:
         return self._grants.verify(key, cells, checksum)
 
     def revoke(self, key: TransferKey) -> bool:
-        """Always proven: see torch_dist_intakes."""
+        """Proven for what comes in, see torch_dist_intakes; a device may still be putting what came into place."""
         self._grants.revoke(key)
-        return True
+        return self._grants.is_quiet(key)
 
     def listen_quiet(self, listener: QuietListener) -> None:
-        """Nothing to tell: every revocation is proven at once."""
+        """See KVReceiver."""
+        self._grants.listen_quiet(listener)
 
     def close(self) -> None:
         """See KVReceiver. Waits for a piece that a peer has announced, `stall_s` at most."""

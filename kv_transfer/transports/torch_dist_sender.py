@@ -114,7 +114,7 @@ class TorchDistWriter(QueuedWriter):
             raise TransferError("malformed grant")
         if self._packer is None:
             self._packer = self._renewed()
-        parcel = self._packer.pack(job, self._queue.lock)
+        parcel = self._packer.pack(job, self._queue)
         number = next(self._ids)
         header = Header(
             kind=Kind.WRITE, number=number, token=order.grant, cells=order.cells, payload_bytes=parcel.num_bytes

@@ -5,9 +5,9 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from kv_transfer.gate import PieceLock
@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 class WriteJob:
     """One order. Its sources are read only under the queue's `lock` while not `stopped`, or else while `reading`.
 
-    `reading` says that something reads them by itself, which nobody can stop: then the future ends when that has ended.
+    `reading` says that something reads them by itself, which nobody can stop (a network card, a GPU): then the future
+    ends when that has ended. The event loop takes the lock, so what takes long must not hold it.
     """
 
     order: WriteOrder
@@ -98,6 +99,26 @@ class WriteQueue:
         for job in idle:
             job.fail("write cancelled")
         return len(idle) == len(jobs)
+
+    @contextmanager
+    def reading(self, job: WriteJob) -> Iterator[None]:
+        """Around work that reads the job's sources without the lock, on the queue's own thread.
+
+        Raises TransferError for a job that has been stopped: before, or meanwhile; then its future has ended, too.
+        """
+        with self.lock:
+            job.check()
+            job.reading = True
+        try:
+            yield
+        finally:
+            with self.lock:
+                job.reading = False
+                reason = (self._failure or "write cancelled") if job.stopped else None
+            if reason is not None:
+                job.fail(reason)
+        if reason is not None:
+            raise TransferError(reason)
 
     def fail_all(self, reason: str) -> None:
         """The connection is gone: stop every write and refuse new ones."""

@@ -58,25 +58,20 @@ def suite(folder: Path, *options: str) -> tuple[int, dict[str, Any], str]:
     return done.returncode, json.loads(file.read_text()), done.stdout
 
 
-def part_of(found: dict[str, Any], name: str) -> dict[str, Any]:
-    (part,) = [part for part in found["parts"] if part["part"] == name]
-    return part
-
-
 @pytest.mark.slow  # half a minute
 def test_everything_runs_small_on_a_cpu(tmp_path: Path) -> None:
     code, found, text = suite(tmp_path)
     assert code == 0, text
     assert found["is_complete"]
     assert [part["part"] for part in found["parts"]] == [part.name for part in PARTS]
-    assert {part["part"] for part in found["parts"] if part["status"] != "ok"} == {"hand-off.cuda_ipc"}
-    assert part_of(found, "hand-off.cuda_ipc")["status"] == "left out"
+    assert {part["status"] for part in found["parts"]} == {"ok"}
     assert found["rows"] == [row for part in found["parts"] for row in part["rows"]]
     judged = {row["name"]: row for row in found["rows"] if row["goal"] is not None}
     expected = {f"parity.{kernel}.{dtype}" for kernel in KERNELS for dtype in ("float32", "float16")}
     modes = ("colocated", "batched", "chunked", "cached", "pipelined")
     expected |= {f"parity.engine.{a}.{m}" for a in ("llama", "mistral", "qwen2", "qwen3") for m in modes}
     expected |= {"parity.sampling.differing", "pipelining.answers", "kv.float32.error", "kv.int8.error", "kv.fp8.error"}
+    expected |= {f"{way}: wrong {what}" for way in ("tcp", "torch_dist", "shm") for what in ("chunks", "bytes")}
     assert judged.keys() == expected  # speed is judged on a GPU only
     assert all(row["met"] for row in judged.values())
     assert all(math.isfinite(row["value"]) for row in found["rows"])

@@ -48,7 +48,14 @@ class DelayedStep:
     def blocks(self) -> set[BlockId]:
         """Everything that the step reads or writes."""
         moved = {copy.source for copy in self.batch.copies} | {copy.target for copy in self.batch.copies}
+        moved |= {offload.source for offload in self.batch.offloads}
         return moved | {load.target for load in self.batch.loads} | {block for row in self.rows for block in row.table}
+
+    def written(self) -> set[BlockId]:
+        """Everything that the step writes."""
+        size = self.runner.block_size
+        moved = {copy.target for copy in self.batch.copies} | {load.target for load in self.batch.loads}
+        return moved | {block for row in self.rows for block in row.table[row.start // size :]}
 
 
 class DelayedRunner(LedgerRunner):

@@ -76,6 +76,19 @@ class PipelinedMachine(SchedulerMachine):
                 assert not blocks & {*request.block_table[request.num_computed_tokens // ledger.BLOCK :]}
 
     @invariant()
+    def nothing_under_way_writes_what_peers_were_told_to_read(self) -> None:
+        """Until it is released; so nobody who reads it has to wait for the device."""
+        alive = (RequestState.RUNNING, RequestState.HELD)
+        told = {
+            block
+            for request_id, blocks in self.sources.items()
+            if self.requests[request_id].state in alive
+            for block in blocks
+        }
+        for step in self.late.pending:
+            assert not told & step.written()
+
+    @invariant()
     def ends_are_the_right_ones(self) -> None:
         for request_id, reason in self.ended.items():
             request, told = self.requests[request_id], self.told[request_id]

@@ -170,10 +170,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             blocks = self.sources.setdefault(part.request_id, [])
             assert part.first_block_index == len(blocks)
             blocks.extend(part.block_ids)
-            if part.is_complete:
-                request = self.requests[part.request_id]
-                known = request.token_ids[: part.num_computed_tokens]
-                assert self.runner.read(blocks, part.num_computed_tokens) == ledger.kv_of(known)
+            num_tokens = part.num_computed_tokens if part.is_complete else len(blocks) * ledger.BLOCK
+            known = self.requests[part.request_id].token_ids[:num_tokens]
+            assert self.runner.read(blocks, num_tokens) == ledger.kv_of(known), "told before it was there"
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:

@@ -23,6 +23,8 @@ ROUNDS = 40
 class Watched:
     """A landing of three pieces that notes whether its grant's lock is held."""
 
+    is_on_device = False
+
     def __init__(self) -> None:
         self.grant: Grant | None = None
         self.told: list[tuple[str, bool]] = []
@@ -81,6 +83,54 @@ def test_a_revocation_waits_for_one_piece_and_no_more(watched) -> None:
     revoking.join(WAIT_S)
     assert [what for what, _ in landing.told] == ["settle 0", "damaged"]
     assert not table.verify(KEY, cells(), 7), "and nothing of it is ever in place"
+
+
+def test_a_revocation_does_not_wait_for_a_device_and_hears_when_it_has_ended(watched) -> None:
+    """The event loop revokes: what a device is writing would hold it up for as long as the device takes."""
+    table, landing, _ = watched
+    landing.is_on_device = True
+    told: list[TransferKey] = []
+    table.listen_quiet(told.append)
+
+    def settling(piece: int) -> None:
+        if piece == 0:
+            assert table.revoke(KEY) is landing.grant
+            assert table.revoke(KEY) is None, "as when it is asked again"
+            assert not table.is_quiet(KEY)
+            assert not told
+
+    landing.settling = settling
+    assert not table.verify(KEY, cells(), 7)
+    assert landing.told == [("settle 0", False), ("damaged", True)]
+    assert table.is_quiet(KEY)
+    assert told == [KEY]
+
+
+def test_of_several_chunks_on_a_device_the_last_one_ends_it(watched) -> None:
+    table, landing, grant = watched
+    landing.is_on_device = True
+    told: list[TransferKey] = []
+    table.listen_quiet(told.append)
+    with grant.moving() as begun:
+        assert begun
+        with grant.moving() as begun:
+            assert begun
+            table.revoke(KEY)
+        with grant.moving() as begun:
+            assert not begun, "nothing begins after a revocation"
+        assert not told
+    assert told == [KEY]
+
+
+def test_what_ends_before_the_revocation_is_not_told(watched) -> None:
+    table, landing, _ = watched
+    landing.is_on_device = True
+    told: list[TransferKey] = []
+    table.listen_quiet(told.append)
+    assert table.verify(KEY, cells(), 7)
+    table.revoke(KEY)
+    assert table.is_quiet(KEY)
+    assert not told
 
 
 def test_chunks_land_from_several_threads_while_others_are_put_into_place() -> None:

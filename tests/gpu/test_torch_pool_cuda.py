@@ -1,0 +1,95 @@
+"""A pool in GPU memory beside an engine whose stream is a step ahead: nothing of it waits for that stream."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from kv_transfer.messages import CellRange
+from kv_transfer.pairing import Pairing
+from kv_transfer.torch_pool import TorchPool
+from tandem.kv_layout import KVLayout
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+KV = KVLayout(model_fingerprint="x", dtype="bfloat16", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
+PAIRING = Pairing.of(KV, KV, wire_dtype=KV.dtype)
+NUM_BLOCKS = 64
+HERE, THERE = (1, 5, 3, 9), (40, 41, 30, 50)
+CELLS = CellRange(
+    first_layer=0,
+    num_layers=KV.num_layers,
+    first_unit=0,
+    num_units=len(HERE) * KV.block_size // PAIRING.mapping.unit,
+    first_head=0,
+    num_heads=KV.num_kv_heads,
+)
+SOURCE = PAIRING.at_source(0, 0, HERE, NUM_BLOCKS)
+TARGET = PAIRING.at_destination(0, THERE, NUM_BLOCKS)
+READS, WRITES = SOURCE.reads(CELLS), TARGET.writes(CELLS)
+SLEEP_CYCLES = 2_000_000_000
+"""A second: what follows takes a millisecond."""
+
+
+@pytest.fixture(scope="module")
+def pool() -> TorchPool:
+    memory = torch.randint(0, 256, (NUM_BLOCKS * KV.worker_block_bytes,), dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    return TorchPool(memory, KV)
+
+
+@contextmanager
+def engine_asleep() -> Iterator[torch.cuda.Event]:
+    """The engine's stream has work for a second; what is yielded is behind it."""
+    torch.cuda.synchronize()
+    behind = torch.cuda.Event()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    behind.record()
+    try:
+        yield behind
+    finally:
+        torch.cuda.synchronize()
+
+
+WORK: dict[str, Callable[[TorchPool], object]] = {
+    "checksum": lambda pool: pool.checksum(READS),
+    "gather": lambda pool: pool.gather(READS, pool.allocate(READS.num_bytes)),
+    "scatter": lambda pool: pool.scatter(WRITES, pool.allocate(READS.num_bytes)),
+    "copy": lambda pool: pool.copy(SOURCE.copies_to(TARGET, CELLS)),
+    "send": lambda pool: pool.send(READS, pool, WRITES),
+    "take and put": lambda pool: pool.put(WRITES, pool.take(READS)[0]),
+}
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_it_returns_while_the_engines_stream_sleeps(pool: TorchPool, work: str) -> None:
+    WORK[work](pool)  # whatever the first call of anything waits for: kernels are loaded, memory is got
+    with engine_asleep() as behind:
+        WORK[work](pool)
+        assert not behind.query(), "it has waited for the engine's stream"
+
+
+def test_threads_work_side_by_side_and_get_the_right_bytes(pool: TorchPool) -> None:
+    """What is gathered, sent and summed beside a sleeping engine is what lies there."""
+    expected = pool.checksum(READS)
+    payload = pool.allocate(READS.num_bytes)
+
+    def move(_turn: int) -> int:
+        own = pool.allocate(READS.num_bytes)
+        pool.gather(READS, own)
+        assert (own == payload).all()
+        return pool.checksum(READS)
+
+    pool.gather(READS, payload)
+    with ThreadPoolExecutor(4) as threads:
+        assert set(threads.map(move, range(16))) == {expected}
+        with engine_asleep() as behind:
+            assert set(threads.map(move, range(16))) == {expected}
+            assert not behind.query(), "a thread has waited for the engine's stream"
+    assert pool.send(READS, pool, WRITES) == expected
+    assert pool.checksum(WRITES) == expected
