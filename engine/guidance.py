@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.guide import Bits
-from tandem.errors import InvalidRequest
+from tandem.errors import ConfigError, InvalidRequest
+from tandem.regular_file import read_regular_text
 
 _MAX_COMPILED = 128
 """Grammars kept; one in use is shared with those who use it."""
+_MAX_FILE_BYTES = 256 << 20
 _SILENT = 0
 
 
@@ -95,10 +97,10 @@ class LlGuides:
         with self._lock:
             if self._tokenizer is None:
                 try:
-                    text = self._path.read_text(encoding="utf-8")
+                    text = read_regular_text(self._path, max_bytes=_MAX_FILE_BYTES)
                     ends = list(self._end_token_ids) or None
                     self._tokenizer = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=ends)
-                except (OSError, ValueError) as error:
+                except (ConfigError, ValueError) as error:
                     reason = type(error).__name__
                     raise InvalidRequest(f"grammar: this model's tokenizer is of no use ({reason})") from None
             return self._tokenizer

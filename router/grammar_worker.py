@@ -15,7 +15,9 @@ import llguidance
 from llguidance import gbnf_to_lark
 
 from router.grammar_frames import FOLLOWED, LENGTH, REFUSED
+from tandem.regular_file import read_regular_text
 
+_MAX_FILE_BYTES = 256 << 20
 _SILENT = 0
 _MAX_ERROR_CHARS = 200
 
@@ -24,7 +26,7 @@ def main() -> None:
     """See the module's docstring."""
     path, vocab_size, ends, memory_bytes = sys.argv[1:5]
     end_ids = [int(token_id) for token_id in ends.split(",") if token_id] or None
-    text = Path(path).read_text(encoding="utf-8")
+    text = read_regular_text(Path(path), max_bytes=_MAX_FILE_BYTES)
     tokenizer = llguidance.LLTokenizer(text, n_vocab=int(vocab_size), eos_token=end_ids)
     _limit_memory(int(memory_bytes))
     source, sink = sys.stdin.buffer, sys.stdout.buffer
