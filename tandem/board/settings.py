@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     # GPU machines need not have pydantic.
     from tandem.config import RedisConfig
 
+_DEFAULT_PORT = 6379
 _SCHEMES = {"redis": False, "rediss": True}
 _FORM = "redis.url is not redis[s]://[user:password@]host[:port][/database]"
 
@@ -48,11 +49,13 @@ def board_settings(config: "RedisConfig") -> BoardSettings | None:
     try:
         url = urlsplit(config.url.get_secret_value())
         tls = _SCHEMES[url.scheme]
-        port, database = url.port or 6379, int(url.path.strip("/") or 0)
+        port, database = _DEFAULT_PORT if url.port is None else url.port, int(url.path.strip("/") or 0)
     except (KeyError, ValueError):
         raise ConfigError(_FORM) from None
     if not url.hostname or url.query or url.fragment or not 0 <= database < 1024:
         raise ConfigError(_FORM)
+    if not port:
+        raise ConfigError("redis.url: its port is 0; a port that can be connected to is 1 to 65535")
     if config.ca is not None and not tls:
         raise ConfigError("redis.ca: only rediss:// has certificates")
     password = config.password.get_secret_value() if config.password is not None else url.password
