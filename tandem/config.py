@@ -72,7 +72,8 @@ class EngineConfig(PinnedShares):
     num_blocks: Annotated[int, Field(ge=2)] | None = None
     """KV blocks; when absent as many as `memory_bytes` holds, or on a CPU 32 full contexts."""
     memory_bytes: PositiveInt | None = None
-    """For weights, workspace and KV of one worker; when absent a share of 80 % of what machine or container has."""
+    """For weights, workspace and KV of one worker; when absent a share of 80 % of what machine or container has. More
+    than that has, for all workers that share it, is refused."""
     max_batched_tokens: PositiveInt = 2048
     """Most tokens computed in one step."""
     prefill_chunk_tokens: PositiveInt = 1024
