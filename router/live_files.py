@@ -55,6 +55,7 @@ class _Watch:
         self._look_s = look_s
         self._clock = clock
         self._seen: _Seen = ()
+        self._has_told_distrust = False
 
     async def begin(self) -> None:
         """Read it for the first time. Raises ConfigError when it makes no sense."""
@@ -75,6 +76,7 @@ class _Watch:
                     await asyncio.wait({look}, timeout=self._look_s)
                     if not look.done() and (problem := self.trust.on_waiting(self._clock())) is not None:
                         self._refuse(f"{self.file.what}: {problem}")
+                    self.tell_distrust()
                 await look
             finally:
                 look.cancel()
@@ -100,6 +102,13 @@ class _Watch:
             self.trust.on_taken(self._clock())
             self.counts["taken"] += 1
             _log.info("%s: read again", self.file.what)
+
+    def tell_distrust(self) -> None:
+        """Say so once when what was read has lapsed."""
+        reason = self.trust.distrust(self._clock())
+        if reason is not None and not self._has_told_distrust:
+            _log.critical("%s: %s; what was read before is good no more", self.file.what, reason)
+        self._has_told_distrust = reason is not None
 
     def _tell_unreadable(self, error: Exception) -> None:
         # No text of an error that is not ours is trusted to be no secret.
