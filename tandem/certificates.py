@@ -33,6 +33,14 @@ def first_certificate(path: Path, setting: str) -> bytes:
         raise ConfigError(f"{setting}: {path}: no certificate in PEM") from None
 
 
+def read_authorities(path: Path, setting: str) -> str:
+    """The text of a file that holds some certificate. Raises ConfigError."""
+    text = read_pem(path, setting)
+    if ssl.PEM_HEADER not in text:
+        raise ConfigError(f"{setting}: {path}: no certificate in PEM")
+    return text
+
+
 def trust(context: ssl.SSLContext, ca: Path, setting: str) -> None:
     """Believe whom the file's authorities sign for. Raises ConfigError."""
     read_pem(ca, setting)
