@@ -12,6 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tandem.regular_file import read_regular_text
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -112,5 +114,5 @@ def _processor() -> str:
 
 def read_json(path: Path) -> list[Row]:
     """Rows that another program wrote in the same shape."""
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    rows = json.loads(read_regular_text(path, max_bytes=64 << 20))["rows"]
     return [Row(**row) for row in rows]

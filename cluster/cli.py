@@ -17,6 +17,7 @@ from cluster.follower_cli import follower
 from cluster.profile_cli import profile
 from cluster.simulate_cli import plan, simulate
 from tandem.errors import ConfigError
+from tandem.regular_file import read_regular_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -335,7 +336,11 @@ def version() -> None:
 
 
 def _key_of(file: Path | None) -> str | None:
-    return file.read_text(encoding="utf-8").strip() if file else None
+    try:
+        return read_regular_text(file).strip() if file else None
+    except ConfigError as error:
+        _complain(str(error))
+        raise typer.Exit(EXIT_CONFIG) from None
 
 
 def _become(module_and_arguments: list[str]) -> None:

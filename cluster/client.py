@@ -11,6 +11,9 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
+from tandem.certificates import read_pem
+from tandem.errors import ConfigError
+
 TIMING_HEADER = "X-Tandem-Timing"
 CONNECT_TIMEOUT_S = 5.0
 MAX_ERROR_CHARS = 500
@@ -86,9 +89,14 @@ def client_tls(ca: Path | None, cert: Path | None) -> ssl.SSLContext | None:
     if ca is None and cert is None:
         return None
     try:
+        for path, option in ((ca, "--ca"), (cert, "--client-cert")):
+            if path is not None:
+                read_pem(path, option)
         context = ssl.create_default_context(cafile=ca)
         if cert is not None:
             context.load_cert_chain(cert, password="")  # else an encrypted key is asked for on the terminal
+    except ConfigError as error:
+        raise ClientError(str(error)) from None
     except (OSError, ssl.SSLError) as error:
         raise ClientError(f"{ca} and {cert} are no PEM files to speak TLS with: {error}") from None
     return context

@@ -16,6 +16,7 @@ from tandem.config import EngineConfig
 from tandem.errors import ConfigError
 from tandem.kv_layout import AUTO_DTYPE, DTYPE_BYTES, KVLayout
 from tandem.model_path import BUILTIN, model_directory
+from tandem.regular_file import read_regular_text
 
 HEADROOM = 0.05
 """Share of a worker's memory that the engine leaves alone."""
@@ -137,8 +138,8 @@ def read_model(text: str) -> ModelConfig:
     if text == BUILTIN or path.is_dir():
         return load_model_config(model_directory(text))
     try:
-        return parse_model_config(json.loads(path.read_text(encoding="utf-8")), {})
-    except (OSError, ValueError) as error:
+        return parse_model_config(json.loads(read_regular_text(path)), {})
+    except ValueError as error:
         raise ConfigError(f"{text}: {error}") from error
 
 

@@ -46,16 +46,18 @@ def profile(  # noqa: PLR0913  # one parameter per option
     import httpx
 
     from cluster.client import ClientError, base_of, client_tls
+    from tandem.errors import ConfigError
+    from tandem.regular_file import read_regular_text
 
-    headers = {"Authorization": f"Bearer {api_key_file.read_text(encoding='utf-8').strip()}"} if api_key_file else {}
     try:
+        headers = {"Authorization": f"Bearer {read_regular_text(api_key_file).strip()}"} if api_key_file else {}
         tls = client_tls(ca, client_cert)
         patience = httpx.Timeout(seconds + _MARGIN_S)
         verify = True if tls is None else tls
         with httpx.Client(timeout=patience, trust_env=False, verify=verify, headers=headers) as client:
             content, note = _fetch(client, base_of(url), path, asked)
         out.write_bytes(gzip.decompress(content) if worker is not None and out.suffix != ".gz" else content)
-    except (ClientError, OSError) as error:
+    except (ClientError, ConfigError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
     print(f"{out}{note}")

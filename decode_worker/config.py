@@ -4,7 +4,7 @@ from engine.ranks.nodes import NodeGroup
 from engine.spec import EngineSpec
 from tandem.config import ClusterConfig
 from tandem.model_path import model_directory
-from tandem.worker_config import cluster_secret, disk_folder, num_ranks
+from tandem.worker_config import cluster_secret, disk_folder, memory_here_bytes, num_ranks
 
 
 def engine_spec(config: ClusterConfig, nodes: NodeGroup | None = None) -> EngineSpec:
@@ -15,6 +15,7 @@ def engine_spec(config: ClusterConfig, nodes: NodeGroup | None = None) -> Engine
         dtype=config.model.dtype,
         max_model_len=config.model.max_model_len,
         num_workers_here=num_ranks(config, config.decode),
+        memory_here_bytes=memory_here_bytes(config, config.decode),
         secret=cluster_secret(config),
         tensor_parallel_size=config.decode.tensor_parallel_size,
         nodes=nodes,

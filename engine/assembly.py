@@ -15,13 +15,22 @@ from engine.block_file import cache_identity
 from engine.config import EngineConfig
 from engine.disk_store import DiskStore, check_path
 from engine.dry_run import measure_workspace_bytes
-from engine.free_memory import free_memory_bytes
+from engine.free_memory import free_memory_bytes, memory_capacity_bytes
 from engine.guidance import LlGuides, grammar_cache_bytes
 from engine.guide import Guides
 from engine.host_room import HostRoom
 from engine.kernels.cpu.threads import threads_of_one
 from engine.kv_cache import PagedKVCache
-from engine.memory import DEFAULT_MEMORY_SHARE, MemoryBudget, estimate_workspace_bytes, kv_layout, plan_memory
+from engine.memory import (
+    DEFAULT_MEMORY_SHARE,
+    MemoryBudget,
+    check_room,
+    check_share_of_gpu,
+    check_share_of_machine,
+    estimate_workspace_bytes,
+    kv_layout,
+    plan_memory,
+)
 from engine.model_config import ModelConfig, load_model_config
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
@@ -157,8 +166,11 @@ def _parts(
 ) -> EngineParts:
     size, device = spec.tensor_parallel_size, model.device
     tightest = ranks.wait_loaded(RankFacts(weights_bytes=model.weights_bytes, fingerprint=model.fingerprint))
-    if tightest.free_bytes is not None and spec.memory_bytes is None:
-        limit_bytes = min(limit_bytes, int(tightest.free_bytes * DEFAULT_MEMORY_SHARE))
+    if tightest.free_bytes is not None:
+        if spec.memory_bytes is None:
+            limit_bytes = min(limit_bytes, int(tightest.free_bytes * DEFAULT_MEMORY_SHARE))
+        else:
+            check_share_of_gpu(spec.memory_bytes, num_ranks=size, free_bytes=tightest.free_bytes)
     context = _context(spec.max_model_len, config.max_context)
     layout = kv_layout(
         config,
@@ -171,6 +183,14 @@ def _parts(
     rooms = [HostRoom(free_memory_bytes()), *([] if tightest.room is None else [tightest.room])]
     slots = host_slots(_tier_sizes(spec), layout, rooms, num_nodes=_num_nodes(spec))
     budget = _budget(model, layout, spec, ranks, limit_bytes, tightest.weights_bytes, slots.num_slots)
+    if spec.memory_bytes is not None and device.type == "cpu":
+        check_room(
+            budget,
+            memory_bytes=spec.memory_bytes,
+            pool_bytes=budget.kv_bytes * size,
+            num_ranks=spec.ranks_here,
+            free_bytes=rooms[0].free_bytes,
+        )
     memory = pool(budget.kv_bytes * size) if pool is not None and device.type == "cpu" else None
     ranks.use_pool(layout, budget.num_blocks, memory, num_host_slots=slots.num_slots)
     own = None if memory is None else memory.buffer[: budget.kv_bytes]
@@ -358,9 +378,16 @@ def _device(name: str, num_ranks: int) -> torch.device:
 
 def _limit_bytes(spec: EngineSpec, device: torch.device) -> int:
     """What one rank may take, before anything is loaded."""
-    if spec.memory_bytes is not None:
-        return spec.memory_bytes // spec.tensor_parallel_size
-    return _memory_limit(device, spec.num_workers_here)
+    if spec.memory_bytes is None:
+        return _memory_limit(device, spec.num_workers_here)
+    part = spec.memory_bytes // spec.tensor_parallel_size
+    if device.type == "cuda":
+        free, _total = torch.cuda.mem_get_info(device)
+        check_share_of_gpu(spec.memory_bytes, num_ranks=spec.tensor_parallel_size, free_bytes=free)
+    else:
+        here_bytes = max(part * spec.ranks_here, spec.memory_here_bytes or 0)
+        check_share_of_machine(spec.memory_bytes, here_bytes=here_bytes, capacity_bytes=memory_capacity_bytes())
+    return part
 
 
 def _context(wanted: int | None, most: int) -> int:

@@ -37,6 +37,14 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
     return min([_left_on_machine(root), *_left_in_groups(root)])
 
 
+def memory_capacity_bytes(root: Path = Path("/")) -> int:
+    """The least of the machine's memory and of every limit of the control groups around this process, used or not."""
+    total_kb = _field(root / "proc/meminfo", "MemTotal:")
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if total_kb is None else total_kb * 1024
+    limits = (_limit_of_group(folder, hierarchy) for folder, hierarchy in _groups(root))
+    return min([total, *(limit for limit in limits if limit is not None)])
+
+
 def resident_bytes(root: Path = Path("/")) -> int:
     """Memory of this process that is not paged out, what it shares included; 0 where nobody says."""
     fields = (_text(root / "proc/self/statm") or "").split()
@@ -49,6 +57,14 @@ def _left_on_machine(root: Path) -> int:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
+    for folder, hierarchy in _groups(root):
+        left = _left_in_group(folder, hierarchy)
+        if left is not None:
+            yield left
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, _Hierarchy]]:
+    """Folders of the groups around this process, from the inmost."""
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -58,18 +74,22 @@ def _left_in_groups(root: Path) -> Iterator[int]:
         group = mount / path.lstrip("/")
         # In a container the path may be the host's: what is not there is passed over, the mount is its own group.
         for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(mount))):
-            left = _left_in_group(folder, hierarchy)
-            if left is not None:
-                yield left
+            yield folder, hierarchy
+
+
+def _limit_of_group(folder: Path, hierarchy: _Hierarchy) -> int | None:
+    """None without one."""
+    limit = (_text(folder / hierarchy.limit) or "").strip()
+    return int(limit) if limit.isdecimal() else None
 
 
 def _left_in_group(folder: Path, hierarchy: _Hierarchy) -> int | None:
     """None without a limit."""
-    limit, usage = _text(folder / hierarchy.limit), _text(folder / hierarchy.usage)
-    if limit is None or usage is None or not limit.strip().isdecimal():
+    limit, usage = _limit_of_group(folder, hierarchy), _text(folder / hierarchy.usage)
+    if limit is None or usage is None:
         return None
     droppable = _field(folder / "memory.stat", hierarchy.droppable) or 0
-    return max(0, int(limit) - int(usage) + droppable)
+    return max(0, limit - int(usage) + droppable)
 
 
 def _field(path: Path, name: str) -> int | None:

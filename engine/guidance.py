@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.guide import Bits
-from tandem.errors import InvalidRequest
+from tandem.errors import ConfigError, InvalidRequest
 from tandem.grammar_bounds import LIMITS, fault_on_the_way, most_bytes
+from tandem.regular_file import read_regular_text
 
 _MAX_CACHE_BYTES = 1 << 30
 _CACHE_SHARE = 8
@@ -22,6 +23,7 @@ _CACHE_SHARE = 8
 _MAX_FOLLOWED_TOKENS = 1 << 14
 """With one compiled grammar: it learns as it is followed, and a fresh one costs less than its limits may hold."""
 _NUM_PATHS, _NUM_TOKENS = 2, 4
+_MAX_FILE_BYTES = 256 << 20
 _SILENT = 0
 
 
@@ -164,10 +166,10 @@ class LlGuides:
         with self._lock:
             if self._tokenizer is None:
                 try:
-                    text = self._path.read_text(encoding="utf-8")
+                    text = read_regular_text(self._path, max_bytes=_MAX_FILE_BYTES)
                     ends = list(self._end_token_ids) or None
                     self._tokenizer = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=ends)
-                except (OSError, ValueError) as error:
+                except (ConfigError, ValueError) as error:
                     reason = type(error).__name__
                     raise InvalidRequest(f"grammar: this model's tokenizer is of no use ({reason})") from None
             return self._tokenizer

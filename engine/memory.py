@@ -100,6 +100,36 @@ def plan_memory(
     return budget
 
 
+def check_share_of_gpu(memory_bytes: int, *, num_ranks: int, free_bytes: int) -> None:
+    """Raises ConfigError when a rank's part of `engine.memory_bytes` is more than the memory that is its alone."""
+    part = memory_bytes // num_ranks
+    if part > free_bytes:
+        each = "" if num_ranks == 1 else f", {part} of it for each of {num_ranks} ranks"
+        raise ConfigError(f"engine.memory_bytes is {memory_bytes}{each}; a rank has {free_bytes} bytes of memory free")
+
+
+def check_share_of_machine(memory_bytes: int, *, here_bytes: int, capacity_bytes: int) -> None:
+    """Raises ConfigError when the workers of one machine may take `here_bytes`, and it has less."""
+    if here_bytes > capacity_bytes:
+        raise ConfigError(
+            f"engine.memory_bytes is {memory_bytes} for each worker: those of this machine may take {here_bytes} bytes,"
+            f" and it has {capacity_bytes} (the least of its memory and of its control groups' limits)"
+        )
+
+
+def check_room(budget: MemoryBudget, *, memory_bytes: int, pool_bytes: int, num_ranks: int, free_bytes: int) -> None:
+    """Once the weights are loaded. Raises ConfigError when `free_bytes` do not hold the rest of a stated budget.
+
+    `pool_bytes`: the KV that this machine holds; `num_ranks`: of the worker, on this machine.
+    """
+    needed = pool_bytes + num_ranks * (budget.workspace_bytes + budget.offload_bytes)
+    if needed > free_bytes:
+        raise ConfigError(
+            f"engine.memory_bytes is {memory_bytes}: beside the weights this worker would take {needed} bytes "
+            f"({pool_bytes} of them for KV), and {free_bytes} bytes of memory are free"
+        )
+
+
 def estimate_workspace_bytes(
     config: ModelConfig,
     *,

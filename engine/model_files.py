@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError
+from tandem.regular_file import read_regular_file
 
 MAX_JSON_BYTES = 64 * 2**20
 
@@ -50,11 +51,7 @@ class ModelDirectory:
 
     def read_json(self, name: str) -> dict[str, Any]:
         """A JSON object; ConfigError when it is too large, malformed, or something else."""
-        with self.resolve(name).open("rb") as file:
-            text = file.read(MAX_JSON_BYTES + 1)
-        if len(text) > MAX_JSON_BYTES:
-            raise ConfigError(f"{name} is larger than {MAX_JSON_BYTES} bytes")
-        return parse_json_object(text, name)
+        return parse_json_object(read_regular_file(self.resolve(name), max_bytes=MAX_JSON_BYTES), name)
 
 
 def parse_json_object(text: bytes, where: str) -> dict[str, Any]:

@@ -43,6 +43,8 @@ class EngineSpec:
     kv_dtype: str = AUTO_DTYPE
     pinned_share: float = 0.0
     pinned_tenant_share: float = 0.0
+    memory_here_bytes: int | None = None
+    """`memory_bytes` of all workers that are known to share this machine; None: this one's part alone."""
     nodes: NodeGroup | None = None
     """Where the ranks are that are not on this machine."""
 

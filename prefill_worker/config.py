@@ -4,7 +4,7 @@ from engine.ranks.nodes import NodeGroup
 from engine.spec import EngineSpec
 from tandem.config import ClusterConfig
 from tandem.model_path import model_directory
-from tandem.worker_config import cluster_secret, disk_folder, num_ranks
+from tandem.worker_config import cluster_secret, disk_folder, memory_here_bytes, num_ranks
 
 
 def engine_spec(config: ClusterConfig, nodes: NodeGroup | None = None) -> EngineSpec:
@@ -17,6 +17,7 @@ def engine_spec(config: ClusterConfig, nodes: NodeGroup | None = None) -> Engine
         dtype=config.model.dtype,
         max_model_len=config.model.max_model_len,
         num_workers_here=num_ranks(config, config.prefill),
+        memory_here_bytes=memory_here_bytes(config, config.prefill),
         secret=cluster_secret(config),
         tensor_parallel_size=config.prefill.tensor_parallel_size,
         nodes=nodes,

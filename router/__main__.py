@@ -102,7 +102,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret, tracer=tracer)
         _complete(stack, frontend, config, await _kept_prompts(stack, config, registry, place))
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
-        readiness = Readiness(registry, metrics, canary.answering)
+        readiness = Readiness(registry, metrics, canary.answering, keeper.not_ready_reason)
         status = await open_status(stack, place, model, dispatcher, gate, metrics, decisions, readiness)
         batches = await open_batches(stack, frontend, gate, config.router, metrics)
         extras = Extras(decisions=decisions, status=status, batches=batches, profiles=_looks(config, secret, fleet))

@@ -1,15 +1,16 @@
 """API keys of the public doors, and whom a key stands for."""
 
 import hmac
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
 from tandem.admission_config import ApiKey
 from tandem.api_key import hashed, key_id
-from tandem.errors import Unauthenticated
+from tandem.errors import Unauthenticated, Unavailable
 
 _SCHEME = "bearer"
+_LAPSED_RETRY_S = 5.0
 _BARE_HEADERS = ("x-api-key", "x-goog-api-key")
 """Where clients of other makers' APIs put a key."""
 
@@ -39,6 +40,8 @@ class ApiKeys:
     def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
         self._known: dict[bytes, tuple[bytes, Caller]] = {}
         self._nameless: frozenset[str] = frozenset()
+        self.lapsed: Callable[[], str | None] = lambda: None
+        """Why none of them is good any more, if so: nobody knows which have been revoked meanwhile."""
         self.replace(keys)
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
@@ -67,7 +70,13 @@ class ApiKeys:
         return self.caller({} if authorization is None else {"authorization": authorization}).tenant
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
-        """Whom headers, by their names in small letters, prove. Raises Unauthenticated."""
+        """Whom headers, by their names in small letters, prove.
+
+        Raises Unauthenticated; Unavailable while no key is good.
+        """
+        if (reason := self.lapsed()) is not None:
+            # The client's key may well be good: it is not told to throw it away.
+            raise Unavailable(reason, retry_after_s=_LAPSED_RETRY_S)
         if not self._known:
             return NOBODY
         given = _credential(headers)

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -19,15 +21,22 @@ from tandem.config import RouterConfig
 from tandem.lock_config import read_keys
 
 _log = logging.getLogger(__name__)
+_KEYS = "api_keys"
 
 
 class Doorkeeper:
     """Without being entered it knows the configured keys and nothing else. Entering reads files, and follows them."""
 
-    def __init__(self, config: RouterConfig, limits: SharedLimits | None = None) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        limits: SharedLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`limits`: those of the keys' tenants, which a file of keys may change."""
         self._config = config
         self._limits = limits
+        self._clock = clock
         self.keys = ApiKeys(config.api_keys)
         self.audit: AuditLog = NO_AUDIT
         self.tls: DoorTlsState | None = None
@@ -46,8 +55,9 @@ class Doorkeeper:
                 self.audit = audit
                 self._collectors.append(audit)
             if files := self._files():
-                self._live = await stack.enter_async_context(LiveFiles(files))
+                self._live = await stack.enter_async_context(LiveFiles(files, clock=self._clock))
                 self._collectors.append(self._live)
+                self.keys.lapsed = self._keys_lapsed
             self._stack = stack.pop_all()
         return self
 
@@ -61,6 +71,10 @@ class Doorkeeper:
         if self._live is not None:
             self._live.look_now()
 
+    def not_ready_reason(self) -> str | None:
+        """Why nobody is let in, if so."""
+        return self.keys.lapsed()
+
     def show(self, registry: CollectorRegistry) -> None:
         """Its figures from now on."""
         for collector in self._collectors:
@@ -72,13 +86,23 @@ class Doorkeeper:
             path = Path(config.api_keys_file)
             found.append(
                 LiveFile(
-                    what="api_keys", paths=[path], load=lambda: read_keys(path, config.limits), apply=self._use_keys
+                    what=_KEYS,
+                    paths=[path],
+                    load=lambda: read_keys(path, config.limits),
+                    apply=self._use_keys,
+                    trust_s=config.api_keys_trust_s,
                 )
             )
         if (tls := config.tls) is not None:
             paths = [Path(name) for name in (tls.cert, tls.key, tls.client_ca) if name is not None]
             found.append(LiveFile(what="tls", paths=paths, load=lambda: read_identity(tls), apply=self._use_identity))
         return found
+
+    def _keys_lapsed(self) -> str | None:
+        if self._live is None or self._config.api_keys_file is None:
+            return None
+        reason = self._live.distrust(_KEYS)
+        return None if reason is None else f"no API key is good: router.api_keys_file was {reason}"
 
     def _use_keys(self, found: Any) -> None:
         keys, limits = found

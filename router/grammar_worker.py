@@ -22,7 +22,9 @@ from llguidance import gbnf_to_lark
 
 from router.grammar_frames import FOLLOWED, LENGTH, REFUSED
 from tandem.grammar_bounds import LIMITS, fault_on_the_way
+from tandem.regular_file import read_regular_text
 
+_MAX_FILE_BYTES = 256 << 20
 _SILENT = 0
 _MAX_ERROR_CHARS = 200
 _NUM_PATHS, _NUM_TOKENS = 4, 16
@@ -41,7 +43,7 @@ def main() -> None:
 def _judge() -> None:
     path, vocab_size, ends, memory_bytes = sys.argv[1:5]
     end_ids = [int(token_id) for token_id in ends.split(",") if token_id]
-    text = Path(path).read_text(encoding="utf-8")
+    text = read_regular_text(Path(path), max_bytes=_MAX_FILE_BYTES)
     tokenizer = llguidance.LLTokenizer(text, n_vocab=int(vocab_size), eos_token=end_ids or None)
     _limit_memory(int(memory_bytes))
     source, sink = sys.stdin.buffer, sys.stdout.buffer

@@ -11,12 +11,19 @@ from tandem.roles import WorkerRole
 
 
 class Readiness:
-    """Ready while a decode worker takes requests and gives tokens, and no drain has begun."""
+    """Ready while a decode worker takes requests and gives tokens, and no drain has begun. Not while no key is good."""
 
     def __init__(
-        self, registry: WorkerRegistry, metrics: RouterMetrics, answering: Callable[[WorkerSnapshot], bool]
+        self,
+        registry: WorkerRegistry,
+        metrics: RouterMetrics,
+        answering: Callable[[WorkerSnapshot], bool],
+        locked: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """`answering`: whether a worker's engine is thought to live (`Canary.answering`)."""
+        """`answering`: whether a worker's engine is thought to live (`Canary.answering`). `locked`: why nobody is let
+        in, if so (`Doorkeeper.not_ready_reason`).
+        """
+        self._locked = locked
         self._registry = registry
         self._answering = answering
         self._metrics = metrics
@@ -31,6 +38,8 @@ class Readiness:
         """Why not, or None."""
         if self._draining:
             return "the router is draining"
+        if (reason := self._locked()) is not None:
+            return reason
         workers = self._registry.snapshots()
         decoders = [w for w in workers if w.info.role is WorkerRole.DECODE and not w.draining]
         if not decoders:

@@ -22,6 +22,7 @@ from router.conversation import TemplateOptions
 from router.detokenizer import Detokenizer, read_pieces
 from router.tools import Tool
 from tandem.errors import ConfigError, InvalidRequest
+from tandem.regular_file import read_regular_text
 
 MAX_FILE_BYTES = 256 << 20
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -224,13 +225,12 @@ def _parse(spec: str) -> Any:
 
 def _read(path: Path) -> str | None:
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
-        return path.read_text(encoding="utf-8")
+        path.stat()
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    return read_regular_text(path, max_bytes=MAX_FILE_BYTES)
 
 
 def _text(token: Any) -> str | None:

@@ -16,13 +16,26 @@ HASH_BLOCK_TOKENS = 16
 """Tokens per hash block; a physical block holds a whole number of these."""
 
 HASH_BYTES = 16
+MIN_SECRET_CHARS = 16
+MAX_SECRET_BYTES = 64
+"""Of a key of BLAKE2b (RFC 7693)."""
+
+
+def mistaken_secret(secret: str) -> str | None:
+    """Why it can be no cluster's secret, for a sentence that begins with its name; None: it can. Never shows it."""
+    bounds = f"it must have at least {MIN_SECRET_CHARS} characters and at most {MAX_SECRET_BYTES} bytes"
+    if (num_chars := len(secret.strip())) < MIN_SECRET_CHARS:
+        return f"has {num_chars} characters beside the blanks around it; {bounds}"
+    if (num_bytes := len(secret.encode())) > MAX_SECRET_BYTES:
+        return f"has {num_bytes} bytes; {bounds}"
+    return None
 
 
 def root_hash(*, secret: bytes, model_fingerprint: str, adapter: str = "", salt: str = "") -> BlockHash:
     """The parent of every first block: binds a chain to one model, adapter and tenant.
 
     The parts are length-prefixed so that no two different tuples feed the hash the same bytes.
-    Raises ValueError for a secret beyond 64 bytes (BLAKE2b's key limit, RFC 7693).
+    Raises ValueError for a secret beyond MAX_SECRET_BYTES.
     """
     digest = blake2b(key=secret, digest_size=HASH_BYTES, person=b"tandem-kv-root")
     for part in (model_fingerprint, adapter, salt):

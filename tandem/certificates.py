@@ -6,19 +6,21 @@
 import ssl
 from pathlib import Path
 
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, UnreadableFile
+from tandem.regular_file import read_regular_text
 
 _FLIGHTS = 4
 """More than a handshake has."""
 
 
 def read_pem(path: Path, setting: str) -> str:
-    """A file's text. Raises ConfigError."""
+    """A file's text. Raises ConfigError, as UnreadableFile where nothing could be read."""
     try:
-        return path.read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not PEM"
-        raise ConfigError(f"{setting}: {path}: {reason}") from None
+        return read_regular_text(path, encoding="ascii")
+    except UnreadableFile as error:
+        raise UnreadableFile(f"{setting}: {error}") from None
+    except ConfigError:
+        raise ConfigError(f"{setting}: {path}: not PEM") from None
 
 
 def first_certificate(path: Path, setting: str) -> bytes:
@@ -29,6 +31,14 @@ def first_certificate(path: Path, setting: str) -> bytes:
         return ssl.PEM_cert_to_DER_cert(text[begin : end + len(ssl.PEM_FOOTER)] if 0 <= begin < end else "")
     except ValueError:
         raise ConfigError(f"{setting}: {path}: no certificate in PEM") from None
+
+
+def read_authorities(path: Path, setting: str) -> str:
+    """The text of a file that holds some certificate. Raises ConfigError."""
+    text = read_pem(path, setting)
+    if ssl.PEM_HEADER not in text:
+        raise ConfigError(f"{setting}: {path}: no certificate in PEM")
+    return text
 
 
 def trust(context: ssl.SSLContext, ca: Path, setting: str) -> None:

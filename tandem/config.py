@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 
 from tandem.admission_config import HedgingConfig, LimitsConfig, QueueConfig, mistaken_keys
 from tandem.batch_config import BatchesConfig
+from tandem.block_hash import mistaken_secret
 from tandem.config_section import Seconds, Section
 from tandem.disk_cache import contradiction
 from tandem.door_config import ConnectionsConfig, GrammarsConfig, ReasoningParserName, ToolParserName
@@ -26,7 +27,7 @@ from tandem.lock_config import DoorLocks
 from tandem.model_path import checked_name
 from tandem.objectives_config import ObjectivesConfig
 from tandem.plain_yaml import read_mapping
-from tandem.pool_config import BlockSize, CacheDtype, PoolConfig, Port, mistaken_nodes
+from tandem.pool_config import BlockSize, CacheDtype, PoolConfig, Port, mistaken_context, mistaken_nodes
 from tandem.price_config import PriceConfig
 from tandem.profile_config import ProfilingConfig
 from tandem.prompt_cache_config import PinnedShares, PromptCaching
@@ -45,6 +46,8 @@ def _switch(value: Any) -> Any:
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 _MOST_TOLD = 16
 """Mistakes of one configuration."""
+_OF_A_BOUND = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
+"""Mistakes of numbers, which are no secrets."""
 
 
 class ModelConfig(Section):
@@ -56,8 +59,8 @@ class ModelConfig(Section):
     """Name that clients use; the last part of the path when absent."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Compute and KV dtype."""
-    max_model_len: PositiveInt | None = None
-    """Context bound in tokens; the model's own when absent."""
+    max_model_len: Annotated[int, Field(ge=2)] | None = None
+    """Context bound in tokens, prompt and answer; the model's own when absent."""
 
 
 class EngineConfig(PinnedShares):
@@ -66,10 +69,11 @@ class EngineConfig(PinnedShares):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     block_size: BlockSize = 16
     """Tokens per physical KV block."""
-    num_blocks: PositiveInt | None = None
+    num_blocks: Annotated[int, Field(ge=2)] | None = None
     """KV blocks; when absent as many as `memory_bytes` holds, or on a CPU 32 full contexts."""
     memory_bytes: PositiveInt | None = None
-    """For weights, workspace and KV of one worker; when absent a share of 80 % of what machine or container has."""
+    """For weights, workspace and KV of one worker; when absent a share of 80 % of what machine or container has. More
+    than that has, for all workers that share it, is refused."""
     max_batched_tokens: PositiveInt = 2048
     """Most tokens computed in one step."""
     prefill_chunk_tokens: PositiveInt = 1024
@@ -298,8 +302,11 @@ class ClusterConfig(Section):
     def _consistent(self) -> Self:
         if self.decode.replicas < 1:
             raise ValueError("decode.replicas must be at least 1: only decode workers answer")
-        if self.secret is not None and not 16 <= len(self.secret.get_secret_value()) <= 64:
-            raise ValueError("secret must have 16 to 64 characters")
+        if self.secret is not None and (reason := mistaken_secret(self.secret.get_secret_value())):
+            raise ValueError(f"secret {reason}")
+        smallest = min(self.engine_of(pool).block_size for pool in (self.prefill, self.decode) if pool.replicas)
+        if reason := mistaken_context(self.model.max_model_len, self.engine.num_blocks, smallest):
+            raise ValueError(reason)
         if self.router.port == self.router.grpc_port != 0:
             raise ValueError(f"router.port and router.grpc_port are both {self.router.port}")
         kv_dtypes = {self.engine_of(pool).kv_dtype for pool in (self.prefill, self.decode)}
@@ -346,6 +353,8 @@ def _told(error: ErrorDetails) -> str:
     """One mistake, beginning with the setting's name; those between sections name theirs in their own words."""
     name = ".".join(map(str, error["loc"]))
     told = error["msg"].removeprefix("Value error, ")
+    if error["type"] in _OF_A_BOUND:
+        told += f"; it is {error['input']}"
     if error["type"] == "extra_forbidden":
         meant = meant_by(ClusterConfig, error["loc"])
         return f"{name}: there is no such setting" + (f"; did you mean {meant}?" if meant else "")

@@ -172,5 +172,9 @@ class ConfigError(Exception):
     """The configuration, command line or model directory is wrong; shown at start, then exit."""
 
 
+class UnreadableFile(ConfigError):
+    """A file that somebody names cannot be read: missing, denied, no regular file, or larger than its bound."""
+
+
 class InvariantError(Exception):
     """A broken invariant: state can no longer be trusted, so nothing may catch and continue."""

@@ -9,8 +9,8 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, PositiveInt, ValidationError, model_validator
 
 from tandem.admission_config import BearerKey, LimitsConfig, mistaken_keys
-from tandem.config_section import Section
-from tandem.errors import ConfigError
+from tandem.config_section import Seconds, Section
+from tandem.errors import ConfigError, UnreadableFile
 from tandem.hosts import checked_host
 from tandem.plain_yaml import read_mapping
 
@@ -77,6 +77,9 @@ class DoorLocks(Section):
     api_keys_file: str | None = None
     """In their place a file `{api_keys: [...], limits: {...}}` that only its owner can read. It is read again when it
     changes; one that makes no sense changes nothing. Its `limits`, if any, take the place of `router.limits`."""
+    api_keys_trust_s: Seconds = 300.0
+    """How long keys of `api_keys_file` stay good while that file cannot be read, so that nobody could be told that one
+    was revoked; then none is good, and the router is not ready, until the file can be read again."""
     tls: DoorTls | None = None
     operator_access: OperatorAccess = OperatorAccess()
     audit_log: AuditConfig | None = None
@@ -138,16 +141,22 @@ def is_shared(about: os.stat_result, *, user: int, groups: Collection[int]) -> b
 
 
 def read_keys(path: Path, limits: LimitsConfig) -> tuple[tuple[BearerKey, ...], LimitsConfig]:
-    """Keys and limits of such a file; `limits` when it has none. Raises ConfigError, with no key in it."""
+    """Keys and limits of such a file; `limits` when it has none.
+
+    Raises ConfigError, with no key in it; UnreadableFile where nothing could be read.
+    """
     what = f"router.api_keys_file: {path}"
-    try:
-        if is_shared(path.stat(), user=os.geteuid(), groups=(os.getegid(), *os.getgroups())):
+
+    def check_private(status: os.stat_result) -> None:
+        if is_shared(status, user=os.geteuid(), groups=(os.getegid(), *os.getgroups())):
             raise ConfigError(f"{path}: others than its owner have access; chmod 600 it")
-        said = read_mapping(path)
+
+    try:
+        said = read_mapping(path, check_private)
+    except UnreadableFile as error:
+        raise UnreadableFile(f"router.api_keys_file: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"router.api_keys_file: {error}") from None
-    except OSError as error:
-        raise ConfigError(f"{what}: {error.strerror}") from None
     try:
         found = KeysFile.model_validate(said)
     except ValidationError as error:

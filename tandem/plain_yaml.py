@@ -6,8 +6,7 @@ from typing import Any
 import yaml
 
 from tandem.errors import ConfigError
-
-MAX_FILE_BYTES = 1 << 20
+from tandem.regular_file import Check, read_regular_text
 
 
 class PlainLoader(yaml.SafeLoader):
@@ -31,20 +30,20 @@ class PlainLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
-    """What a file says, by section; nothing of an empty one. Raises ConfigError that begins with the path."""
+def read_mapping(path: Path, check: Check | None = None) -> dict[str, Any]:
+    """What a file says, by section; nothing of an empty one. `check`: see `read_regular_file`.
+
+    Raises ConfigError that begins with the path, as UnreadableFile where nothing could be read; what `check` raises.
+    """
+    text = read_regular_text(path, check=check)
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"larger than {MAX_FILE_BYTES} bytes")
         # A SafeLoader subclass: it builds plain values only.
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=PlainLoader)  # noqa: S506
+        data = yaml.load(text, Loader=PlainLoader)  # noqa: S506
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"{path}: {_where_and_why(error)}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except yaml.YAMLError as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply") from None

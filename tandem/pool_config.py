@@ -64,3 +64,13 @@ def mistaken_nodes(pool: PoolConfig) -> str | None:
     if pool.rank_port + pool.replicas > 65536:
         return f"rank_port is {pool.rank_port}: with one for each of {pool.replicas} workers it goes beyond 65535"
     return None
+
+
+def mistaken_context(context: int | None, num_blocks: int | None, block_size: int) -> str | None:
+    """Why a pool that is sized by hand cannot hold the context that is stated; None: it can, or one of them is not."""
+    if context is None or num_blocks is None or num_blocks * block_size >= context:
+        return None
+    return (
+        f"engine.num_blocks is {num_blocks}, which with blocks of {block_size} is {num_blocks * block_size} tokens:"
+        f" model.max_model_len is {context} and takes at least {-(-context // block_size)} blocks"
+    )

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from tandem.errors import ConfigError
+from tandem.regular_file import read_regular_text
 
 ENV_PREFIX = "TANDEM_"
 _FROM_FILE = "file"
@@ -48,7 +49,6 @@ def _parsed(name: str, value: str) -> Any:
 
 def _text_of(name: str, path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise ConfigError(f"environment variable {name}: {path}: {reason}") from None
+        return read_regular_text(Path(path)).strip()
+    except ConfigError as error:
+        raise ConfigError(f"environment variable {name}: {error}") from None

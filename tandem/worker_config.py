@@ -1,10 +1,11 @@
 """What every process reads from the cluster's configuration, and what it says when that is missing."""
 
+from collections import Counter
 from pathlib import Path
 
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
-from tandem.hosts import hold
+from tandem.hosts import hold, is_loopback
 from tandem.pool_config import PoolConfig
 from tandem.roles import WorkerRole
 
@@ -25,6 +26,31 @@ def num_ranks(config: ClusterConfig, pool: PoolConfig) -> int:
     if _has_own_host(pool):
         return pool.ranks_per_node
     return sum(pool.replicas * pool.ranks_per_node for pool in (config.prefill, config.decode))
+
+
+def memory_here_bytes(config: ClusterConfig, pool: PoolConfig) -> int | None:
+    """What workers may take by `engine.memory_bytes` on the machine of any worker of `pool`; None where it is not set.
+
+    Workers whose addresses are stated share a machine where these name the same host; who is beside others is not known
+    here. So this is the least that it may be: nobody is refused who would fit.
+    """
+    if (memory_bytes := config.engine.memory_bytes) is None:
+        return None
+    if not pool.addresses:
+        return memory_bytes // pool.nodes
+    here: Counter[str] = Counter()
+    for each in (config.prefill, config.decode):
+        for address in each.addresses:
+            here[_machine(address)] += memory_bytes // each.nodes
+    if len(here) == 1:
+        # While a pool grows its size is known before the addresses are.
+        return sum(each.replicas * (memory_bytes // each.nodes) for each in (config.prefill, config.decode))
+    return min(here[_machine(address)] for address in pool.addresses)
+
+
+def _machine(address: str) -> str:
+    host = address.rpartition(":")[0]
+    return "localhost" if is_loopback(host.strip("[]")) else host
 
 
 def _has_own_host(pool: PoolConfig) -> bool:

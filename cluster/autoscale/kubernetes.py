@@ -15,6 +15,8 @@ import httpx
 
 from cluster.autoscale.orders import Order, OrderFailed
 from cluster.planner.values import FleetView, Sizes
+from tandem.errors import ConfigError
+from tandem.regular_file import read_regular_text
 from tandem.roles import WorkerRole
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -68,10 +70,10 @@ class KubernetesScaler:
     def _client(self) -> httpx.AsyncClient:
         try:
             context = ssl.create_default_context(cafile=self._account / "ca.crt")
-            token = (self._account / "token").read_text(encoding="utf-8").strip()
+            token = read_regular_text(self._account / "token").strip()
             if self._namespace is None:
-                self._namespace = (self._account / "namespace").read_text(encoding="utf-8").strip()
-        except (OSError, ValueError) as error:
+                self._namespace = read_regular_text(self._account / "namespace").strip()
+        except (ConfigError, OSError, ValueError) as error:
             raise OrderFailed(f"the service account's files cannot be read: {error}") from None
         if not (token.isascii() and token.isprintable()):  # whoever refuses it later would show it
             raise OrderFailed(f"{self._account / 'token'} holds no token: one line of ASCII")

@@ -14,6 +14,7 @@ import httpx
 from cluster.autoscale.figures import RouterFigures, read_figures
 from tandem.errors import ConfigError
 from tandem.hosts import join
+from tandem.regular_file import read_regular_text
 
 _ANSWER_S = 5.0
 """Between two pieces of an answer."""
@@ -84,14 +85,14 @@ class Routers:
             return await asyncio.to_thread(read_figures, body.decode())
         except TimeoutError:
             return f"its metrics take more than {_WHOLE_S:g} s"
-        except (httpx.HTTPError, OSError, ValueError) as error:
+        except (ConfigError, httpx.HTTPError, OSError, ValueError) as error:
             return f"{type(error).__name__} {error}".strip()
 
     def _key(self) -> dict[str, str]:
         """Read each time: keys are changed while we run."""
         if self._api_key_file is None:
             return {}
-        key = self._api_key_file.read_text(encoding="utf-8").strip()
+        key = read_regular_text(self._api_key_file).strip()
         if not (key.isascii() and key.isprintable()):  # whoever refuses it later would show it
             raise ValueError(f"{self._api_key_file} holds no key: one line of ASCII")
         return {"Authorization": f"Bearer {key}"}

@@ -6,6 +6,7 @@
 """
 
 import csv
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import fields
@@ -16,7 +17,9 @@ import numpy as np
 
 from cluster.simulator.latency import StepLatency, StepWork
 from tandem.errors import ConfigError
+from tandem.regular_file import read_regular_text
 
+_MAX_FILE_BYTES = 64 << 20
 PROFILES = Path(__file__).parent / "profiles"
 KV_BYTES_PER_TOKEN = {
     "llama2-70b": 2 * 80 * 8 * 128 * 2,
@@ -38,13 +41,13 @@ def load_latency(text: str) -> StepLatency:
         if not row:
             return _profile(path)
         return _splitwise(path, row) if path.suffix == ".csv" else _distserve(path, row)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ConfigError, ValueError, KeyError, TypeError) as error:
         known = ", ".join(sorted(profile.stem for profile in PROFILES.glob("*.json")))
         raise ConfigError(f"no latency profile in {text!r} ({error}); known by name: {known}") from error
 
 
 def _profile(path: Path) -> StepLatency:
-    raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    raw: dict[str, Any] = json.loads(read_regular_text(path))
     known = {field.name for field in fields(StepLatency)}
     if unknown := raw.keys() - known:
         raise ValueError(f"unknown fields: {', '.join(sorted(unknown))}")
@@ -53,7 +56,7 @@ def _profile(path: Path) -> StepLatency:
 
 def _splitwise(path: Path, row: str) -> StepLatency:
     model, hardware, tp = row.rsplit("/", 2)
-    with path.open(encoding="utf-8", newline="") as lines:
+    with io.StringIO(read_regular_text(path, max_bytes=_MAX_FILE_BYTES), newline="") as lines:
         rows = [
             {name: float(r[name]) for name in ("prompt_size", "batch_size", "token_size", "prompt_time", "token_time")}
             for r in csv.DictReader(lines)
@@ -82,7 +85,7 @@ def _splitwise(path: Path, row: str) -> StepLatency:
 
 def _distserve(path: Path, row: str) -> StepLatency:
     model, tp = row.rsplit("/", 1)
-    fit = json.loads(path.read_text(encoding="utf-8"))[model][tp]
+    fit = json.loads(read_regular_text(path, max_bytes=_MAX_FILE_BYTES))[model][tp]
     (fixed, per_token, per_square), (step, per_context, per_row) = fit["prefill"], fit["decoding_smallbs"]
     return StepLatency(
         step_s=step / 1e3,

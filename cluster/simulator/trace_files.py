@@ -6,6 +6,7 @@
 """
 
 import csv
+import io
 import json
 from collections.abc import Callable
 from datetime import datetime
@@ -15,10 +16,12 @@ from typing import Any
 from cluster.simulator.names import own_name, trace_name
 from cluster.simulator.trace import Trace, TraceRequest
 from tandem.errors import ConfigError
+from tandem.regular_file import read_regular_text
 
 MOONCAKE_BLOCK_TOKENS = 512
 AZURE_BLOCK_TOKENS = 64
 _MAX_TAIL = 2**31
+_MAX_FILE_BYTES = 1 << 30
 
 
 def load_trace(path: Path) -> Trace:
@@ -39,8 +42,8 @@ def load_trace(path: Path) -> Trace:
 
 
 def _mooncake(path: Path) -> list[TraceRequest]:
-    with path.open(encoding="utf-8") as lines:
-        return [_mooncake_request(json.loads(line)) for line in lines if line.strip()]
+    lines = io.StringIO(read_regular_text(path, max_bytes=_MAX_FILE_BYTES))
+    return [_mooncake_request(json.loads(line)) for line in lines if line.strip()]
 
 
 def _mooncake_request(row: dict[str, Any]) -> TraceRequest:
@@ -59,7 +62,7 @@ def _mooncake_request(row: dict[str, Any]) -> TraceRequest:
 
 def _azure(path: Path) -> list[TraceRequest]:
     requests: list[TraceRequest] = []
-    with path.open(encoding="utf-8", newline="") as lines:
+    with io.StringIO(read_regular_text(path, max_bytes=_MAX_FILE_BYTES), newline="") as lines:
         for number, row in enumerate(csv.DictReader(lines)):
             num_tokens = max(1, int(row["ContextTokens"]))
             names = tuple(own_name(number, index) for index in range(num_tokens // AZURE_BLOCK_TOKENS))

@@ -9,11 +9,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tandem.board.bounded_reader import BoundedReader, ReplyTooLarge, most_bytes
 from tandem.board.breaker import CircuitBreaker
 from tandem.board.settings import BoardSettings
+from tandem.certificates import read_authorities
 from tandem.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -127,7 +129,10 @@ class RedisLink:
         return replies
 
     async def _connect(self) -> "Connection":
-        connection = _make_connection(self._settings)
+        ca = self._settings.ca
+        # In a thread: a file system that hangs must hang nobody but this link. Each time, since authorities change.
+        authorities = None if ca is None else await asyncio.to_thread(read_authorities, Path(ca), "redis.ca")
+        connection = _make_connection(self._settings, authorities)
         self._connection = connection
         await connection.connect()  # type: ignore[no-untyped-call]  # of theirs
         self.health.connects += 1
@@ -170,10 +175,12 @@ def _error_classes() -> tuple[tuple[type[Exception], ...], type[Exception]]:
     except ImportError as error:
         raise ConfigError(f"redis.url: {error.name} is not installed: `pip install 'tandem-serve[redis]'`") from None
     # ValueError, as asyncio's streams raise it for what no Redis would say; RecursionError, for lists within lists.
-    return (RedisError, OSError, ValueError, EOFError, RecursionError), ResponseError
+    # ConfigError, for a file of authorities that cannot be read now.
+    return (RedisError, OSError, ValueError, EOFError, RecursionError, ConfigError), ResponseError
 
 
-def _make_connection(settings: BoardSettings) -> "Connection":
+def _make_connection(settings: BoardSettings, authorities: str | None) -> "Connection":
+    """`authorities`: who may have signed the server's certificate, in PEM; None: whom the system believes."""
     from redis.asyncio import Connection, SSLConnection
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff
@@ -192,7 +199,7 @@ def _make_connection(settings: BoardSettings) -> "Connection":
     }
     kind: Any = SSLConnection if settings.tls else Connection
     if settings.tls:
-        options["ssl_ca_certs"] = settings.ca
+        options["ssl_ca_data"] = authorities
 
     class Bounded(kind):  # type: ignore[misc]
         """Gives its parser no more than was asked for."""

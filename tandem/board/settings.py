@@ -6,6 +6,7 @@ from urllib.parse import unquote, urlsplit
 
 from tandem.errors import ConfigError
 
+_DEFAULT_PORT = 6379
 _SCHEMES = {"redis": False, "rediss": True}
 _FORM = "redis.url is not redis[s]://[user:password@]host[:port][/database]"
 
@@ -42,11 +43,13 @@ class BoardSettings:
         try:
             parts = urlsplit(url)
             tls = _SCHEMES[parts.scheme]
-            port, database = parts.port or 6379, int(parts.path.strip("/") or 0)
+            port, database = _DEFAULT_PORT if parts.port is None else parts.port, int(parts.path.strip("/") or 0)
         except (KeyError, ValueError):
             raise ConfigError(_FORM) from None
         if not parts.hostname or parts.query or parts.fragment or not 0 <= database < 1024:
             raise ConfigError(_FORM)
+        if not port:
+            raise ConfigError("redis.url: its port is 0; a port that can be connected to is 1 to 65535")
         if ca is not None and not tls:
             raise ConfigError("redis.ca: only rediss:// has certificates")
         if password is None and parts.password is not None:

@@ -1,12 +1,18 @@
 """rediss://: the board behind a TLS door, whose certificate must be the right one."""
 
 import asyncio
+import os
+import random
 import ssl
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import pytest
 import trustme
 
+from tandem.board.breaker import CircuitBreaker
+from tandem.board.link import RedisDown, RedisLink
+from tandem.board.settings import BoardSettings
 from tests.integration.board_cluster import PublishingWorker, board_at, router
 from tests.redis_server import RedisServer, until
 from tests.unit.router.cluster import PROMPT
@@ -63,3 +69,18 @@ async def test_the_board_is_read_and_written_through_tls_and_a_strangers_certifi
         assert not poll.is_up
         assert "certificate verify failed" in poll.reason
         assert len(await reader.ask(PROMPT)) == 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [("fifo", "a FIFO, not a regular file"), ("empty", "no certificate in PEM"), ("absent", "No such")],
+)
+async def test_authorities_that_cannot_be_read_make_redis_down_and_are_not_waited_for(
+    tmp_path: Path, kind: str, told: str
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "empty").touch()
+    settings = BoardSettings(host="127.0.0.1", port=1, tls=True, ca=str(tmp_path / kind), timeout_s=20.0)
+    link = RedisLink(settings, CircuitBreaker(random.Random(0)), use="poll", clock=lambda: 0.0)
+    with pytest.raises(RedisDown, match=rf"redis\.ca: {tmp_path / kind}: {told}"):
+        await link.ask([("PING",)])

@@ -30,7 +30,24 @@ from tandem.worker_session import LOAD_PERIOD_S
         ("a: " + "[" * 5000 + "]" * 5000, "nested too deeply"),
         ("a: !!python/object/apply:os.getcwd []", "python/object"),
         ("- router", "list"),
-        ("secret: ''", "secret"),
+        ("secret: ''", "secret has 0 characters beside the blanks around it; it must have at least 16"),
+        (f"secret: '{' ' * 32}'", "secret has 0 characters beside the blanks around it"),
+        (f'secret: "{" " * 16}short\\t"', "secret has 5 characters beside the blanks around it"),
+        (f"secret: {'ä' * 33}", "secret has 66 bytes; it must have at least 16 characters and at most 64 bytes"),
+        ("model: {max_model_len: 1}", "model.max_model_len: Input should be greater than or equal to 2; it is 1"),
+        ("engine: {num_blocks: 1}", "engine.num_blocks: Input should be greater than or equal to 2; it is 1"),
+        ("engine: {memory_bytes: -1}", "engine.memory_bytes: Input should be greater than 0; it is -1"),
+        (
+            "{engine: {num_blocks: 2}, model: {max_model_len: 4096}}",
+            "engine.num_blocks is 2, which with blocks of 16 is 32 tokens: model.max_model_len is 4096 and takes at"
+            " least 256 blocks",
+        ),
+        (
+            "{engine: {num_blocks: 4}, model: {max_model_len: 128}, prefill: {block_size: 32}}",
+            "engine.num_blocks is 4, which with blocks of 16 is 64 tokens",
+        ),
+        ("redis: {url: 'redis://:hush@host:0/1'}", "redis.url: its port is 0; a port that can be connected to is 1 to"),
+        ("redis: {url: 'redis://host:65536'}", "redis.url is not redis[s]://"),
         ("decode: {replicas: 0}", "decode.replicas"),
         (f"prefill: {{replicas: {MAX_REPLICAS + 1}}}", "prefill.replicas"),
         ("transfer: {lease_s: .inf}", "transfer.lease_s"),
@@ -126,6 +143,12 @@ def test_a_configuration_that_cannot_run_is_refused_by_name(tmp_path: Path, text
     assert told in str(refusal.value)
     assert "Value error" not in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_pool_that_holds_just_the_context_and_a_secret_with_blanks_in_it_are_good() -> None:
+    config = load(None, {"engine.num_blocks": 8, "model.max_model_len": 128, "secret": "my dog barks at 3"})
+    assert (config.engine.num_blocks, config.model.max_model_len) == (8, 128)
+    assert load(None, {"engine.num_blocks": 2, "prefill.replicas": 0}).model.max_model_len is None
 
 
 def test_a_file_that_cannot_be_read_is_told_with_its_name_once(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.pool_config import PoolConfig
 from tandem.roles import WorkerRole
-from tandem.worker_config import cluster_secret, listen_address, num_ranks, rank_port, worker_host
+from tandem.worker_config import cluster_secret, listen_address, memory_here_bytes, num_ranks, rank_port, worker_host
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,6 +50,36 @@ def test_a_worker_with_a_host_of_its_own_needs_no_list() -> None:
     assert listen_address(stated, "decode", 0) == ("10.0.0.2", 4001)
     with pytest.raises(ConfigError, match=r"decode\.host: 0\.0\.0\.0 is not where"):
         listen_address(PoolConfig(host="0.0.0.0", port=7000), "decode", 0)
+
+
+M = 10 << 30
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "here"),
+    [
+        ({"addresses": ["127.0.0.1:1", "localhost:2"], "replicas": 2}, {"addresses": ["127.0.0.2:1"]}, 3 * M),
+        ({"addresses": ["10.0.0.1:1"], "replicas": 4}, {"addresses": ["10.0.0.1:2"]}, 5 * M),
+        ({"replicas": 0}, {"addresses": ["[fd00::1]:1", "[fd00::1]:2"], "replicas": 2}, 2 * M),
+        ({"addresses": ["10.0.0.1:1"]}, {"addresses": ["10.0.0.1:2", "10.0.0.2:2"], "replicas": 2}, M),
+        ({"addresses": ["10.0.0.1:1"]}, {"addresses": ["10.0.0.2:2"]}, M),
+        ({"replicas": 5}, {"replicas": 5}, M),
+        ({"port": 7000, "host": "10.0.0.1", "replicas": 9}, {"port": 7000, "host": "10.0.0.1"}, M),
+        (
+            {"replicas": 0},
+            {"addresses": ["10.0.0.1:1"], "tensor_parallel_size": 4, "nodes": 2, "rank_port": 9},
+            M // 2,
+        ),
+        ({"replicas": 0}, {"tensor_parallel_size": 4, "nodes": 4, "rank_port": 9}, M // 4),
+    ],
+)
+def test_what_workers_of_one_machine_may_take_together(
+    prefill: dict[str, object], decode: dict[str, object], here: int
+) -> None:
+    """Only those are counted of which it is known that they share one."""
+    config = ClusterConfig.model_validate({"engine": {"memory_bytes": M}, "prefill": prefill, "decode": decode})
+    assert memory_here_bytes(config, config.decode) == here
+    assert memory_here_bytes(ClusterConfig(), PoolConfig()) is None
 
 
 def test_a_host_of_its_own_is_shared_with_nobody() -> None:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from engine import assembly
-from engine.assembly import _engine_config, _is_pipelined, assemble
+from engine.assembly import _engine_config, _is_pipelined, _limit_bytes, assemble
 from engine.models.decoder import Decoder
+from engine.ranks.messages import RankFacts
 from engine.ranks.ranks import SoloRanks
 from engine.spec import EngineSpec
 from tandem.errors import ConfigError
@@ -60,6 +61,48 @@ def test_compiled_grammars_are_counted_in_the_budget() -> None:
     widest = assemble(replace(SPEC, num_blocks=None)).budget
     used = widest.weights_bytes + widest.workspace_bytes + widest.headroom_bytes + widest.kv_bytes
     assert widest.limit_bytes - widest.block_bytes < used + widest.grammar_bytes <= widest.limit_bytes
+
+
+def test_more_memory_than_the_machine_has_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A zero too many, and the system's out-of-memory killer would choose whom to end, anybody on the host."""
+    monkeypatch.setattr(assembly, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    told = rf"engine\.memory_bytes is {1 << 50} for each worker: .* may take {1 << 50} bytes, and it has \d+ \("
+    with pytest.raises(ConfigError, match=told):
+        assemble(replace(SPEC, memory_bytes=1 << 50))
+    monkeypatch.setattr(assembly, "memory_capacity_bytes", lambda: 700 << 20)
+    together = replace(SPEC, memory_here_bytes=3 * (256 << 20))
+    told = rf"engine\.memory_bytes is {256 << 20} .* may take {768 << 20} bytes, and it has {700 << 20}"
+    with pytest.raises(ConfigError, match=told):
+        assemble(together)
+
+
+def test_memory_that_others_have_taken_is_not_promised_to_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "free_memory_bytes", lambda: 100 << 20)
+    told = rf"engine\.memory_bytes is {256 << 20}: .*\(\d+ of them for KV\), and {100 << 20} bytes of memory are free"
+    with pytest.raises(ConfigError, match=told):
+        assemble(replace(SPEC, num_blocks=None))
+    assert assemble(SPEC).budget.num_blocks == 8
+
+
+def test_the_rank_with_the_least_memory_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Told(SoloRanks):
+        def wait_loaded(self, own: RankFacts) -> RankFacts:
+            return replace(own, free_bytes=200 << 20)
+
+    monkeypatch.setattr(assembly, "open_ranks", lambda *_: Told())
+    told = rf"engine\.memory_bytes is {256 << 20}; a rank has {200 << 20} bytes of memory free"
+    with pytest.raises(ConfigError, match=told):
+        assemble(SPEC)
+    assert assemble(replace(SPEC, memory_bytes=None)).budget.limit_bytes == int(0.8 * (200 << 20))
+
+
+def test_a_gpu_has_no_more_memory_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (80 << 30, 140 << 30))
+    cuda, spec = torch.device("cuda"), replace(SPEC, tensor_parallel_size=2)
+    assert _limit_bytes(replace(spec, memory_bytes=160 << 30), cuda) == 80 << 30
+    told = rf"engine\.memory_bytes is {200 << 30}, {100 << 30} of it for each of 2 ranks; a rank has {80 << 30} bytes"
+    with pytest.raises(ConfigError, match=told):
+        _limit_bytes(replace(spec, memory_bytes=200 << 30), cuda)
 
 
 def test_who_states_no_limit_gets_a_share_of_what_may_still_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,20 @@ async def test_a_dead_engine_behind_a_live_session_is_not_ready_until_a_token_co
         router.assert_idle()
 
 
+async def test_load_balancers_hear_that_no_key_is_good() -> None:
+    parts, why = doors.make_doors(doors.make_tokenizer()), "no API key is good: the file was not read for 300 s"
+    told: list[str | None] = [None]
+    async with cluster(FakeWorker("d0")) as router:
+        parts.ready = Readiness(router.registry, RouterMetrics("m"), lambda _: True, lambda: told[0])
+        async with client_of(parts) as client:
+            assert (await client.get("/readyz")).status_code == 200
+            told[0] = why
+            answered = await client.get("/readyz")
+            assert answered.status_code == 503
+            assert why in answered.text
+            assert (await client.get("/health")).status_code == 200
+
+
 async def test_load_balancers_hear_of_an_engine_that_died_behind_a_live_session() -> None:
     """At the door: /health goes on to say that the router lives, /readyz says 503 until a token has come."""
     parts = doors.make_doors(doors.make_tokenizer())

@@ -20,7 +20,7 @@ from router.tenant_limits import Limiter
 from tandem.admission_config import ApiKey, LimitsConfig
 from tandem.api_key import entry_of, kept_of, key_id, new_key
 from tandem.config import RouterConfig
-from tandem.errors import ConfigError, Overloaded, Unauthenticated
+from tandem.errors import ConfigError, Overloaded, Unauthenticated, Unavailable
 from tandem.lock_config import is_shared
 from tests.unit.router import doors
 
@@ -178,7 +178,8 @@ async def looked(keeper: Doorkeeper) -> None:
 
 def reloads(keeper: Doorkeeper) -> dict[str, float]:
     live = next(one for one in keeper._collectors if isinstance(one, LiveFiles))
-    return {sample.labels["result"]: sample.value for family in live.collect() for sample in family.samples}
+    changes = next(family for family in live.collect() if family.name == "tandem_file_reloads")
+    return {sample.labels["result"]: sample.value for sample in changes.samples}
 
 
 def accepted(keys: ApiKeys, *given: str) -> list[bool]:
@@ -228,6 +229,34 @@ async def test_keys_change_while_the_router_runs_and_a_broken_file_changes_nothi
         assert "stays in force" in caplog.text
         assert entry_of("two") not in caplog.text
         assert "in-the-clear" not in caplog.text
+
+
+async def test_no_key_is_good_once_the_file_of_keys_could_not_be_read_for_too_long(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pipe in its place: who waited for it to be written to would never hear that a key was revoked."""
+    path, now = tmp_path / "keys.yaml", 0.0
+    write_keys(path, f"api_keys: ['{entry_of('one')}', '{entry_of('two')}']")
+    config = RouterConfig(api_keys_file=str(path), api_keys_trust_s=60.0)
+    async with Doorkeeper(config, clock=lambda: now) as keeper:
+        path.unlink()
+        os.mkfifo(path, 0o600)
+        now = 59.0
+        await looked(keeper)
+        assert accepted(keeper.keys, "one", "two") == [True, True]
+        assert keeper.not_ready_reason() is None
+        now = 60.0
+        told = "no API key is good: router.api_keys_file was not read for 60 s"
+        for headers in ({"authorization": "Bearer one"}, {"x-api-key": "nonsense"}, {}):
+            with pytest.raises(Unavailable, match=told):
+                keeper.keys.caller(headers)
+        assert keeper.not_ready_reason() == told
+        assert "keys.yaml: a FIFO, not a regular file; what was read before is good for 60 s" in caplog.text
+        path.unlink()
+        write_keys(path, f"api_keys: ['{entry_of('two')}']")
+        await looked(keeper)
+        assert accepted(keeper.keys, "one", "two") == [False, True]
+        assert keeper.not_ready_reason() is None
 
 
 async def test_limits_of_tenants_change_with_the_file(tmp_path: Path) -> None:
