@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 
 from router.decisions import DecisionLog
 from router.doorkeeper import Doorkeeper
+from router.exposition import only_tenant
 from router.frontend import Frontend
 from router.http.answering import Answering
 from router.http.batch_routes import BATCHES, FILES, BatchRoutes
@@ -157,8 +158,11 @@ def _add_operator_routes(routes: Routes, readiness: Readiness, metrics: RouterMe
             raise Unavailable(f"not ready: {reason}", retry_after_s=1.0)
         return {"status": "ready"}
 
-    async def render_metrics(_request: Request) -> Response:
-        return Response(await metrics.collect(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    async def render_metrics(request: Request) -> Response:
+        text = await metrics.collect()
+        if not request.state.sees_all:
+            text = only_tenant(text, metrics.tenants.label(request.state.tenant))
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def version(_request: Request) -> dict[str, Any]:
         return {"version": _version()}
