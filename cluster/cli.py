@@ -315,7 +315,7 @@ def key(
     ] = "new",
     tenant: Annotated[str | None, typer.Option(help="Whose it is, for the entry.")] = None,
     operator: Annotated[
-        bool, typer.Option("--operator", help="An operator's: it sees all tenants, and may profile.")
+        bool, typer.Option("--operator", help="An operator's: it sees all tenants and /metrics, and may profile.")
     ] = False,
 ) -> None:
     """Make an API key: the key goes to its user, the entry into [b]router.api_keys[/b] or the file of keys."""

@@ -16,8 +16,10 @@ once metrics_key "sk-$(random)"
 once grafana_password "$(random)"
 once api_keys "api_keys:
   - {key: \"$(digest first_key)\", tenant: first}
-  - {key: \"$(digest metrics_key)\", tenant: metrics}
+  - {key: \"$(digest metrics_key)\", tenant: metrics, operator: true}
 "
+# Made before /metrics was for operators alone: Prometheus would be refused.
+sed -i "s/^\(  - {key: .*, tenant: metrics\)}$/\1, operator: true}/" secrets/api_keys
 # Containers run as whoever may read them: you, or where you are root nobody in particular.
 user="$(id -u):$(id -g)"
 if [ "${user%%:*}" = 0 ]; then

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 _CREATED = "_created"
+_TENANT = "tenant"
 
 
 def exposition(registry: Collector) -> bytes:
@@ -19,6 +20,24 @@ def exposition(registry: Collector) -> bytes:
     for metric in registry.collect():
         _tell(metric, lines)
     return "".join(lines).encode()
+
+
+def only_tenant(text: bytes, label: str) -> bytes:
+    """Of an exposition the series that carry `tenant="label"`, below the heads of their families.
+
+    An unescaped quote ends a label's value, so what is looked for cannot stand inside of one.
+    """
+    marks = [f'{before}{_TENANT}="{_escaped(label)}"' for before in ("{", ",")]
+    kept: list[str] = []
+    head: list[str] = []
+    for line in text.decode().split("\n"):
+        if line.startswith("#"):
+            # HELP begins a family's head, and TYPE follows.
+            head = [line] if line.startswith("# HELP ") else [*head, line]
+        elif any(mark in line for mark in marks):
+            kept += [*head, line]
+            head = []
+    return "".join([f"{line}\n" for line in kept]).encode()
 
 
 def _tell(metric: Metric, lines: list[str]) -> None:

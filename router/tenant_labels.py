@@ -33,10 +33,11 @@ class TenantLabels:
         if (label := self._labels.get(tenant)) is None:
             if len(self._labels) >= self._most or tenant == OTHERS:
                 return _OTHER
-            label = self._labels[tenant] = self._made(tenant)
+            label = self._labels[tenant] = self.label(tenant)
         return label
 
-    def _made(self, tenant: str) -> str:
+    def label(self, tenant: str) -> str:
+        """What is this tenant's alone, and never another's; `of` gives it to the first tenants."""
         if not tenant:
             return _DEFAULT
         if self.is_nameless(tenant):

@@ -32,7 +32,7 @@ class ApiKey(Section):
     """Whose it is: keys of one tenant share its limits, its share and its cached prefixes. Absent: a tenant of its
     own."""
     operator: bool = False
-    """Sees the usage of all tenants."""
+    """Sees the usage of all tenants and /metrics, and may profile."""
 
     @property
     def kept(self) -> bytes:

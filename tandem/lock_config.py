@@ -16,19 +16,21 @@ from tandem.plain_yaml import read_mapping
 
 Host = Annotated[str, AfterValidator(checked_host)]
 Openness = Literal["open", "key"]
+MetricsAccess = Literal["open", "key", "operator"]
 _GROUP, _GROUP_READS, _OTHERS = 0o070, 0o040, 0o007
 
 
 class OperatorAccess(Section):
     """Pages for who runs the cluster. `open`: to everybody; `key`: to every API key, and to everybody where there are
-    none. null: `open` while `router.host` is loopback, and beyond it `key`."""
+    none. null: `open` while `router.host` is loopback, and beyond it `key`; for metrics `operator`."""
 
     health: Openness = "open"
     """/health."""
     readyz: Openness = "open"
     """/readyz."""
-    metrics: Openness | None = None
-    """/metrics."""
+    metrics: MetricsAccess | None = None
+    """/metrics. `operator`: to keys with `operator: true`, and to everybody where there are no keys. `key`: other keys
+    see the series of their own tenant alone."""
     version: Openness | None = None
     """/version."""
     openapi: Openness | None = None
@@ -37,10 +39,11 @@ class OperatorAccess(Section):
     """The files of the page at /, which say nothing of the cluster; what it shows always needs a key where there are
     any."""
 
-    def of(self, page: str) -> Openness | None:
-        """By a page's name."""
-        found: dict[str, Openness | None] = self.model_dump()
-        return found[page]
+    def of(self, page: str, *, is_local: bool) -> MetricsAccess:
+        """By a page's name, where doors listen on loopback or beyond it."""
+        found: dict[str, MetricsAccess | None] = self.model_dump()
+        beyond: MetricsAccess = "operator" if page == "metrics" else "key"
+        return found[page] or ("open" if is_local else beyond)
 
 
 class DoorTls(Section):

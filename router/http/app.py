@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 
 from router.decisions import DecisionLog
 from router.doorkeeper import Doorkeeper
+from router.exposition import only_tenant
 from router.frontend import Frontend
 from router.http.answering import Answering
 from router.http.batch_routes import BATCHES, FILES, BatchRoutes
@@ -160,8 +161,11 @@ def _add_operator_routes(routes: Routes, readiness: Readiness, metrics: RouterMe
 
     scrape = SharedReading(metrics.collect)
 
-    async def render_metrics(_request: Request) -> Response:
-        return Response(await scrape(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    async def render_metrics(request: Request) -> Response:
+        text = await scrape()
+        if not request.state.sees_all:
+            text = only_tenant(text, metrics.tenants.label(request.state.tenant))
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def version(_request: Request) -> dict[str, Any]:
         return {"version": _version()}

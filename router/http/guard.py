@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from router.audit import current_entry
 from router.auth import NOBODY, ApiKeys, Caller
+from tandem.errors import NotAllowed
 from tandem.lock_config import DoorLocks
 
 Handler = Callable[[Request], Awaitable[Response | dict[str, Any]]]
@@ -54,15 +55,16 @@ class Guard:
 
     def __init__(self, keys: ApiKeys, locks: DoorLocks) -> None:
         self._keys = keys
-        elsewhere = "open" if locks.is_local else "key"
-        self._open = {page for page in OperatorPage if (locks.operator_access.of(page.value) or elsewhere) == "open"}
+        access = {page: locks.operator_access.of(page.value, is_local=locks.is_local) for page in OperatorPage}
+        self._open = {page for page, who in access.items() if who == "open"}
+        self._for_operators = {page for page, who in access.items() if who == "operator"}
 
     def is_open(self, page: OperatorPage) -> bool:
         """Whether nobody is asked there."""
         return page in self._open
 
     def admit(self, request: Request, route: Guarded | None) -> Caller:
-        """Who asks for the route, or for none that there is. Raises Unauthenticated."""
+        """Who asks for the route, or for none that there is. Raises Unauthenticated, NotAllowed."""
         if route is not None and route.page is not None and self.is_open(route.page):
             return NOBODY
         entry = current_entry()
@@ -71,4 +73,9 @@ class Guard:
         caller = self._keys.caller(request.headers)
         if entry is not None:
             entry.caller = caller
+        if route is not None and route.page in self._for_operators and not caller.operator:
+            raise NotAllowed(
+                f"{route.page.value}: for keys with `operator: true` (router.operator_access.{route.page.value});"
+                " GET /v1/usage has the figures of this key's own tenant"
+            )
         return caller

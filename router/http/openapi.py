@@ -25,11 +25,13 @@ _UNUSUAL_ERRORS: dict[ErrorShape, str] = {anthropic_error: "AnthropicError", goo
 _REFUSALS = {
     "400": "A field, a header or the body is wrong; `param` names it",
     "401": "No API key, or a wrong one",
+    "403": "A good key, and not for this",
     "404": "No such model or route",
     "408": "The body did not come in time",
     "409": "The client reads the stream elsewhere",
     "413": "The body, or the KV that it needs, is beyond a hard bound",
     "429": "A limit or a queue is full; Retry-After says when to come back",
+    "431": "More headers, or longer ones, than are taken",
     "500": "A fault of the cluster's",
     "503": "No worker can take it now; Retry-After says when to come back",
     "504": "Its time ran out",

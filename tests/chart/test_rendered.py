@@ -9,6 +9,7 @@ from typing import Any
 
 import helm_python as helm
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from cluster.autoscale.kubernetes import ACCOUNT
@@ -135,6 +136,8 @@ def test_secrets_are_there_or_named_by_the_user(release: Rendered) -> None:
         for name, key in secrets_of(pod):
             assert name in made or name in issued or name in str(release.values), (component, name)
             assert name not in made or key in made[name]
+    for keys in (text for name, one in made.items() if name.endswith("-api-keys") for text in one.values()):
+        assert all(one["operator"] for one in yaml.safe_load(keys)["api_keys"]), "the planner asks for /metrics with it"
     # Keys in the clear are for who asks alone.
     first = {component for component, pod in release.pods() if any("first-key" in name for name, _ in secrets_of(pod))}
     assert first <= {"test", "planner"}

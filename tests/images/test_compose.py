@@ -114,7 +114,18 @@ def test_the_clusters_yaml_fits_the_services(whole, made, monkeypatch):
         config.router.grpc_port,
     }
     keys, _ = read_keys(made / "secrets/api_keys", config.router.limits)
-    assert [key.tenant for key in keys] == ["first", "metrics"]
+    # /metrics beyond loopback is for operators: Prometheus, and nobody else by a key that clients have.
+    assert [(key.tenant, key.operator) for key in keys] == [("first", False), ("metrics", True)]
+
+
+def test_a_key_for_prometheus_that_was_made_earlier_becomes_an_operators(made, tmp_path):
+    shutil.copy(DEPLOY / "secrets.sh", tmp_path)
+    (tmp_path / "secrets").mkdir()
+    old = (made / "secrets/api_keys").read_text().replace(", operator: true", "")
+    (tmp_path / "secrets/api_keys").write_text(old)
+    for _ in range(2):
+        subprocess.run([tmp_path / "secrets.sh"], check=True, capture_output=True)
+        assert (tmp_path / "secrets/api_keys").read_text() == (made / "secrets/api_keys").read_text()
 
 
 def test_a_gpu_is_what_a_worker_gets_from_the_second_file(made, whole):

@@ -116,8 +116,8 @@ builtin
 {{- fail (printf "config.router.operator_access.%s: the kubelet has no key, so no router would ever be ready; leave it open" $page) -}}
 {{- end -}}
 {{- end -}}
-{{- if and (ne $v.monitoring.scrape "none") $v.secrets.apiKeys.enabled (ne (default "key" $access.metrics) "open") (not $v.monitoring.bearerSecret.name) -}}
-{{- fail "monitoring.scrape: /metrics asks for a key: name one in monitoring.bearerSecret, or open it with config.router.operator_access.metrics: open" -}}
+{{- if and (ne $v.monitoring.scrape "none") $v.secrets.apiKeys.enabled (ne (default "operator" $access.metrics) "open") (not $v.monitoring.bearerSecret.name) -}}
+{{- fail "monitoring.scrape: /metrics asks for an operator's key: name one in monitoring.bearerSecret, or open it with config.router.operator_access.metrics: open" -}}
 {{- end -}}
 {{- if eq (int $v.router.ports.http) (int $v.router.ports.grpc) -}}
 {{- fail (printf "router.ports: http and grpc are both %d" (int $v.router.ports.http)) -}}
@@ -172,8 +172,8 @@ builtin
 {{- if gt (add (int $p.least.prefill) (int $p.least.decode)) (int $p.mostWorkers) -}}
 {{- fail (printf "planner.mostWorkers: %d cannot hold planner.least" (int $p.mostWorkers)) -}}
 {{- end -}}
-{{- if and $v.secrets.apiKeys.existingSecret (ne (default "key" .c.router.operator_access.metrics) "open") (not $p.keySecret.name) -}}
-{{- fail "planner.enabled: /metrics asks for a key: name one in planner.keySecret, or open it with config.router.operator_access.metrics: open" -}}
+{{- if and $v.secrets.apiKeys.existingSecret (ne (default "operator" .c.router.operator_access.metrics) "open") (not $p.keySecret.name) -}}
+{{- fail "planner.enabled: /metrics asks for an operator's key: name one in planner.keySecret, or open it with config.router.operator_access.metrics: open" -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -6,7 +6,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import ValidationError
 
 from router.auth import ApiKeys
 from router.doorkeeper import Doorkeeper
@@ -21,7 +24,7 @@ from tandem.admission_config import ApiKey, LimitsConfig
 from tandem.api_key import entry_of, kept_of, key_id, new_key
 from tandem.config import RouterConfig
 from tandem.errors import ConfigError, Overloaded, Unauthenticated, Unavailable
-from tandem.lock_config import is_shared
+from tandem.lock_config import OperatorAccess, is_shared
 from tests.unit.router import doors
 
 KEYED = RouterConfig(api_keys=("a-key",))
@@ -136,6 +139,68 @@ def test_beyond_loopback_only_probes_are_open() -> None:
     assert guard.is_open(OperatorPage.READYZ)
     assert not guard.is_open(OperatorPage.METRICS)
     assert not guard.is_open(OperatorPage.VERSION)
+
+
+FAR = RouterConfig(
+    host="10.0.0.2",
+    api_keys=(
+        {"key": "acmes", "tenant": "acme"},
+        {"key": "others", "tenant": "other-company"},
+        {"key": "new-heres", "tenant": "new-here"},
+        {"key": "boss", "tenant": "us", "operator": True},
+    ),
+)
+"""As of a door beyond loopback; the tests' listens on loopback all the same."""
+
+
+@asynccontextmanager
+async def used_by_two(config: RouterConfig) -> AsyncIterator[httpx.AsyncClient]:
+    """A real door behind which two tenants had an answer."""
+    async with listening(config) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        for key in ("acmes", "acmes", "others"):
+            body = {"model": doors.MODEL, "messages": [{"role": "user", "content": "hello"}]}
+            answer = await client.post("/v1/chat/completions", json=body, headers={"x-api-key": key})
+            assert answer.status_code == 200, answer.text
+        yield client
+
+
+def tenants_in(page: str) -> set[str | None]:
+    """Of all series; None: one of no tenant."""
+    families = text_string_to_metric_families(page)
+    return {sample.labels.get("tenant") for family in families for sample in family.samples}
+
+
+async def test_metrics_beyond_loopback_are_for_operators_keys() -> None:
+    async with used_by_two(FAR) as client:
+        assert (await client.get("/metrics")).status_code == 401
+        refused = await client.get("/metrics", headers={"x-api-key": "acmes"})
+        assert refused.status_code == 403
+        assert "router.operator_access.metrics" in refused.text
+        assert "/v1/usage" in refused.text
+        assert "other-company" not in refused.text
+        everything = await client.get("/metrics", headers={"x-api-key": "boss"})
+        assert everything.status_code == 200
+        assert tenants_in(everything.text) == {None, "acme", "other-company"}
+
+
+async def test_metrics_for_every_key_show_a_tenant_its_own_series_alone() -> None:
+    for_keys = FAR.model_copy(update={"operator_access": OperatorAccess(metrics="key")})
+    async with used_by_two(for_keys) as client:
+        own = (await client.get("/metrics", headers={"x-api-key": "acmes"})).text
+        assert tenants_in(own) == {"acme"}
+        assert "other-company" not in own
+        [cached] = [one for one in text_string_to_metric_families(own) if one.name == "tandem_tenant_cached_tokens"]
+        assert [sample.value for sample in cached.samples if sample.name.endswith("_total")] == [14.0]
+        assert (await client.get("/metrics", headers={"x-api-key": "new-heres"})).text == ""
+        assert tenants_in((await client.get("/metrics", headers={"x-api-key": "boss"})).text) > {
+            "acme",
+            "other-company",
+        }
+
+
+def test_a_setting_of_who_may_read_metrics_is_one_of_three() -> None:
+    with pytest.raises(ValidationError, match="'open', 'key' or 'operator'"):
+        RouterConfig(operator_access={"metrics": "tenant"})
 
 
 def test_a_route_that_does_not_say_for_whom_it_is_cannot_be_added() -> None:
