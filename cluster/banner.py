@@ -17,18 +17,20 @@ from cluster.process_view import ProcessView
 from cluster.supervisor import Role
 from tandem.config import ClusterConfig
 from tandem.hosts import join, reachable
+from tandem.kv_layout import AUTO_DTYPE, may_differ_after_failover
 from tandem.pool_config import PoolConfig
 
 STOP_HINT = "Ctrl-C drains and stops; a second Ctrl-C kills"
 EXAMPLE_QUESTION = "Tell me a short story about a fox."
 EXAMPLE_TOKENS = 96
+FAILOVER_NOTE = "a text resumed after a failover may differ; engine.deterministic prevents it"
 
 
 def show(console: Console, asked: ClusterConfig, effective: ClusterConfig, processes: Sequence[ProcessView]) -> None:
     """Print the banner. `asked` is what the user configured, `effective` what runs."""
     model = model_name(effective, processes)
     body = Group(
-        _summary(effective, processes, model),
+        _summary(asked, effective, processes, model),
         Text(""),
         _pools(processes),
         Text(""),
@@ -38,6 +40,9 @@ def show(console: Console, asked: ClusterConfig, effective: ClusterConfig, proce
     console.print(Panel(body, title="[bold]Tandem[/bold]", box=box.ROUNDED, expand=False, padding=(1, 2)))
     for warning in warnings(effective):
         console.print(Text(f"warning: {warning}", style="bold yellow"), soft_wrap=True)
+    dtype = served_dtype(effective, processes)
+    if may_differ_after_failover(dtype, deterministic=effective.engine.deterministic):
+        console.print(Text(f"note: in {dtype} {FAILOVER_NOTE}", style="dim"), soft_wrap=True)
     # Outside the panel and unwrapped, so that it can be pasted as it is.
     console.print("\nTry it:", style="bold")
     console.out(curl_line(effective, model), highlight=False)
@@ -48,6 +53,12 @@ def model_name(config: ClusterConfig, processes: Sequence[ProcessView]) -> str:
     """The name that clients use: as the workers report it, else as configured."""
     reported = next((str(p.ready["model"]) for p in processes if p.ready.get("model")), None)
     return config.model.name or reported or config.model.path.rstrip("/").rpartition("/")[2]
+
+
+def served_dtype(config: ClusterConfig, processes: Sequence[ProcessView]) -> str:
+    """What the workers compute in: as they report it, else as configured."""
+    reported = next((str(p.ready["dtype"]) for p in processes if p.ready.get("dtype")), None)
+    return reported or config.model.dtype
 
 
 def base_url(config: ClusterConfig, port: int) -> str:
@@ -124,11 +135,13 @@ def format_bytes(size_bytes: float) -> str:
     return f"{size_bytes:.1f} TiB"
 
 
-def _summary(config: ClusterConfig, processes: Sequence[ProcessView], model: str) -> Table:
+def _summary(asked: ClusterConfig, config: ClusterConfig, processes: Sequence[ProcessView], model: str) -> Table:
     table = Table.grid(padding=(0, 2))
     context = next((p.ready["max_model_len"] for p in processes if p.ready.get("max_model_len")), None)
     table.add_row("model", Text(model, style="bold cyan"))
-    table.add_row("", Text(f"{config.model.path} · {config.model.dtype}", style="dim"))
+    dtype = served_dtype(config, processes)
+    chosen = " (auto)" if asked.model.dtype == AUTO_DTYPE != dtype else ""
+    table.add_row("", Text(f"{config.model.path} · {dtype}{chosen}", style="dim"))
     if context is not None:
         table.add_row("context", Text(f"{context} tokens"))
     pools = {"prefill": config.prefill, "decode": config.decode}

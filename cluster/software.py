@@ -10,6 +10,8 @@ from pathlib import Path
 
 from cluster.doctor import Finding, Status
 from tandem.config import ClusterConfig
+from tandem.errors import ConfigError
+from tandem.kv_layout import AUTO_DTYPE, may_differ_after_failover
 from tandem.model_path import BUILTIN, model_directory
 
 MIN_PYTHON = (3, 11)
@@ -172,6 +174,30 @@ def model(config: ClusterConfig) -> list[Finding]:
     """Whether the configured model's files are where the workers will look."""
     needed = {"config.json": "config.json", "tokenizer.json": "tokenizer.json", "weights": "*.safetensors"}
     return _model_files(config, needed)
+
+
+def dtype(config: ClusterConfig) -> list[Finding]:
+    """What the model is computed in, where `model.dtype: auto` leaves it to the checkpoint; and what follows."""
+    if config.model.path != BUILTIN and not Path(config.model.path).is_dir():
+        return []  # its files are not here yet
+    try:
+        from engine.model_dtype import resolve_dtype
+
+        found = resolve_dtype(config.model.dtype, config.model.path)
+    except ImportError:
+        return []  # said by `torch`
+    except ConfigError as error:
+        return [Finding(name="dtype", status=Status.FAIL, detail=str(error), hint="state model.dtype")]
+    chosen = f" ({_whose_dtype(config)})" if config.model.dtype == AUTO_DTYPE else ""
+    if may_differ_after_failover(found, deterministic=config.engine.deterministic):
+        detail = f"{found}{chosen}: a text resumed after a failover may differ from an undisturbed one"
+        hint = "`engine.deterministic: true` or `model.dtype: float32` prevents that, at a cost in speed"
+        return [Finding(name="dtype", status=Status.INFO, detail=detail, hint=hint)]
+    return [Finding(name="dtype", status=Status.OK, detail=f"{found}{chosen}")]
+
+
+def _whose_dtype(config: ClusterConfig) -> str:
+    return "auto: the built-in model's" if config.model.path == BUILTIN else "auto: the checkpoint's"
 
 
 def tokenizer(config: ClusterConfig) -> list[Finding]:

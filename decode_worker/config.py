@@ -2,6 +2,7 @@
 
 from engine.ranks.nodes import NodeGroup
 from engine.spec import EngineSpec
+from fabric.config import compute_dtype
 from tandem.config import ClusterConfig
 from tandem.model_path import model_directory
 from tandem.worker_config import cluster_secret, disk_folder, num_ranks
@@ -12,7 +13,7 @@ def engine_spec(config: ClusterConfig, nodes: NodeGroup | None = None) -> Engine
     return EngineSpec(
         **config.engine_of(config.decode).model_dump() | {"disk_cache_path": disk_folder(config, "decode")},
         model_path=model_directory(config.model.path),
-        dtype=config.model.dtype,
+        dtype=compute_dtype(config),
         max_model_len=config.model.max_model_len,
         num_workers_here=num_ranks(config, config.decode),
         secret=cluster_secret(config),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -79,9 +80,10 @@ class EngineParts:
             return self.pool.buffer[: self.budget.kv_bytes * self.layout.tp_size]
         return self.runner.kv_cache.host_view() if self.layout.tp_size == 1 else None
 
-    def facts(self) -> dict[str, int]:
+    def facts(self) -> dict[str, Any]:
         """For the line that says that the process serves: the memory budget, in blocks and bytes of all ranks."""
         return {
+            "dtype": str(self.runner.model.dtype).removeprefix("torch."),
             "num_blocks": self.budget.num_blocks,
             "block_size": self.budget.block_size,
             "kv_bytes": self.budget.kv_bytes * self.layout.tp_size,

@@ -24,7 +24,7 @@ from tandem.hosts import checked_address
 from tandem.kv_agreement import cannot_travel_as
 from tandem.kv_layout import AUTO_DTYPE
 from tandem.lock_config import DoorLocks
-from tandem.model_path import checked_name
+from tandem.model_path import BUILTIN, BUILTIN_DTYPE, checked_name
 from tandem.objectives_config import ObjectivesConfig
 from tandem.plain_yaml import read_mapping
 from tandem.pool_config import BlockSize, CacheDtype, PoolConfig, Port, mistaken_nodes
@@ -50,12 +50,12 @@ _MOST_TOLD = 16
 class ModelConfig(Section):
     """Which model the cluster serves; the same on every worker."""
 
-    path: str = "builtin"
+    path: str = BUILTIN
     """Directory in Hugging Face layout, a hub id, or `builtin` for the small model that ships with Tandem."""
     name: Annotated[str, AfterValidator(checked_name)] | None = None
     """Name that clients use; the last part of the path when absent."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Compute and KV dtype."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Compute and KV dtype: `auto` is the checkpoint's own, and float32 for the built-in model."""
     max_model_len: PositiveInt | None = None
     """Context bound in tokens; the model's own when absent."""
 
@@ -281,9 +281,14 @@ class ClusterConfig(Section):
         own = {name: value for name in ("block_size", "kv_dtype") if (value := getattr(pool, name)) is not None}
         return self.engine.model_copy(update=own)
 
-    def _cached_in(self, pool: PoolConfig) -> str:
-        kv_dtype = self.engine_of(pool).kv_dtype
-        return self.model.dtype if kv_dtype == AUTO_DTYPE else kv_dtype
+    def mistaken_wire_dtype(self, dtype: str) -> str | None:
+        """Why KV cannot travel as `transfer.wire_dtype` says when the model is computed in `dtype`. None: it can."""
+        if not self.prefill.replicas or self.transfer.wire_dtype == AUTO_DTYPE:
+            return None
+        kv_dtypes = [self.engine_of(pool).kv_dtype for pool in (self.prefill, self.decode)]
+        source, destination = (dtype if kv_dtype == AUTO_DTYPE else kv_dtype for kv_dtype in kv_dtypes)
+        reason = cannot_travel_as(source, self.transfer.wire_dtype, destination)
+        return reason and f"transfer.{reason}"
 
     def _no_disk_cache(self) -> str | None:
         return contradiction(
@@ -323,10 +328,10 @@ class ClusterConfig(Section):
         kv_dtypes = {self.engine_of(pool).kv_dtype for pool in (self.prefill, self.decode)}
         if self.prefill.replicas and {"int8", "fp8_e4m3"} <= kv_dtypes:
             raise ValueError("prefill.kv_dtype and decode.kv_dtype: codes are never made of other codes")
-        if self.prefill.replicas and self.transfer.wire_dtype != AUTO_DTYPE:
-            source, destination = (self._cached_in(pool) for pool in (self.prefill, self.decode))
-            if reason := cannot_travel_as(source, self.transfer.wire_dtype, destination):
-                raise ValueError(f"transfer.{reason}")
+        dtype = BUILTIN_DTYPE if self.model.path == BUILTIN and self.model.dtype == AUTO_DTYPE else self.model.dtype
+        # What `auto` stands for is known to whoever has the model: workers check it at their start.
+        if dtype != AUTO_DTYPE and (reason := self.mistaken_wire_dtype(dtype)):
+            raise ValueError(reason)
         keys_elsewhere = self.router.api_keys_file is not None
         if not keys_elsewhere and (reason := mistaken_keys(self.router.api_keys, self.router.limits)):
             raise ValueError(f"router.{reason}")
