@@ -160,12 +160,21 @@ def _pools(processes: Sequence[ProcessView]) -> Table:
     table.add_column("process", overflow="fold")
     table.add_column("pid", no_wrap=True, min_width=7)
     table.add_column("address", no_wrap=True)
-    for column in ("blocks", "KV", "weights"):
+    has_gpus = any(view.ready.get("gpus") for view in processes)
+    for column in (*(("GPU",) if has_gpus else ()), "blocks", "KV", "weights"):
         table.add_column(column, justify="right", no_wrap=True)
     for view in processes:
         name = view.name if view.worker_id == view.name else f"{view.name} ({view.worker_id})"
-        table.add_row(Text(name), str(view.pid), Text(view.address), *_memory(view))
+        table.add_row(
+            Text(name), str(view.pid), Text(view.address), *([_gpus(view)] if has_gpus else []), *_memory(view)
+        )
     return table
+
+
+def _gpus(view: ProcessView) -> str:
+    """`0,1`, and `0 1/2` of one that two workers share."""
+    gpus, sharers = view.ready.get("gpus") or [], int(view.ready.get("gpu_sharers", 1))
+    return ",".join(map(str, gpus)) + (f" 1/{sharers}" if gpus and sharers > 1 else "")
 
 
 def _memory(view: ProcessView) -> list[str]:

@@ -51,6 +51,7 @@ def examine(config: ClusterConfig, *, router_only: bool = False) -> list[Finding
         software.packages,
         software.torch,
         software.cuda,
+        software.gpus,
         software.triton,
         software.redis,
         software.compiler,

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import shutil
 import subprocess
@@ -9,8 +10,11 @@ import sys
 from pathlib import Path
 
 from cluster.doctor import Finding, Status
+from cluster.effective import plan_processes
+from cluster.worker_gpus import WorkerGpus
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
+from tandem.gpu_host import GpuHost, NvidiaHost
 from tandem.kv_layout import AUTO_DTYPE, may_differ_after_failover
 from tandem.model_path import BUILTIN, model_directory
 
@@ -107,6 +111,32 @@ def cuda(_config: ClusterConfig) -> list[Finding]:
         Finding(name="CUDA", status=Status.OK, detail=f"{module.version.cuda}: {', '.join(gpus)}"),
         _nccl(),
     ]
+
+
+def gpus(config: ClusterConfig) -> list[Finding]:
+    """Which of this machine's GPUs each worker of `tandem up` would get, and how much of each."""
+    return gpu_table(config, NvidiaHost(os.environ))
+
+
+def gpu_table(config: ClusterConfig, host: GpuHost) -> list[Finding]:
+    """The same, of a machine with these GPUs."""
+    num_gpus = len(host.names())
+    if config.engine.device == "cpu" or not num_gpus:
+        return []
+    try:
+        seats = WorkerGpus(host).seats(config, plan_processes(config))
+    except ConfigError as error:
+        return [Finding(name="GPUs", status=Status.FAIL, detail=str(error))]
+    shared = (
+        "; workers on one GPU divide 80 % of its memory" if any(seat.sharers > 1 for seat in seats.values()) else ""
+    )
+    placed = (f"{name} on GPU {', '.join(map(str, seat.gpus))}" for name, seat in seats.items())
+    detail = f"{num_gpus} visible: {'; '.join(placed)}{shared}"
+    idle = set(range(num_gpus)) - {gpu for seat in seats.values() for gpu in seat.gpus}
+    if not idle:
+        return [Finding(name="GPUs", status=Status.OK, detail=detail)]
+    hint = f"GPU {', '.join(map(str, sorted(idle)))} would idle: more prefill.replicas or decode.replicas use them"
+    return [Finding(name="GPUs", status=Status.INFO, detail=detail, hint=hint)]
 
 
 def _nccl() -> Finding:

@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from engine.disk_store import DiskStore, check_path
 from engine.dry_run import measure_workspace_bytes
 from engine.free_memory import free_memory_bytes
+from engine.gpu_memory import GpuWish, gpu_limit_bytes
 from engine.guidance import LlGuides
 from engine.guide import Guides
 from engine.host_room import HostRoom
@@ -73,6 +74,10 @@ class EngineParts:
     """See `engine.stall`."""
     guides: Guides | None = None
     """For answers that follow a grammar."""
+    gpus: tuple[int, ...] = ()
+    """Of its ranks here, as whoever started the worker numbers them."""
+    gpu_sharers: int = 1
+    """Workers on the fullest of them."""
 
     def kv_memory(self) -> memoryview | None:
         """The bytes of the whole KV pool, all ranks' parts; None when they are not in one piece of host memory."""
@@ -82,6 +87,7 @@ class EngineParts:
 
     def facts(self) -> dict[str, Any]:
         """For the line that says that the process serves: the memory budget, in blocks and bytes of all ranks."""
+        on_gpus = self.runner.model.device.type == "cuda"
         return {
             "dtype": str(self.runner.model.dtype).removeprefix("torch."),
             "num_blocks": self.budget.num_blocks,
@@ -90,7 +96,9 @@ class EngineParts:
             "weights_bytes": self.budget.weights_bytes * self.layout.tp_size,
             "max_model_len": self.config.max_model_len,
             "tensor_parallel_size": self.layout.tp_size,
-            "num_gpus": self.layout.tp_size if self.runner.model.device.type == "cuda" else 0,
+            "num_gpus": self.layout.tp_size if on_gpus else 0,
+            **({"gpus": list(self.gpus), "gpu_sharers": self.gpu_sharers} if on_gpus else {}),
+            "memory_bytes": self.budget.limit_bytes * self.layout.tp_size,
             "offload_bytes": self.runner.blocks.host_bytes * self.layout.tp_size,
         }
 
@@ -148,6 +156,9 @@ def _open_ranks(spec: EngineSpec, config: ModelConfig, options: BackendOptions) 
             num_nodes=_num_nodes(spec),
             num_threads=spec.num_threads,
             num_sharers=spec.num_workers_here,
+            gpus=spec.gpus,
+            gpu_sharers=spec.gpu_sharers,
+            stated_bytes=_stated_bytes(spec),
         ),
         spec.nodes,
     )
@@ -158,8 +169,8 @@ def _parts(
 ) -> EngineParts:
     size, device = spec.tensor_parallel_size, model.device
     tightest = ranks.wait_loaded(RankFacts(weights_bytes=model.weights_bytes, fingerprint=model.fingerprint))
-    if tightest.free_bytes is not None and spec.memory_bytes is None:
-        limit_bytes = min(limit_bytes, int(tightest.free_bytes * DEFAULT_MEMORY_SHARE))
+    if tightest.limit_bytes is not None and spec.memory_bytes is None:
+        limit_bytes = min(limit_bytes, tightest.limit_bytes)
     context = _context(spec.max_model_len, config.max_context)
     layout = kv_layout(
         config,
@@ -197,6 +208,8 @@ def _parts(
         pool=memory,
         disk=disk,
         stall_s=spec.stall_s,
+        gpus=spec.gpus or tuple(range(spec.ranks_here)),
+        gpu_sharers=spec.gpu_sharers,
         guides=LlGuides(
             spec.model_path / "tokenizer.json", vocab_size=config.vocab_size, eos_token_ids=sorted(config.eos_token_ids)
         ),
@@ -352,21 +365,22 @@ def _device(name: str, num_ranks: int) -> torch.device:
 
 
 def _limit_bytes(spec: EngineSpec, device: torch.device) -> int:
-    """What one rank may take, before anything is loaded."""
-    if spec.memory_bytes is not None:
-        return spec.memory_bytes // spec.tensor_parallel_size
-    return _memory_limit(device, spec.num_workers_here)
+    """What one rank may take, before anything is loaded. Raises ConfigError where a GPU has less."""
+    stated_bytes = _stated_bytes(spec)
+    if device.type == "cuda":
+        wish = GpuWish(index=spec.gpus[0] if spec.gpus else 0, sharers=spec.gpu_sharers, stated_bytes=stated_bytes)
+        return gpu_limit_bytes(wish, device)
+    if stated_bytes is not None:
+        return stated_bytes
+    return int(free_memory_bytes() // max(1, spec.num_workers_here) * DEFAULT_MEMORY_SHARE)
+
+
+def _stated_bytes(spec: EngineSpec) -> int | None:
+    """Of one rank."""
+    return None if spec.memory_bytes is None else spec.memory_bytes // spec.tensor_parallel_size
 
 
 def _context(wanted: int | None, most: int) -> int:
     if wanted is not None and wanted > most:
         raise ConfigError(f"model.max_model_len is {wanted}; the model's own context is {most}")
     return wanted or most
-
-
-def _memory_limit(device: torch.device, num_workers: int) -> int:
-    if device.type == "cuda":
-        free, _total = torch.cuda.mem_get_info(device)
-    else:
-        free = free_memory_bytes() // max(1, num_workers)
-    return int(free * DEFAULT_MEMORY_SHARE)

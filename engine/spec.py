@@ -43,6 +43,11 @@ class EngineSpec:
     kv_dtype: str = AUTO_DTYPE
     pinned_share: float = 0.0
     pinned_tenant_share: float = 0.0
+    gpus: tuple[int, ...] = ()
+    """Of each rank here, as whoever started the worker numbers them; to this process they are the first. Empty: so they
+    are to whoever started it."""
+    gpu_sharers: int = 1
+    """Workers that divide the memory of one of them."""
     nodes: NodeGroup | None = None
     """Where the ranks are that are not on this machine."""
 

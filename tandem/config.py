@@ -69,7 +69,8 @@ class EngineConfig(PinnedShares):
     num_blocks: PositiveInt | None = None
     """KV blocks; when absent as many as `memory_bytes` holds, or on a CPU 32 full contexts."""
     memory_bytes: PositiveInt | None = None
-    """For weights, workspace and KV of one worker; when absent a share of 80 % of what machine or container has."""
+    """For weights, workspace and KV of one worker; when absent a share of 80 % of what machine or container has,
+    on a GPU of its memory, divided evenly among the workers there."""
     max_batched_tokens: PositiveInt = 2048
     """Most tokens computed in one step."""
     prefill_chunk_tokens: PositiveInt = 1024
@@ -315,6 +316,8 @@ class ClusterConfig(Section):
                 raise ValueError(f"{name}.{reason}")
             if pool.nodes > 1 and self.ray.address is not None:
                 raise ValueError(f"{name}.nodes is {pool.nodes}: on Ray a worker's ranks are processes of one node")
+            if pool.gpus is not None and self.ray.address is not None:
+                raise ValueError(f"{name}.gpus: on Ray it is Ray that gives a worker its GPUs")
         return self
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""What `tandem doctor` says of the dtype."""
+"""What `tandem doctor` says of the dtype, and of who gets which GPU."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 from cluster import software
 from cluster.doctor import Status, examine
 from tandem.config import load
+from tests.unit.fabric.test_gpus import FakeHost
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -51,3 +52,27 @@ def test_doctor_fails_where_auto_stands_for_nothing(tmp_path: Path, raw: dict[st
 
 def test_doctor_says_nothing_of_a_model_that_is_not_here_yet() -> None:
     assert software.dtype(load(None, {"model.path": "org/model"})) == []
+
+
+def test_doctor_shows_which_worker_gets_which_gpu() -> None:
+    (found,) = software.gpu_table(load(None, {"decode.replicas": 2, "decode.gpus": [2, 0]}), FakeHost(3))
+    assert (found.status, found.detail) == (
+        Status.OK,
+        "3 visible: prefill-0 on GPU 1; decode-0 on GPU 2; decode-1 on GPU 0",
+    )
+    (found,) = software.gpu_table(load(None), FakeHost(1))
+    assert found.detail == (
+        "1 visible: prefill-0 on GPU 0; decode-0 on GPU 0; workers on one GPU divide 80 % of its memory"
+    )
+    (found,) = software.gpu_table(load(None), FakeHost(4))
+    assert (found.status, found.hint.partition(":")[0]) == (Status.INFO, "GPU 2, 3 would idle")
+
+
+def test_doctor_fails_for_gpus_that_are_not_there() -> None:
+    (found,) = software.gpu_table(load(None, {"prefill.gpus": [1]}), FakeHost(1))
+    assert (found.status, found.detail) == (
+        Status.FAIL,
+        "prefill.gpus names GPU 1: the last visible one is GPU 0",
+    )
+    assert software.gpu_table(load(None, {"prefill.gpus": [1], "engine.device": "cpu"}), FakeHost(1)) == []
+    assert software.gpu_table(load(None, {"prefill.gpus": [1]}), FakeHost(0)) == []

@@ -217,6 +217,18 @@ def test_the_banner_shows_what_auto_stands_for_and_when_a_resumed_text_may_diffe
     assert banner.FAILOVER_NOTE in stated
 
 
+def test_the_banner_shows_gpus_where_there_are_any():
+    effective = make_effective(ClusterConfig())
+    views = make_views(effective)
+    assert "GPU" not in show(ClusterConfig(), effective, views, width=80)
+    worker = replace(views[0], ready=views[0].ready | {"gpus": [3], "gpu_sharers": 2}, pid=4194303)
+    ranks = replace(views[0], name="decode-1", ready=views[0].ready | {"gpus": [4, 5], "gpu_sharers": 1})
+    text = show(ClusterConfig(), effective, [worker, ranks, views[1]], width=80)
+    for expected in ("GPU", "3 1/2", "4,5", "4194303", "512 × 16", "3.0 MiB", "9.0 MiB"):
+        assert expected in text
+    assert "…" not in text
+
+
 def test_in_a_narrow_terminal_nothing_is_cut_off():
     effective = make_effective(ClusterConfig())
     views = [replace(view, pid=4194303) for view in make_views(effective)]
