@@ -14,7 +14,6 @@ from cluster.supervisor import ProcessPlan, Role
 from tandem.config import ClusterConfig, load
 from tests.unit.fabric.test_gpus import FakeHost
 
-
 MACHINES: list["Machine"] = []
 
 

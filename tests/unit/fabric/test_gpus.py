@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 import torch
 
+import decode_worker.__main__
+import prefill_worker.__main__
 from decode_worker.config import engine_spec as decode_spec
 from fabric.gpus import take_gpus
 from prefill_worker.config import engine_spec as prefill_spec
 from tandem.config import ClusterConfig, load
 from tandem.errors import ConfigError
 from tandem.gpu_placement import GpuSeat
-from tandem.process import WorkerPlace
+from tandem.process import Lifetime, WorkerPlace
 from tandem.roles import WorkerRole
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
@@ -66,6 +68,23 @@ def test_a_worker_takes_what_it_was_given_and_its_engine_hears_of_it() -> None:
         spec = spec_of(cluster(), None, seat)
         assert (spec.gpus, spec.gpu_sharers) == ((6,), 2)
         assert (spec_of(cluster()).gpus, spec_of(cluster()).gpu_sharers) == ((), 1)
+
+
+@pytest.mark.parametrize("module", [prefill_worker.__main__, decode_worker.__main__])
+async def test_a_worker_takes_its_gpus_before_it_loads_the_model(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loading(Exception):
+        """So far it came."""
+
+    def load_model(spec: Any, **_: Any) -> None:
+        raise Loading(spec.gpus, spec.gpu_sharers)
+
+    seen: list[WorkerPlace] = []
+    monkeypatch.setattr(module, "take_gpus", lambda _config, _role, place: seen.append(place) or GpuSeat(gpus=(6,)))
+    monkeypatch.setattr(module, "assemble", load_model)
+    place = WorkerPlace(address="127.0.0.1:0", gpus=(6,))
+    with pytest.raises(Loading) as caught:
+        await module.serve(cluster(), place, Lifetime())
+    assert (caught.value.args, seen) == (((6,), 1), [place])
 
 
 @pytest.mark.parametrize(
