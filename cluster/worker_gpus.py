@@ -16,6 +16,14 @@ class WorkerGpus:
     def __init__(self, host: GpuHost) -> None:
         self._host = host
         self._spread = GpuSpread()
+        self._count: int | None = None
+
+    @property
+    def _num_gpus(self) -> int:
+        """Asked once: a driver that nobody uses takes a second to answer."""
+        if self._count is None:
+            self._count = len(self._host.names())
+        return self._count
 
     def plan(self, config: ClusterConfig, plans: Sequence[ProcessPlan]) -> None:
         """These start together: each is to know how many share its GPUs before the last of them is there."""
@@ -36,7 +44,7 @@ class WorkerGpus:
     def seats(self, config: ClusterConfig, plans: Sequence[ProcessPlan]) -> dict[str, GpuSeat]:
         """Of these workers, as `plan` has placed them. Raises ConfigError for GPUs that cannot be had."""
         for role in WorkerRole:
-            allowed_gpus(config, role, len(self._host.names()))
+            allowed_gpus(config, role, self._num_gpus)
         self.plan(config, plans)
         return {plan.name: self._spread.seat(plan.name) for plan in plans if plan.role is not Role.ROUTER}
 
@@ -51,13 +59,12 @@ class WorkerGpus:
     def _place(self, config: ClusterConfig, plan: ProcessPlan) -> GpuSeat | None:
         if plan.role is Role.ROUTER or config.engine.device == "cpu":
             return None
-        num_gpus = len(self._host.names())
-        if not num_gpus:
+        if not self._num_gpus:
             return None
         role = WorkerRole.PREFILL if plan.role is Role.PREFILL else WorkerRole.DECODE
         pool = config.prefill if role is WorkerRole.PREFILL else config.decode
         try:
-            allowed = allowed_gpus(config, role, num_gpus)
+            allowed = allowed_gpus(config, role, self._num_gpus)
         except ConfigError:
             return None
         return self._spread.place(plan.name, allowed, pool.ranks_per_node)

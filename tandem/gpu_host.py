@@ -44,7 +44,8 @@ class NvidiaHost:
         """See GpuHost."""
         names = self.names()
         order = [*gpus, *(index for index in range(len(names)) if index not in gpus)]
-        if order != sorted(order):
+        # Where nothing is stated CUDA would begin with the fastest, and the driver does with the first on the bus.
+        if order != sorted(order) or (VISIBLE not in self._environ and len(names) > 1):
             self._environ[VISIBLE] = ",".join(names[index] for index in order)
 
 

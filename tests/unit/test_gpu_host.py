@@ -38,8 +38,8 @@ def test_without_a_driver_there_is_no_gpu_whatever_is_stated() -> None:
         (None, (2,), "GPU-c,GPU-a,GPU-b,GPU-d"),
         (None, (3, 1), "GPU-d,GPU-b,GPU-a,GPU-c"),
         ("3,1", (1,), "1,3"),
-        (None, (0,), None),
-        (None, (0, 1), None),
+        (None, (0,), "GPU-a,GPU-b,GPU-c,GPU-d"),
+        (None, (0, 1), "GPU-a,GPU-b,GPU-c,GPU-d"),
         ("3,1", (0,), "3,1"),
     ],
 )
@@ -49,6 +49,12 @@ def test_own_gpus_come_first_and_the_others_stay_visible(
     environ = {} if stated is None else {"CUDA_VISIBLE_DEVICES": stated}
     NvidiaHost(environ, lambda: FOUR).put_first(own)
     assert environ.get("CUDA_VISIBLE_DEVICES") == then
+
+
+def test_a_lone_gpu_needs_no_order() -> None:
+    environ: dict[str, str] = {}
+    NvidiaHost(environ, lambda: ("GPU-a",)).put_first((0,))
+    assert environ == {}
 
 
 class Nvml:
