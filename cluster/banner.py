@@ -18,18 +18,20 @@ from cluster.supervisor import Role
 from cluster.terminal_text import format_bytes
 from tandem.config import ClusterConfig
 from tandem.hosts import join, reachable
+from tandem.kv_layout import AUTO_DTYPE, may_differ_after_failover
 from tandem.pool_config import PoolConfig
 
 STOP_HINT = "Ctrl-C drains and stops; a second Ctrl-C kills"
 EXAMPLE_QUESTION = "Tell me a short story about a fox."
 EXAMPLE_TOKENS = 96
+FAILOVER_NOTE = "a text resumed after a failover may differ; engine.deterministic prevents it"
 
 
 def show(console: Console, asked: ClusterConfig, effective: ClusterConfig, processes: Sequence[ProcessView]) -> None:
     """Print the banner. `asked` is what the user configured, `effective` what runs."""
     model = model_name(effective, processes)
     body = Group(
-        _summary(effective, processes, model),
+        _summary(asked, effective, processes, model),
         Text(""),
         _pools(processes),
         Text(""),
@@ -39,6 +41,9 @@ def show(console: Console, asked: ClusterConfig, effective: ClusterConfig, proce
     console.print(Panel(body, title="[bold]Tandem[/bold]", box=box.ROUNDED, expand=False, padding=(1, 2)))
     for warning in warnings(effective):
         console.print(Text(f"warning: {warning}", style="bold yellow"), soft_wrap=True)
+    dtype = served_dtype(effective, processes)
+    if may_differ_after_failover(dtype, deterministic=effective.engine.deterministic):
+        console.print(Text(f"note: in {dtype} {FAILOVER_NOTE}", style="dim"), soft_wrap=True)
     # Outside the panel and unwrapped, so that it can be pasted as it is.
     console.print("\nTry it:", style="bold")
     console.out(curl_line(effective, model), highlight=False)
@@ -49,6 +54,12 @@ def model_name(config: ClusterConfig, processes: Sequence[ProcessView]) -> str:
     """The name that clients use: as the workers report it, else as configured."""
     reported = next((str(p.ready["model"]) for p in processes if p.ready.get("model")), None)
     return config.model.name or reported or config.model.path.rstrip("/").rpartition("/")[2]
+
+
+def served_dtype(config: ClusterConfig, processes: Sequence[ProcessView]) -> str:
+    """What the workers compute in: as they report it, else as configured."""
+    reported = next((str(p.ready["dtype"]) for p in processes if p.ready.get("dtype")), None)
+    return reported or config.model.dtype
 
 
 def base_url(config: ClusterConfig, port: int) -> str:
@@ -116,11 +127,13 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _summary(config: ClusterConfig, processes: Sequence[ProcessView], model: str) -> Table:
+def _summary(asked: ClusterConfig, config: ClusterConfig, processes: Sequence[ProcessView], model: str) -> Table:
     table = Table.grid(padding=(0, 2))
     context = next((p.ready["max_model_len"] for p in processes if p.ready.get("max_model_len")), None)
     table.add_row("model", Text(model, style="bold cyan"))
-    table.add_row("", Text(f"{config.model.path} · {config.model.dtype}", style="dim"))
+    dtype = served_dtype(config, processes)
+    chosen = " (auto)" if asked.model.dtype == AUTO_DTYPE != dtype else ""
+    table.add_row("", Text(f"{config.model.path} · {dtype}{chosen}", style="dim"))
     if context is not None:
         table.add_row("context", Text(f"{context} tokens"))
     pools = {"prefill": config.prefill, "decode": config.decode}
@@ -139,12 +152,21 @@ def _pools(processes: Sequence[ProcessView]) -> Table:
     table.add_column("process", overflow="fold")
     table.add_column("pid", no_wrap=True, min_width=7)
     table.add_column("address", no_wrap=True)
-    for column in ("blocks", "KV", "weights"):
+    has_gpus = any(view.ready.get("gpus") for view in processes)
+    for column in (*(("GPU",) if has_gpus else ()), "blocks", "KV", "weights"):
         table.add_column(column, justify="right", no_wrap=True)
     for view in processes:
         name = view.name if view.worker_id == view.name else f"{view.name} ({view.worker_id})"
-        table.add_row(Text(name), str(view.pid), Text(view.address), *_memory(view))
+        table.add_row(
+            Text(name), str(view.pid), Text(view.address), *([_gpus(view)] if has_gpus else []), *_memory(view)
+        )
     return table
+
+
+def _gpus(view: ProcessView) -> str:
+    """`0,1`, and `0 1/2` of one that two workers share."""
+    gpus, sharers = view.ready.get("gpus") or [], int(view.ready.get("gpu_sharers", 1))
+    return ",".join(map(str, gpus)) + (f" 1/{sharers}" if gpus and sharers > 1 else "")
 
 
 def _memory(view: ProcessView) -> list[str]:

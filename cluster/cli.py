@@ -58,7 +58,12 @@ ModelOption = Annotated[
 ]
 DtypeOption = Annotated[
     str | None,
-    typer.Option("--dtype", metavar="float32|bfloat16|float16", help="Compute and KV dtype.", rich_help_panel="Model"),
+    typer.Option(
+        "--dtype",
+        metavar="auto|float32|bfloat16|float16",
+        help="Compute and KV dtype; auto: the checkpoint's.",
+        rich_help_panel="Model",
+    ),
 ]
 PrefillOption = Annotated[
     int | None, typer.Option("--prefill", metavar="N", help="Prefill workers.", rich_help_panel="Pools")

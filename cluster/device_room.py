@@ -19,7 +19,10 @@ from tandem.config import ClusterConfig
 _ANSWER_S = 120.0
 """torch alone takes seconds to import from a cold disk."""
 _ASK = """
-import json, torch
+import json, os, torch
+
+if "CUDA_VISIBLE_DEVICES" not in os.environ:
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as tandem.gpu_host numbers them
 
 def free(index):
     try:
@@ -47,11 +50,17 @@ async def crowded(
 
 
 def has_room(ready: Mapping[str, Any], config: ClusterConfig, free_bytes: Sequence[int]) -> bool:
-    """Whether a successor gets what the worker with this ready line has. A worker takes the first GPUs it sees."""
+    """Whether a successor gets what the worker with this ready line has, on the same GPUs.
+
+    Who does not name them, as versions before this one, has the first.
+    """
     count = _num_gpus(ready)
-    if len(free_bytes) < count:
+    gpus = [int(gpu) for gpu in ready.get("gpus") or range(count)]
+    if max(gpus) >= len(free_bytes):
         return False
-    least = min(free_bytes[:count])
+    least = min(free_bytes[gpu] for gpu in gpus)
+    if (limit_bytes := int(ready.get("memory_bytes", 0))) and "gpus" in ready:
+        return least >= limit_bytes // count
     if (stated := config.engine.memory_bytes) is not None:
         return least >= stated // count
     kept = (int(ready.get("weights_bytes", 0)) + int(ready.get("kv_bytes", 0))) // count

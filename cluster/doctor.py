@@ -20,10 +20,12 @@ def examine(config: ClusterConfig, *, router_only: bool = False) -> list[Finding
         software.packages,
         software.torch,
         software.cuda,
+        software.gpus,
         software.triton,
         software.redis,
         software.compiler,
         software.model,
+        software.dtype,
     )
     here: tuple[Check, ...] = (machine.cores, machine.memory, machine.disk, machine.shared_memory, machine.limits)
     checks = (*(doors if router_only else all_software), *here, ports, locks)

@@ -18,7 +18,8 @@ from pydantic import SecretStr
 
 from cluster.hub import download
 from cluster.supervisor import ProcessPlan, Role
-from tandem.config import ClusterConfig, RouterConfig, dump
+from engine.model_dtype import resolve_dtype
+from tandem.config import ClusterConfig, ModelConfig, RouterConfig, dump
 from tandem.errors import ConfigError
 from tandem.hosts import hold, join, split
 from tandem.model_path import BUILTIN
@@ -81,19 +82,30 @@ class PortDrawer:
 
 
 def make_effective(config: ClusterConfig) -> ClusterConfig:
-    """Every address, port and the secret filled in. Raises ConfigError when a port is taken or a count contradicts."""
+    """Every address, port, the secret and the dtype filled in.
+
+    Raises ConfigError when a port is taken, a count contradicts, or the model here cannot be read.
+    """
     with PortDrawer() as ports:
         # First, so that none of these is drawn for another.
         _claim_rank_ports(config.prefill, "prefill", ports)
         _claim_rank_ports(config.decode, "decode", ports)
         return config.model_copy(
             update={
+                "model": _with_dtype(config.model),
                 "router": _with_ports(config.router, ports),
                 "prefill": _with_addresses(config.prefill, "prefill", ports),
                 "decode": _with_addresses(config.decode, "decode", ports),
                 "secret": config.secret or SecretStr(secrets.token_urlsafe(32)),
             }
         )
+
+
+def _with_dtype(model: ModelConfig) -> ModelConfig:
+    """What `auto` stands for, decided once for all workers; workers of the version before know no `auto`."""
+    if model.path != BUILTIN and not Path(model.path).is_dir():
+        return model  # each worker looks for itself
+    return model.model_copy(update={"dtype": resolve_dtype(model.dtype, model.path)})
 
 
 def with_router_ports(config: ClusterConfig) -> ClusterConfig:

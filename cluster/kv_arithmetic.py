@@ -15,7 +15,7 @@ from engine.model_config import ModelConfig, load_model_config, parse_model_conf
 from tandem.config import EngineConfig
 from tandem.errors import ConfigError
 from tandem.kv_layout import AUTO_DTYPE, DTYPE_BYTES, KVLayout
-from tandem.model_path import BUILTIN, model_directory
+from tandem.model_path import BUILTIN, BUILTIN_DTYPE, model_directory
 from tandem.regular_file import read_regular_text
 
 HEADROOM = 0.05
@@ -148,7 +148,12 @@ def parser() -> argparse.ArgumentParser:
     defaults = Asked()
     made = argparse.ArgumentParser(prog="python -m cluster.kv_arithmetic", description=__doc__)
     made.add_argument("model", help="builtin, a directory in Hugging Face layout, or a config.json")
-    made.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default=defaults.dtype)
+    made.add_argument(
+        "--dtype",
+        choices=(AUTO_DTYPE, "float32", "bfloat16", "float16"),
+        default=AUTO_DTYPE,
+        help="as model.dtype: auto is what config.json says (else bfloat16), and float32 for the built-in model",
+    )
     made.add_argument("--kv-dtype", choices=(AUTO_DTYPE, "int8", "fp8_e4m3"), default=defaults.kv_dtype)
     made.add_argument("--tensor-parallel", type=int, default=1, help="ranks of one worker")
     made.add_argument("--memory-gb", type=float, default=defaults.rank_bytes / _GB, help="of each rank")
@@ -157,11 +162,22 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def _computed_in(model: ModelConfig, options: argparse.Namespace) -> str:
+    if options.dtype != AUTO_DTYPE:
+        return str(options.dtype)
+    return BUILTIN_DTYPE if options.model == BUILTIN else model.stored_dtype or Asked().dtype
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print the figures; 2 for what cannot be."""
     options = parser().parse_args(arguments)
+    try:
+        model = read_model(options.model)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
     asked = Asked(
-        dtype=options.dtype,
+        dtype=_computed_in(model, options),
         kv_dtype=options.kv_dtype,
         tensor_parallel_size=options.tensor_parallel,
         rank_bytes=int(options.memory_gb * _GB),
@@ -169,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
         link_gbytes=options.link_gbytes,
     )
     try:
-        print("\n".join(room(read_model(options.model), asked).lines()))
+        print("\n".join(room(model, asked).lines()))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

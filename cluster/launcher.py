@@ -9,6 +9,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from cluster.effective import (
     child_environment,
     make_effective,
     module_command,
+    plan_processes,
     plan_router,
     plan_worker,
     rewrite,
@@ -25,8 +27,10 @@ from cluster.effective import (
     written,
 )
 from cluster.supervisor import ProcessPlan, Role
+from cluster.worker_gpus import WorkerGpus
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError
+from tandem.gpu_host import GpuHost, NvidiaHost
 from tandem.hosts import join
 from tandem.runtime_folder import enter_privately
 
@@ -73,6 +77,10 @@ class Launcher(Protocol):
         """Where one more worker is to listen; empty where that turns out when it serves."""
         ...
 
+    def replace(self, name: str, retired: str) -> None:
+        """Whoever is started next by this name takes the place of the other, which leaves or has left."""
+        ...
+
     def start(self, plan: ProcessPlan, callbacks: Callbacks) -> Launched:
         """Raises OSError when it cannot."""
         ...
@@ -92,10 +100,13 @@ def plan_one_more(launcher: Launcher, config: ClusterConfig, role: Role, index: 
 class LocalLauncher:
     """On this machine, each in a session of its own. Use it on the thread that lives longest (see Child)."""
 
-    def __init__(self, command: Command = module_command, *, routers_only: bool = False) -> None:
-        """`routers_only`: the workers are elsewhere, as the configuration says."""
+    def __init__(
+        self, command: Command = module_command, *, routers_only: bool = False, gpus: GpuHost | None = None
+    ) -> None:
+        """`routers_only`: the workers are elsewhere, as the configuration says. `gpus`: this machine's."""
         self._command = command
         self._routers_only = routers_only
+        self._gpus = WorkerGpus(gpus or NvidiaHost(os.environ))
         self._files = ExitStack()
         self._config = ClusterConfig()
         self.config_path = Path()
@@ -110,6 +121,8 @@ class LocalLauncher:
         directory = self._files.enter_context(tempfile.TemporaryDirectory(prefix="tandem-"))
         self.config_path = self._files.enter_context(written(config, Path(directory)))
         self._config = config
+        if not self._routers_only:
+            self._gpus.plan(config, plan_processes(config))
 
     def configure(self, config: ClusterConfig) -> None:
         """Replace that file at once: nobody reads half of it. Raises OSError."""
@@ -126,12 +139,26 @@ class LocalLauncher:
         with PortDrawer() as ports:
             return join(pool.host, ports.draw(pool.host, f"{role.value}.host"))
 
+    def replace(self, name: str, retired: str) -> None:
+        """On the same GPUs."""
+        self._gpus.replace(name, retired)
+
     def start(self, plan: ProcessPlan, callbacks: Callbacks) -> Child:
         """Raises OSError when the machine is out of processes, descriptors or memory."""
         if not self.config_path.exists():  # temporary folders are tidied of what nobody has read for days
             self.configure(self._config)
         environment = child_environment(os.environ)
-        return Child(lambda ready_fd: self._command(plan, self.config_path, ready_fd), environment, callbacks)
+        place = self._gpus.arguments(self._config, plan)
+
+        def ended(status: int) -> None:
+            self._gpus.leave(plan.name)
+            callbacks.on_exit(status)
+
+        return Child(
+            lambda ready_fd: [*self._command(plan, self.config_path, ready_fd), *place],
+            environment,
+            replace(callbacks, on_exit=ended),
+        )
 
     def close(self) -> None:
         """Remove what was written."""

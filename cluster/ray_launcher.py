@@ -75,6 +75,9 @@ class RayLauncher:
         """It turns out when the worker serves."""
         return ""
 
+    def replace(self, name: str, retired: str) -> None:
+        """Ray says where it goes."""
+
     def start(self, plan: ProcessPlan, callbacks: Callbacks) -> Launched:
         """A router here; a worker wherever there is room, as soon as there is."""
         if plan.role is Role.ROUTER:

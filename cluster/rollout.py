@@ -59,6 +59,8 @@ class Add:
     index: int
     is_needed: bool = False
     """Whom it replaces has left: if it dies it is started again."""
+    replaces: str | None = None
+    """Who leaves for it, or has left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +174,7 @@ class Rollout:
         instead = f" in place of {step.retire}" if step.retire else ""
         text = f"starting one more {role.value}{instead}"
         index = free_index(members.values(), role)
-        return [Progress(text=text), Add(role=role, index=index, is_needed=step.in_place)]
+        return [Progress(text=text), Add(role=role, index=index, is_needed=step.in_place, replaces=step.retire)]
 
     def _go_on(self, step: Step, members: Members, now: float) -> list[Order]:
         if self._waiting is _Waiting.GONE:

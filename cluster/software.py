@@ -2,14 +2,20 @@
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from cluster.effective import plan_processes
 from cluster.findings import Finding, Status
+from cluster.worker_gpus import WorkerGpus
 from tandem.config import ClusterConfig
+from tandem.errors import ConfigError
+from tandem.gpu_host import GpuHost, NvidiaHost
+from tandem.kv_layout import AUTO_DTYPE, may_differ_after_failover
 from tandem.model_path import BUILTIN, model_directory
 
 MIN_PYTHON = (3, 11)
@@ -107,6 +113,32 @@ def cuda(_config: ClusterConfig) -> list[Finding]:
     ]
 
 
+def gpus(config: ClusterConfig) -> list[Finding]:
+    """Which of this machine's GPUs each worker of `tandem up` would get, and how much of each."""
+    return gpu_table(config, NvidiaHost(os.environ))
+
+
+def gpu_table(config: ClusterConfig, host: GpuHost) -> list[Finding]:
+    """The same, of a machine with these GPUs."""
+    num_gpus = len(host.names())
+    if config.engine.device == "cpu" or not num_gpus:
+        return []
+    try:
+        seats = WorkerGpus(host).seats(config, plan_processes(config))
+    except ConfigError as error:
+        return [Finding(name="GPUs", status=Status.FAIL, detail=str(error))]
+    shared = (
+        "; workers on one GPU divide 80 % of its memory" if any(seat.sharers > 1 for seat in seats.values()) else ""
+    )
+    placed = (f"{name} on GPU {', '.join(map(str, seat.gpus))}" for name, seat in seats.items())
+    detail = f"{num_gpus} visible: {'; '.join(placed)}{shared}"
+    idle = set(range(num_gpus)) - {gpu for seat in seats.values() for gpu in seat.gpus}
+    if not idle:
+        return [Finding(name="GPUs", status=Status.OK, detail=detail)]
+    hint = f"GPU {', '.join(map(str, sorted(idle)))} would idle: more prefill.replicas or decode.replicas use them"
+    return [Finding(name="GPUs", status=Status.INFO, detail=detail, hint=hint)]
+
+
 def _nccl() -> Finding:
     import torch as module
 
@@ -172,6 +204,30 @@ def model(config: ClusterConfig) -> list[Finding]:
     """Whether the configured model's files are where the workers will look."""
     needed = {"config.json": "config.json", "tokenizer.json": "tokenizer.json", "weights": "*.safetensors"}
     return _model_files(config, needed)
+
+
+def dtype(config: ClusterConfig) -> list[Finding]:
+    """What the model is computed in, where `model.dtype: auto` leaves it to the checkpoint; and what follows."""
+    if config.model.path != BUILTIN and not Path(config.model.path).is_dir():
+        return []  # its files are not here yet
+    try:
+        from engine.model_dtype import resolve_dtype
+
+        found = resolve_dtype(config.model.dtype, config.model.path)
+    except ImportError:
+        return []  # said by `torch`
+    except ConfigError as error:
+        return [Finding(name="dtype", status=Status.FAIL, detail=str(error), hint="state model.dtype")]
+    chosen = f" ({_whose_dtype(config)})" if config.model.dtype == AUTO_DTYPE else ""
+    if may_differ_after_failover(found, deterministic=config.engine.deterministic):
+        detail = f"{found}{chosen}: a text resumed after a failover may differ from an undisturbed one"
+        hint = "`engine.deterministic: true` or `model.dtype: float32` prevents that, at a cost in speed"
+        return [Finding(name="dtype", status=Status.INFO, detail=detail, hint=hint)]
+    return [Finding(name="dtype", status=Status.OK, detail=f"{found}{chosen}")]
+
+
+def _whose_dtype(config: ClusterConfig) -> str:
+    return "auto: the built-in model's" if config.model.path == BUILTIN else "auto: the checkpoint's"
 
 
 def tokenizer(config: ClusterConfig) -> list[Finding]:

@@ -135,6 +135,8 @@ class SupervisedProcesses:
         except ConfigError as error:  # no free port
             rollout.abandon(str(error))
             return
+        if order.replaces is not None:
+            self._launcher.replace(plan.name, order.replaces)
         self.book.add(plan)
         rollout.started(plan.name)
         self._carry_out(self.supervisor.add(plan, _now(), is_needed=order.is_needed))

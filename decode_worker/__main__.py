@@ -11,6 +11,7 @@ from decode_worker.worker import DecodeWorker
 from engine.assembly import assemble
 from engine.host import EngineHost
 from fabric.config import tcp_settings, transfer_settings
+from fabric.gpus import take_gpus
 from fabric.leaving import Legator, leave
 from fabric.nodes import node_group
 from fabric.region import region_of
@@ -41,7 +42,8 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
     auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name)
     progress = load_progress(place.ready_fd)
     nodes = node_group(config, WorkerRole.DECODE, place.index, host_name)
-    parts = await asyncio.to_thread(assemble, engine_spec(config, nodes), pool=SharedPool, progress=progress)
+    seat = take_gpus(config, WorkerRole.DECODE, place)
+    parts = await asyncio.to_thread(assemble, engine_spec(config, nodes, seat), pool=SharedPool, progress=progress)
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         server = make_server(auth)

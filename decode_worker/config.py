@@ -2,21 +2,29 @@
 
 from engine.ranks.nodes import NodeGroup
 from engine.spec import EngineSpec
+from fabric.config import compute_dtype
 from tandem.config import ClusterConfig
+from tandem.gpu_placement import GpuSeat
 from tandem.model_path import model_directory
 from tandem.worker_config import cluster_secret, disk_folder, memory_here_bytes, num_ranks
 
 
-def engine_spec(config: ClusterConfig, nodes: NodeGroup | None = None) -> EngineSpec:
-    """The engine of one worker; `nodes`: where its ranks are that are not on this machine. Raises ConfigError."""
+def engine_spec(config: ClusterConfig, nodes: NodeGroup | None = None, seat: GpuSeat | None = None) -> EngineSpec:
+    """The engine of one worker; `nodes`: where its ranks are that are not on this machine; `seat`: on which GPUs it is.
+
+    Raises ConfigError.
+    """
+    seat = seat or GpuSeat(gpus=())
     return EngineSpec(
         **config.engine_of(config.decode).model_dump() | {"disk_cache_path": disk_folder(config, "decode")},
         model_path=model_directory(config.model.path),
-        dtype=config.model.dtype,
+        dtype=compute_dtype(config),
         max_model_len=config.model.max_model_len,
         num_workers_here=num_ranks(config, config.decode),
         memory_here_bytes=memory_here_bytes(config, config.decode),
         secret=cluster_secret(config),
         tensor_parallel_size=config.decode.tensor_parallel_size,
+        gpus=seat.gpus,
+        gpu_sharers=seat.sharers,
         nodes=nodes,
     )

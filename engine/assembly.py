@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from engine.config import EngineConfig
 from engine.disk_store import DiskStore, check_path
 from engine.dry_run import measure_workspace_bytes
 from engine.free_memory import free_memory_bytes, memory_capacity_bytes
+from engine.gpu_memory import GpuWish, gpu_limit_bytes
 from engine.guidance import LlGuides, grammar_cache_bytes
 from engine.guide import Guides
 from engine.host_room import HostRoom
@@ -25,7 +27,6 @@ from engine.memory import (
     DEFAULT_MEMORY_SHARE,
     MemoryBudget,
     check_room,
-    check_share_of_gpu,
     check_share_of_machine,
     estimate_workspace_bytes,
     kv_layout,
@@ -81,6 +82,10 @@ class EngineParts:
     """See `engine.stall`."""
     guides: Guides | None = None
     """For answers that follow a grammar."""
+    gpus: tuple[int, ...] = ()
+    """Of its ranks here, as whoever started the worker numbers them."""
+    gpu_sharers: int = 1
+    """Workers on the fullest of them."""
 
     def kv_memory(self) -> memoryview | None:
         """The bytes of the whole KV pool, all ranks' parts; None when they are not in one piece of host memory."""
@@ -88,9 +93,11 @@ class EngineParts:
             return self.pool.buffer[: self.budget.kv_bytes * self.layout.tp_size]
         return self.runner.kv_cache.host_view() if self.layout.tp_size == 1 else None
 
-    def facts(self) -> dict[str, int]:
+    def facts(self) -> dict[str, Any]:
         """For the line that says that the process serves: the memory budget, in blocks and bytes of all ranks."""
+        on_gpus = self.runner.model.device.type == "cuda"
         return {
+            "dtype": str(self.runner.model.dtype).removeprefix("torch."),
             "num_blocks": self.budget.num_blocks,
             "block_size": self.budget.block_size,
             "kv_bytes": self.budget.kv_bytes * self.layout.tp_size,
@@ -98,7 +105,9 @@ class EngineParts:
             "weights_bytes": self.budget.weights_bytes * self.layout.tp_size,
             "max_model_len": self.config.max_model_len,
             "tensor_parallel_size": self.layout.tp_size,
-            "num_gpus": self.layout.tp_size if self.runner.model.device.type == "cuda" else 0,
+            "num_gpus": self.layout.tp_size if on_gpus else 0,
+            **({"gpus": list(self.gpus), "gpu_sharers": self.gpu_sharers} if on_gpus else {}),
+            "memory_bytes": self.budget.limit_bytes * self.layout.tp_size,
             "offload_bytes": self.runner.blocks.host_bytes * self.layout.tp_size,
         }
 
@@ -156,6 +165,9 @@ def _open_ranks(spec: EngineSpec, config: ModelConfig, options: BackendOptions) 
             num_nodes=_num_nodes(spec),
             num_threads=spec.num_threads,
             num_sharers=spec.num_workers_here,
+            gpus=spec.gpus,
+            gpu_sharers=spec.gpu_sharers,
+            stated_bytes=_stated_bytes(spec),
         ),
         spec.nodes,
     )
@@ -166,11 +178,8 @@ def _parts(
 ) -> EngineParts:
     size, device = spec.tensor_parallel_size, model.device
     tightest = ranks.wait_loaded(RankFacts(weights_bytes=model.weights_bytes, fingerprint=model.fingerprint))
-    if tightest.free_bytes is not None:
-        if spec.memory_bytes is None:
-            limit_bytes = min(limit_bytes, int(tightest.free_bytes * DEFAULT_MEMORY_SHARE))
-        else:
-            check_share_of_gpu(spec.memory_bytes, num_ranks=size, free_bytes=tightest.free_bytes)
+    if tightest.limit_bytes is not None and spec.memory_bytes is None:
+        limit_bytes = min(limit_bytes, tightest.limit_bytes)
     context = _context(spec.max_model_len, config.max_context)
     layout = kv_layout(
         config,
@@ -216,6 +225,8 @@ def _parts(
         pool=memory,
         disk=disk,
         stall_s=spec.stall_s,
+        gpus=spec.gpus or tuple(range(spec.ranks_here)),
+        gpu_sharers=spec.gpu_sharers,
         guides=LlGuides(
             spec.model_path / "tokenizer.json",
             vocab_size=config.vocab_size,
@@ -377,28 +388,24 @@ def _device(name: str, num_ranks: int) -> torch.device:
 
 
 def _limit_bytes(spec: EngineSpec, device: torch.device) -> int:
-    """What one rank may take, before anything is loaded."""
-    if spec.memory_bytes is None:
-        return _memory_limit(device, spec.num_workers_here)
-    part = spec.memory_bytes // spec.tensor_parallel_size
+    """What one rank may take, before anything is loaded. Raises ConfigError where the machine or a GPU has less."""
+    stated_bytes = _stated_bytes(spec)
     if device.type == "cuda":
-        free, _total = torch.cuda.mem_get_info(device)
-        check_share_of_gpu(spec.memory_bytes, num_ranks=spec.tensor_parallel_size, free_bytes=free)
-    else:
-        here_bytes = max(part * spec.ranks_here, spec.memory_here_bytes or 0)
-        check_share_of_machine(spec.memory_bytes, here_bytes=here_bytes, capacity_bytes=memory_capacity_bytes())
-    return part
+        wish = GpuWish(index=spec.gpus[0] if spec.gpus else 0, sharers=spec.gpu_sharers, stated_bytes=stated_bytes)
+        return gpu_limit_bytes(wish, device)
+    if spec.memory_bytes is None or stated_bytes is None:
+        return int(free_memory_bytes() // max(1, spec.num_workers_here) * DEFAULT_MEMORY_SHARE)
+    here_bytes = max(stated_bytes * spec.ranks_here, spec.memory_here_bytes or 0)
+    check_share_of_machine(spec.memory_bytes, here_bytes=here_bytes, capacity_bytes=memory_capacity_bytes())
+    return stated_bytes
+
+
+def _stated_bytes(spec: EngineSpec) -> int | None:
+    """Of one rank."""
+    return None if spec.memory_bytes is None else spec.memory_bytes // spec.tensor_parallel_size
 
 
 def _context(wanted: int | None, most: int) -> int:
     if wanted is not None and wanted > most:
         raise ConfigError(f"model.max_model_len is {wanted}; the model's own context is {most}")
     return wanted or most
-
-
-def _memory_limit(device: torch.device, num_workers: int) -> int:
-    if device.type == "cuda":
-        free, _total = torch.cuda.mem_get_info(device)
-    else:
-        free = free_memory_bytes() // max(1, num_workers)
-    return int(free * DEFAULT_MEMORY_SHARE)

@@ -100,12 +100,12 @@ def plan_memory(
     return budget
 
 
-def check_share_of_gpu(memory_bytes: int, *, num_ranks: int, free_bytes: int) -> None:
+def check_share_of_rank(stated_bytes: int, *, free_bytes: int) -> None:
     """Raises ConfigError when a rank's part of `engine.memory_bytes` is more than the memory that is its alone."""
-    part = memory_bytes // num_ranks
-    if part > free_bytes:
-        each = "" if num_ranks == 1 else f", {part} of it for each of {num_ranks} ranks"
-        raise ConfigError(f"engine.memory_bytes is {memory_bytes}{each}; a rank has {free_bytes} bytes of memory free")
+    if stated_bytes > free_bytes:
+        raise ConfigError(
+            f"engine.memory_bytes: each rank may take {stated_bytes} bytes; one has {free_bytes} bytes of memory free"
+        )
 
 
 def check_share_of_machine(memory_bytes: int, *, here_bytes: int, capacity_bytes: int) -> None:

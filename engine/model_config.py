@@ -48,8 +48,8 @@ class ModelConfig:
     tie_embeddings: bool
     layer_windows: tuple[int | None, ...]
     """Per layer: how many latest tokens, itself included, a token sees; None for all."""
-    stored_dtype: str
-    """What the checkpoint says it is stored in."""
+    stored_dtype: str | None
+    """What config.json says that the checkpoint is stored in; None where it says nothing."""
     eos_token_ids: tuple[int, ...]
 
     @property
@@ -173,8 +173,10 @@ def _head_dim(fields: Fields, family: _Family, hidden_size: int, num_heads: int)
     return head_dim
 
 
-def _stored_dtype(fields: Fields) -> str:
-    name = fields.get("dtype") or fields.get("torch_dtype") or "float32"
+def _stored_dtype(fields: Fields) -> str | None:
+    name = fields.get("dtype") or fields.get("torch_dtype")
+    if name is None:
+        return None
     if name not in _STORED_DTYPES:
         raise fields.error("dtype", f"must be one of {', '.join(_STORED_DTYPES)}, is {name!r:.40}")
     return str(name)

@@ -45,6 +45,11 @@ class EngineSpec:
     pinned_tenant_share: float = 0.0
     memory_here_bytes: int | None = None
     """`memory_bytes` of all workers that are known to share this machine; None: this one's part alone."""
+    gpus: tuple[int, ...] = ()
+    """Of each rank here, as whoever started the worker numbers them; to this process they are the first. Empty: so they
+    are to whoever started it."""
+    gpu_sharers: int = 1
+    """Workers that divide the memory of one of them."""
     nodes: NodeGroup | None = None
     """Where the ranks are that are not on this machine."""
 

@@ -11,6 +11,7 @@ import json
 import math
 import mmap
 import os
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ _LENGTH_BYTES = 8
 _SAMPLE_BYTES = 4096
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +132,14 @@ class Checkpoint:
     def size_bytes(self) -> int:
         """Bytes of all tensors as stored."""
         return sum(entry.end - entry.begin for _, entry in self._by_name.values())
+
+    @property
+    def main_dtype(self) -> str:
+        """The dtype that most of the values are stored in, as `config.json` would call it."""
+        values: Counter[str] = Counter()
+        for _, entry in self._by_name.values():
+            values[entry.dtype] += math.prod(entry.shape)
+        return _NAMES[max(sorted(values), key=values.__getitem__, default="F32")]
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
         """Check that a tensor exists with this shape; ConfigError otherwise."""

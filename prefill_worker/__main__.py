@@ -9,6 +9,7 @@ from engine.assembly import EngineParts, assemble
 from engine.host import EngineHost
 from engine.spec import EngineSpec
 from fabric.config import tcp_settings, transfer_settings
+from fabric.gpus import take_gpus
 from fabric.leaving import Legator, leave
 from fabric.nodes import node_group
 from fabric.region import region_of
@@ -40,7 +41,8 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
     host_name, port = free_address(config.prefill, "prefill", place.index, stated=place.address)
     auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name)
     nodes = node_group(config, WorkerRole.PREFILL, place.index, host_name)
-    parts = await asyncio.to_thread(_parts, engine_spec(config, nodes), place.ready_fd)
+    seat = take_gpus(config, WorkerRole.PREFILL, place)
+    parts = await asyncio.to_thread(_parts, engine_spec(config, nodes, seat), place.ready_fd)
     async with AsyncExitStack() as stack:
         region = _region(parts, stack)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())

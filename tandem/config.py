@@ -24,7 +24,7 @@ from tandem.hosts import checked_address
 from tandem.kv_agreement import cannot_travel_as
 from tandem.kv_layout import AUTO_DTYPE
 from tandem.lock_config import DoorLocks
-from tandem.model_path import checked_name
+from tandem.model_path import BUILTIN, BUILTIN_DTYPE, checked_name
 from tandem.objectives_config import ObjectivesConfig
 from tandem.plain_yaml import read_mapping
 from tandem.pool_config import BlockSize, CacheDtype, PoolConfig, Port, mistaken_context, mistaken_nodes
@@ -53,12 +53,12 @@ _OF_A_BOUND = {"greater_than", "greater_than_equal", "less_than", "less_than_equ
 class ModelConfig(Section):
     """Which model the cluster serves; the same on every worker."""
 
-    path: str = "builtin"
+    path: str = BUILTIN
     """Directory in Hugging Face layout, a hub id, or `builtin` for the small model that ships with Tandem."""
     name: Annotated[str, AfterValidator(checked_name)] | None = None
     """Name that clients use; the last part of the path when absent."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Compute and KV dtype."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Compute and KV dtype: `auto` is the checkpoint's own, and float32 for the built-in model."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """Context bound in tokens, prompt and answer; the model's own when absent."""
 
@@ -72,8 +72,8 @@ class EngineConfig(PinnedShares):
     num_blocks: Annotated[int, Field(ge=2)] | None = None
     """KV blocks; when absent as many as `memory_bytes` holds, or on a CPU 32 full contexts."""
     memory_bytes: PositiveInt | None = None
-    """For weights, workspace and KV of one worker; when absent a share of 80 % of what machine or container has. More
-    than that has, for all workers that share it, is refused."""
+    """For weights, workspace and KV of one worker; when absent a share of 80 % of what machine or container has, on a
+    GPU of its memory, divided evenly among the workers there. More than there is for all of them is refused."""
     max_batched_tokens: PositiveInt = 2048
     """Most tokens computed in one step."""
     prefill_chunk_tokens: PositiveInt = 1024
@@ -267,9 +267,14 @@ class ClusterConfig(Section):
         own = {name: value for name in ("block_size", "kv_dtype") if (value := getattr(pool, name)) is not None}
         return self.engine.model_copy(update=own)
 
-    def _cached_in(self, pool: PoolConfig) -> str:
-        kv_dtype = self.engine_of(pool).kv_dtype
-        return self.model.dtype if kv_dtype == AUTO_DTYPE else kv_dtype
+    def mistaken_wire_dtype(self, dtype: str) -> str | None:
+        """Why KV cannot travel as `transfer.wire_dtype` says when the model is computed in `dtype`. None: it can."""
+        if not self.prefill.replicas or self.transfer.wire_dtype == AUTO_DTYPE:
+            return None
+        kv_dtypes = [self.engine_of(pool).kv_dtype for pool in (self.prefill, self.decode)]
+        source, destination = (dtype if kv_dtype == AUTO_DTYPE else kv_dtype for kv_dtype in kv_dtypes)
+        reason = cannot_travel_as(source, self.transfer.wire_dtype, destination)
+        return reason and f"transfer.{reason}"
 
     def _no_disk_cache(self) -> str | None:
         return contradiction(
@@ -296,6 +301,8 @@ class ClusterConfig(Section):
                 raise ValueError(f"{name}.{reason}")
             if pool.nodes > 1 and self.ray.address is not None:
                 raise ValueError(f"{name}.nodes is {pool.nodes}: on Ray a worker's ranks are processes of one node")
+            if pool.gpus is not None and self.ray.address is not None:
+                raise ValueError(f"{name}.gpus: on Ray it is Ray that gives a worker its GPUs")
         return self
 
     @model_validator(mode="after")
@@ -312,10 +319,10 @@ class ClusterConfig(Section):
         kv_dtypes = {self.engine_of(pool).kv_dtype for pool in (self.prefill, self.decode)}
         if self.prefill.replicas and {"int8", "fp8_e4m3"} <= kv_dtypes:
             raise ValueError("prefill.kv_dtype and decode.kv_dtype: codes are never made of other codes")
-        if self.prefill.replicas and self.transfer.wire_dtype != AUTO_DTYPE:
-            source, destination = (self._cached_in(pool) for pool in (self.prefill, self.decode))
-            if reason := cannot_travel_as(source, self.transfer.wire_dtype, destination):
-                raise ValueError(f"transfer.{reason}")
+        dtype = BUILTIN_DTYPE if self.model.path == BUILTIN and self.model.dtype == AUTO_DTYPE else self.model.dtype
+        # What `auto` stands for is known to whoever has the model: workers check it at their start.
+        if dtype != AUTO_DTYPE and (reason := self.mistaken_wire_dtype(dtype)):
+            raise ValueError(reason)
         keys_elsewhere = self.router.api_keys_file is not None
         if not keys_elsewhere and (reason := mistaken_keys(self.router.api_keys, self.router.limits)):
             raise ValueError(f"router.{reason}")

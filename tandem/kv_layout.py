@@ -12,7 +12,9 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8_e4m3":
 QUANTISED_DTYPES = ("int8", "fp8_e4m3")
 """What a cache may hold whatever its model computes in."""
 AUTO_DTYPE = "auto"
-"""Instead of a dtype: the one that the model computes in."""
+"""Instead of a dtype: of a cache the one that the model computes in, of a model its checkpoint's."""
+EXACT_DTYPE = "float32"
+"""In which a token's result, as a token, does not depend on the batch that it is computed in."""
 
 _SCALE_BYTES = 4
 _ALIGNMENT = 64
@@ -85,6 +87,14 @@ class KVLayout:
     @property
     def _values_bytes(self) -> int:
         return 2 * self.num_local_kv_heads * self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+
+
+def may_differ_after_failover(dtype: str, *, deterministic: bool) -> bool:
+    """Whether a text that continues on another worker may differ from what the first would have written.
+
+    In 16 bits the rounding of a token depends on the batch and the chunks that it is computed in.
+    """
+    return dtype != EXACT_DTYPE and not deterministic
 
 
 def _round_up(num_bytes: int) -> int:

@@ -6,6 +6,8 @@ from tandem.errors import ConfigError
 
 BUILTIN = "builtin"
 BUILTIN_NAME = "tandem-tiny"
+BUILTIN_DTYPE = "float32"
+"""What it is computed in by default, whatever its file holds: the demo's output is exact."""
 MAX_NAME_CHARS = 200
 
 

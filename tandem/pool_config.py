@@ -1,8 +1,8 @@
 """One pool of workers in the cluster's configuration."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from tandem.config_section import Seconds, Section
 from tandem.lock_config import Host
@@ -13,6 +13,21 @@ CacheDtype = Literal["auto", "int8", "fp8_e4m3"]
 MAX_REPLICAS = 256
 """Workers of one pool that one machine is asked to start."""
 MAX_TENSOR_PARALLEL = 64
+MAX_GPUS = 64
+"""Of one host."""
+
+
+def _gpus(value: Any) -> Any:
+    """One sentence for all that may be wrong."""
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_GPUS):
+        return value
+    indices = list(value) if isinstance(value, (list, tuple)) else []
+    good = all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one < MAX_GPUS for one in indices)
+    if not indices or not good or len(set(indices)) < len(indices):
+        raise ValueError(
+            f"must be a list of different indices of GPUs, 0 to {MAX_GPUS - 1}, or how many (1 to {MAX_GPUS})"
+        )
+    return tuple(indices)
 
 
 class PoolConfig(Section):
@@ -28,6 +43,10 @@ class PoolConfig(Section):
     """host:port of each worker; `tandem up` fills it in, a hand-made cluster states it."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=MAX_TENSOR_PARALLEL)
     """Ranks, each a process (on a GPU machine, with a GPU) of its own, that share the model of one worker."""
+    gpus: Annotated[tuple[int, ...] | int | None, BeforeValidator(_gpus)] = None
+    """Which GPUs of a host this pool's workers get in turn: a list of indices, or how many; null: all that the other
+    pool does not claim. As `CUDA_VISIBLE_DEVICES` numbers them, else by their place on the bus, from 0. Workers that
+    share one divide 80 % of its memory evenly, unless `engine.memory_bytes` is stated."""
     nodes: int = Field(default=1, ge=1, le=MAX_TENSOR_PARALLEL)
     """Machines over which the ranks of one worker are spread, as many on each: it divides `tensor_parallel_size`. The
     worker itself runs on the first; on each other one runs `tandem follower`. Beyond one machine that needs
@@ -57,6 +76,8 @@ def mistaken_nodes(pool: PoolConfig) -> str | None:
         return f"nodes is {pool.nodes}: it must divide tensor_parallel_size, which is {pool.tensor_parallel_size}"
     if pool.nodes == 1:
         return None
+    if pool.gpus is not None:
+        return "gpus: with several nodes a worker takes the first GPUs of each: CUDA_VISIBLE_DEVICES says which"
     if not pool.rank_port:
         return f"nodes is {pool.nodes}: rank_port must say where a worker listens for its ranks on other nodes"
     if pool.rank_port == pool.port:

@@ -138,6 +138,10 @@ class WorkerPlace:
     index: int = 0
     address: str | None = None
     """host:port where it listens, port 0: a free one; None: as the configuration says."""
+    gpus: tuple[int, ...] = ()
+    """Of this host, one for each of its ranks here; empty: as the configuration says."""
+    gpu_sharers: int = 1
+    """Workers on the fullest of `gpus`."""
 
 
 def worker_main(role: WorkerRole, serve: Callable[["ClusterConfig", WorkerPlace, Lifetime], Awaitable[None]]) -> int:
@@ -145,8 +149,16 @@ def worker_main(role: WorkerRole, serve: Callable[["ClusterConfig", WorkerPlace,
     parser = _parser(f"{role.value}_worker", f"one {role.value} worker of a cluster")
     parser.add_argument("--index", type=int, default=0, help="which worker of the pool this is")
     parser.add_argument("--address", help="host:port where it listens, in place of that in the YAML; 0: a free port")
+    parser.add_argument("--gpus", type=_gpus, default=(), help="which of this host's it computes on, such as 0,1")
+    parser.add_argument("--gpu-sharers", type=int, default=1, help="workers that divide the memory of one of these")
     args = parser.parse_args()
-    place = WorkerPlace(ready_fd=args.ready_fd, index=args.index, address=args.address)
+    place = WorkerPlace(
+        ready_fd=args.ready_fd,
+        index=args.index,
+        address=args.address,
+        gpus=args.gpus,
+        gpu_sharers=max(1, args.gpu_sharers),
+    )
     return _run(args.config, f"{role.value}-{place.index}", lambda config, lifetime: serve(config, place, lifetime))
 
 
@@ -192,6 +204,14 @@ def _parser(prog: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, required=True, help="the cluster's YAML")
     parser.add_argument("--ready-fd", type=int, help="where to tell, in one JSON line, that it serves")
     return parser
+
+
+def _gpus(text: str) -> tuple[int, ...]:
+    """Raises ValueError."""
+    gpus = tuple(int(part) for part in text.split(","))
+    if min(gpus) < 0 or len(set(gpus)) < len(gpus):
+        raise ValueError(text)
+    return gpus
 
 
 def _run(path: Path, name: str, main: Callable[["ClusterConfig", Lifetime], Awaitable[None]]) -> int:

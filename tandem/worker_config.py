@@ -23,7 +23,7 @@ def num_ranks(config: ClusterConfig, pool: PoolConfig) -> int:
     A worker with a host of its own shares it with nobody; where addresses are stated all may be of one machine, but
     for the ranks that are on other nodes.
     """
-    if _has_own_host(pool):
+    if has_own_host(pool):
         return pool.ranks_per_node
     return sum(pool.replicas * pool.ranks_per_node for pool in (config.prefill, config.decode))
 
@@ -53,13 +53,14 @@ def _machine(address: str) -> str:
     return "localhost" if is_loopback(host.strip("[]")) else host
 
 
-def _has_own_host(pool: PoolConfig) -> bool:
+def has_own_host(pool: PoolConfig) -> bool:
+    """Whether each worker of the pool is alone on its machine, as in a pod."""
     return pool.port != 0 and not pool.addresses
 
 
 def listen_address(pool: PoolConfig, name: str, index: int) -> tuple[str, int]:
     """Host and port of one worker of the pool. Raises ConfigError naming the setting."""
-    if _has_own_host(pool):
+    if has_own_host(pool):
         if pool.host in ("0.0.0.0", "::"):  # noqa: S104 - refused
             raise ConfigError(f"{name}.host: {pool.host} is not where a peer can reach this worker; name one address")
         return f"[{pool.host}]" if ":" in pool.host else pool.host, pool.port
@@ -76,14 +77,14 @@ def listen_address(pool: PoolConfig, name: str, index: int) -> tuple[str, int]:
 def worker_host(config: ClusterConfig, role: WorkerRole, index: int) -> str:
     """The host of a worker that is elsewhere. Raises ConfigError where each has its own, which nobody states."""
     pool = config.prefill if role is WorkerRole.PREFILL else config.decode
-    if _has_own_host(pool):
+    if has_own_host(pool):
         raise ConfigError(f"{role.value}.port: workers have hosts of their own; say with --leader where this one is")
     return listen_address(pool, role.value, index)[0]
 
 
 def rank_port(pool: PoolConfig, index: int) -> int:
     """Where one worker of a pool of several nodes listens for its ranks on the others."""
-    return pool.rank_port if _has_own_host(pool) else pool.rank_port + index
+    return pool.rank_port if has_own_host(pool) else pool.rank_port + index
 
 
 def free_address(pool: PoolConfig, name: str, index: int, *, stated: str | None = None) -> tuple[str, int]:

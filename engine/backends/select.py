@@ -14,6 +14,8 @@ from tandem.kv_layout import AUTO_DTYPE, QUANTISED_DTYPES
 _log = logging.getLogger(__name__)
 _FIRST_WITH_FP8 = (8, 9)
 """Compute capability, of Ada and Hopper."""
+_FIRST_WITH_BF16 = (8, 0)
+"""Of Ampere."""
 
 
 def select_backend(options: BackendOptions) -> Backend:
@@ -24,6 +26,7 @@ def select_backend(options: BackendOptions) -> Backend:
     """
     if options.dtype not in TORCH_DTYPES:
         raise ConfigError(f"model.dtype must be one of {', '.join(TORCH_DTYPES)}, is {options.dtype!r:.40}")
+    _check_dtype(options)
     _check_kv_dtype(options)
     reason = "engine.kernels is torch"
     if options.kernels != "torch":
@@ -37,6 +40,19 @@ def select_backend(options: BackendOptions) -> Backend:
     if options.kernels != "torch":
         _log.warning("no compiled kernels, plain torch serves instead: %s", reason)
     return TorchBackend(device=options.device, dtype=TORCH_DTYPES[options.dtype])
+
+
+def _check_dtype(options: BackendOptions) -> None:
+    """What older GPUs emulate slowly, and our kernels not at all, is refused rather than served in another dtype: the
+    pools of a cluster must agree, whatever GPUs they have."""
+    if options.dtype != "bfloat16" or options.device.type != "cuda":
+        return
+    if (found := torch.cuda.get_device_capability(options.device)) < _FIRST_WITH_BF16:
+        name, (major, minor) = torch.cuda.get_device_name(options.device), found
+        raise ConfigError(
+            f"model.dtype is bfloat16, which {name} (compute capability {major}.{minor}) lacks: 8.0 is needed. "
+            "Set model.dtype to float16, which this GPU has, on every worker of the cluster"
+        )
 
 
 def _check_kv_dtype(options: BackendOptions) -> None:

@@ -11,9 +11,11 @@ import torch
 from engine.backends.select import select_backend
 from engine.dry_run import PeakMemory, give_back
 from engine.free_memory import free_memory_bytes
+from engine.gpu_memory import gpu_limit_bytes
 from engine.host_room import HostRoom
 from engine.kernels.cpu.threads import threads_of_one
 from engine.kv_cache import PagedKVCache
+from engine.memory import DEFAULT_MEMORY_SHARE, check_share_of_rank
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
@@ -86,7 +88,7 @@ def _follow(channel: Channel, setup: RankSetup, store_fd: int | None, over_nodes
             fixed_order=options.deterministic,
             over_nodes=over_nodes,
         )
-        free_bytes = _free_bytes(setup, device)
+        limit_bytes = _limit_bytes(setup, device)
         model = load_model(setup.model_path, backend=select_backend(options), group=group)
     except ConfigError as refusal:
         channel.send(Kind.REFUSED, str(refusal).encode())
@@ -94,18 +96,24 @@ def _follow(channel: Channel, setup: RankSetup, store_fd: int | None, over_nodes
         return REFUSED
     room = None if over_nodes is None or setup.is_beside_rank_0 else HostRoom(free_memory_bytes(), over_nodes.host)
     facts = RankFacts(
-        weights_bytes=model.weights_bytes, fingerprint=model.fingerprint, free_bytes=free_bytes, room=room
+        weights_bytes=model.weights_bytes, fingerprint=model.fingerprint, limit_bytes=limit_bytes, room=room
     )
     channel.send(Kind.LOADED, facts.to_json())
     _Follower(channel, model).run()
     return 0
 
 
-def _free_bytes(setup: RankSetup, device: torch.device) -> int | None:
-    """Memory that is this rank's alone, before its weights; None where that is rank 0's to know."""
+def _limit_bytes(setup: RankSetup, device: torch.device) -> int | None:
+    """What this rank may take, before its weights; None where that is rank 0's to know. Raises ConfigError."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return None if setup.is_beside_rank_0 else free_memory_bytes() // setup.ranks_per_node
+        return gpu_limit_bytes(setup.gpu_wish, device)
+    if setup.is_beside_rank_0:
+        return None
+    free_bytes = free_memory_bytes() // setup.ranks_per_node
+    if setup.stated_bytes is None:
+        return int(free_bytes * DEFAULT_MEMORY_SHARE)
+    check_share_of_rank(setup.stated_bytes, free_bytes=free_bytes)
+    return setup.stated_bytes
 
 
 class _Follower:

@@ -22,7 +22,7 @@ from tandem.errors import ConfigError
 
 MOST_BYTES = 4096
 """Of a message in a greeting."""
-_VERSION = 2
+_VERSION = 3
 _NONCE_BYTES = 32
 
 

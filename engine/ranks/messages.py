@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from engine.backends.options import BackendOptions
+from engine.gpu_memory import GpuWish
 from engine.host_room import HostRoom
 from tandem.kv_layout import KVLayout
 
@@ -31,6 +32,12 @@ class RankSetup:
     """Of each rank, as configured; None: its part of its machine's processors."""
     num_sharers: int = 1
     """Ranks that share a machine."""
+    gpus: tuple[int, ...] = ()
+    """Of the ranks beside rank 0, as whoever started the worker numbers them; empty: as CUDA does."""
+    gpu_sharers: int = 1
+    """Workers on one GPU."""
+    stated_bytes: int | None = None
+    """What each rank may take, where that is stated."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -41,6 +48,13 @@ class RankSetup:
     def is_beside_rank_0(self) -> bool:
         """On the same node."""
         return self.rank < self.ranks_per_node
+
+    @property
+    def gpu_wish(self) -> GpuWish:
+        """What this rank is to have of its GPU."""
+        local = self.rank % self.ranks_per_node
+        index = self.gpus[local] if self.is_beside_rank_0 and self.gpus else local
+        return GpuWish(index=index, sharers=self.gpu_sharers, stated_bytes=self.stated_bytes)
 
     def of_rank(self, rank: int) -> "RankSetup":
         """The same for another rank: on a machine with GPUs, on its own."""
@@ -68,6 +82,7 @@ class RankSetup:
         options = values.pop("backend")
         options["device"] = torch.device(options["device"])
         values["model_path"] = Path(values["model_path"])
+        values["gpus"] = tuple(values["gpus"])
         return cls(**values, backend=BackendOptions(**options))
 
 
@@ -77,8 +92,8 @@ class RankFacts:
 
     weights_bytes: int
     fingerprint: str
-    free_bytes: int | None = None
-    """Of the memory that is the rank's alone, before the weights; None where all ranks share the machine's."""
+    limit_bytes: int | None = None
+    """What it may take of memory that is not rank 0's, weights included; None where all ranks share the machine's."""
     room: HostRoom | None = None
     """Of its machine, with its weights there; None on rank 0's, who looks itself."""
 
@@ -95,8 +110,8 @@ class RankFacts:
 
 
 def tightest(everyone: Sequence[RankFacts]) -> RankFacts:
-    """The largest weights, the least free memory and the machine with the least room, of all ranks from rank 0 on."""
-    free = [facts.free_bytes for facts in everyone if facts.free_bytes is not None]
+    """The largest weights, the lowest limit and the machine with the least room, of all ranks from rank 0 on."""
+    limits = [facts.limit_bytes for facts in everyone if facts.limit_bytes is not None]
     rooms = [
         replace(facts.room, where=f"rank {rank} ({facts.room.where})")
         for rank, facts in enumerate(everyone)
@@ -105,7 +120,7 @@ def tightest(everyone: Sequence[RankFacts]) -> RankFacts:
     return replace(
         everyone[0],
         weights_bytes=max(facts.weights_bytes for facts in everyone),
-        free_bytes=min(free, default=None),
+        limit_bytes=min(limits, default=None),
         room=min(rooms, key=lambda room: room.free_bytes, default=None),
     )
 

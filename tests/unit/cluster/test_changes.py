@@ -2,12 +2,14 @@
 
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from cluster.control_wire import FlipAsked, RestartAsked, ScaleAsked
 from cluster.device_room import crowded
 from cluster.endings import ChangeFailed, ClusterFailed
+from cluster.launcher import LocalLauncher
 from cluster.local import LocalCluster
 from cluster.operations import carry_out
 from cluster.process_view import SilentWatcher
@@ -16,6 +18,7 @@ from cluster.supervisor import Policy, ProcessState
 from tandem.config import load
 from tandem.hosts import hold
 from tests.unit.cluster.fake_cluster import fake_command, fake_config
+from tests.unit.fabric.test_gpus import FakeHost
 
 POLICY = Policy(stop_early_s=0.5, backoff_s=0.01, max_rapid_deaths=2, start_timeout_s=30)
 
@@ -36,6 +39,13 @@ def names(cluster):
 
 def events(journal):
     return [" ".join(line.split()[:2]) for line in journal.read_text().splitlines()]
+
+
+def seats(cluster):
+    """Which GPU each worker was given, as one of how many on it."""
+    argv = {view.name: Path(f"/proc/{view.pid}/cmdline").read_text().split("\0") for view in cluster.workers}
+    told = ("--gpus", "--gpu-sharers")
+    return {name: " of ".join(words[words.index(option) + 1] for option in told) for name, words in argv.items()}
 
 
 def stated(cluster):
@@ -160,6 +170,17 @@ async def test_a_worker_whose_gpu_is_full_leaves_first_unless_it_is_the_only_one
         no_room(monkeypatch, free_bytes=125)
         await carry_out(cluster, RestartAsked(roles=("decode",)), [].append)
         assert "decode-2" in names(cluster)
+
+
+async def test_a_successor_computes_where_the_one_did_that_it_replaces(journal):
+    launcher = LocalLauncher(fake_command(journal), gpus=FakeHost(2))
+    async with LocalCluster(fake_config(), launcher=launcher, policy=POLICY) as cluster:
+        assert seats(cluster) == {"prefill-0": "0 of 1", "decode-0": "1 of 1"}
+        for successor in ("decode-1", "decode-0"):
+            await carry_out(cluster, RestartAsked(roles=("decode",)), [].append)
+            assert seats(cluster) == {"prefill-0": "0 of 1", successor: "1 of 1"}
+        await carry_out(cluster, RestartAsked(roles=("decode",), in_place=True), [].append)
+        assert seats(cluster) == {"prefill-0": "0 of 1", "decode-0": "1 of 1"}
 
 
 async def test_a_stop_ends_a_change(journal):

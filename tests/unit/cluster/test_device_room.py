@@ -31,6 +31,13 @@ def test_memory_that_was_stated_is_what_a_worker_takes():
     assert not has_room(ON_TWO, config, [200, 199])
 
 
+def test_a_successor_needs_the_whole_share_on_the_gpus_that_the_worker_names():
+    ready = ON_TWO | {"gpus": [3, 1], "gpu_sharers": 2, "memory_bytes": 240}
+    assert has_room(ready, load(None), [0, 120, 0, 120])
+    assert not has_room(ready, load(None), [120, 119, 120, 120])
+    assert not has_room(ready, load(None), [120, 120, 120])
+
+
 async def test_gpus_are_asked_only_where_somebody_computes_there_and_what_they_do_not_say_changes_nothing(tmp_path):
     asked = tmp_path / "asked"
     command = (sys.executable, "-c", f"open({str(asked)!r}, 'w'); print([99, 300])")

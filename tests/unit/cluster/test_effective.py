@@ -25,6 +25,7 @@ from tandem.config import ClusterConfig, ModelConfig, RouterConfig, load
 from tandem.errors import ConfigError
 from tandem.hosts import hold, split
 from tandem.pool_config import PoolConfig
+from tests.unit.cluster.test_doctor import LLAMA
 
 FREE = RouterConfig(port=0, grpc_port=0)
 
@@ -184,6 +185,48 @@ def test_the_banner_shows_what_runs_and_hides_secrets():
     assert "key-of-a-user" not in text
     assert "0123456789abcdef" not in text
     assert text.count("(hidden)") == 2
+
+
+def test_what_auto_stands_for_is_written_for_all_workers(tmp_path):
+    """A worker of the version before knows no `auto`."""
+    assert make_effective(ClusterConfig()).model.dtype == "float32"
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"dtype": "bfloat16"}))
+    assert make_effective(load(None, {"model.path": str(tmp_path)})).model.dtype == "bfloat16"
+    assert make_effective(load(None, {"model.path": str(tmp_path), "model.dtype": "float16"})).model.dtype == "float16"
+    assert make_effective(load(None, {"model.path": "org/model"})).model.dtype == "auto"
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        make_effective(load(None, {"model.path": str(tmp_path)}))
+
+
+def test_the_banner_shows_what_auto_stands_for_and_when_a_resumed_text_may_differ():
+    def banner_of(dtype, deterministic=False, reported="bfloat16"):
+        asked = load(None, {"model.dtype": dtype, "engine.deterministic": deterministic})
+        effective = make_effective(asked)
+        views = [replace(view, ready={**view.ready, "dtype": reported}) for view in make_views(effective)]
+        return show(asked, effective, views, width=80)
+
+    assert "builtin · bfloat16 (auto)" in banner_of("auto")
+    assert banner.FAILOVER_NOTE in banner_of("auto")
+    assert banner.FAILOVER_NOTE not in banner_of("auto", deterministic=True)
+    assert "builtin · float32 (auto)" in banner_of("auto", reported="float32")
+    assert banner.FAILOVER_NOTE not in banner_of("auto", reported="float32")
+    stated = banner_of("float16", reported="float16")
+    assert "float16" in stated
+    assert "(auto)" not in stated
+    assert banner.FAILOVER_NOTE in stated
+
+
+def test_the_banner_shows_gpus_where_there_are_any():
+    effective = make_effective(ClusterConfig())
+    views = make_views(effective)
+    assert "GPU" not in show(ClusterConfig(), effective, views, width=80)
+    worker = replace(views[0], ready=views[0].ready | {"gpus": [3], "gpu_sharers": 2}, pid=4194303)
+    ranks = replace(views[0], name="decode-1", ready=views[0].ready | {"gpus": [4, 5], "gpu_sharers": 1})
+    text = show(ClusterConfig(), effective, [worker, ranks, views[1]], width=80)
+    for expected in ("GPU", "3 1/2", "4,5", "4194303", "512 × 16", "3.0 MiB", "9.0 MiB"):
+        assert expected in text
+    assert "…" not in text
 
 
 def test_in_a_narrow_terminal_nothing_is_cut_off():

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from engine import assembly
-from engine.assembly import _engine_config, _is_pipelined, _limit_bytes, assemble
+from engine.assembly import _engine_config, _is_pipelined, assemble
+from engine.backends.options import BackendOptions
 from engine.models.decoder import Decoder
-from engine.ranks.messages import RankFacts
+from engine.ranks import follower
+from engine.ranks.messages import RankFacts, RankSetup
 from engine.ranks.ranks import SoloRanks
 from engine.spec import EngineSpec
 from tandem.errors import ConfigError
@@ -87,22 +89,23 @@ def test_memory_that_others_have_taken_is_not_promised_to_the_pool(monkeypatch: 
 def test_the_rank_with_the_least_memory_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     class Told(SoloRanks):
         def wait_loaded(self, own: RankFacts) -> RankFacts:
-            return replace(own, free_bytes=200 << 20)
+            return replace(own, limit_bytes=160 << 20)
 
     monkeypatch.setattr(assembly, "open_ranks", lambda *_: Told())
-    told = rf"engine\.memory_bytes is {256 << 20}; a rank has {200 << 20} bytes of memory free"
-    with pytest.raises(ConfigError, match=told):
-        assemble(SPEC)
-    assert assemble(replace(SPEC, memory_bytes=None)).budget.limit_bytes == int(0.8 * (200 << 20))
+    assert assemble(replace(SPEC, memory_bytes=None)).budget.limit_bytes == 160 << 20
 
 
-def test_a_gpu_has_no_more_memory_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (80 << 30, 140 << 30))
-    cuda, spec = torch.device("cuda"), replace(SPEC, tensor_parallel_size=2)
-    assert _limit_bytes(replace(spec, memory_bytes=160 << 30), cuda) == 80 << 30
-    told = rf"engine\.memory_bytes is {200 << 30}, {100 << 30} of it for each of 2 ranks; a rank has {80 << 30} bytes"
+def test_a_rank_on_another_machine_refuses_more_than_is_free_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = BackendOptions(device=torch.device("cpu"), dtype="float32")
+    setup = RankSetup(
+        rank=1, size=2, model_path=SPEC.model_path, backend=options, log_level="INFO", timeout_s=1.0, num_nodes=2
+    )
+    monkeypatch.setattr(follower, "free_memory_bytes", lambda: 200 << 20)
+    assert follower._limit_bytes(setup, options.device) == int(0.8 * (200 << 20))
+    assert follower._limit_bytes(replace(setup, stated_bytes=128 << 20), options.device) == 128 << 20
+    told = rf"engine\.memory_bytes: each rank may take {256 << 20} bytes; one has {200 << 20} bytes of memory free"
     with pytest.raises(ConfigError, match=told):
-        _limit_bytes(replace(spec, memory_bytes=200 << 30), cuda)
+        follower._limit_bytes(replace(setup, stated_bytes=256 << 20), options.device)
 
 
 def test_who_states_no_limit_gets_a_share_of_what_may_still_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def test_defaults_follow_transformers():
     assert config.layer_windows == (None,) * 4
     assert config.rms_norm_eps == 1e-6
     assert config.max_context == 128
-    assert config.stored_dtype == "float32"
+    assert config.stored_dtype is None
     assert parse("Qwen3ForCausalLM").head_dim == 128
     assert parse("MistralForCausalLM", num_attention_heads=8, hidden_size=64).num_kv_heads == 8
 

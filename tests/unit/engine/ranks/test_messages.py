@@ -32,7 +32,7 @@ LAYOUT = KVLayout(
 def test_messages_survive_json() -> None:
     facts = RankFacts(weights_bytes=2**40, fingerprint="f", room=HostRoom(7, "10.0.0.2"))
     plan = PoolPlan(layout=replace(LAYOUT, tp_rank=1), num_blocks=9, num_host_slots=3)
-    for value in (SETUP, facts, plan):
+    for value in (SETUP, replace(SETUP, gpus=(3, 1), gpu_sharers=2, stated_bytes=5), facts, plan):
         assert type(value).from_json(memoryview(value.to_json())) == value
 
 
@@ -60,12 +60,12 @@ def test_the_machine_with_the_least_room_is_named() -> None:
     own = RankFacts(weights_bytes=5, fingerprint="f")
     beside = RankFacts(weights_bytes=7, fingerprint="f")
     there = [
-        RankFacts(weights_bytes=6, fingerprint="f", free_bytes=free, room=HostRoom(room, host))
-        for free, room, host in ((90, 40, "10.0.0.2"), (80, 30, "10.0.0.2"), (70, 50, "10.0.0.3"))
+        RankFacts(weights_bytes=6, fingerprint="f", limit_bytes=limit, room=HostRoom(room, host))
+        for limit, room, host in ((90, 40, "10.0.0.2"), (80, 30, "10.0.0.2"), (70, 50, "10.0.0.3"))
     ]
     assert tightest([own, beside]) == replace(own, weights_bytes=7)
     told = tightest([own, beside, *there])
-    assert told == replace(own, weights_bytes=7, free_bytes=70, room=HostRoom(30, "rank 3 (10.0.0.2)"))
+    assert told == replace(own, weights_bytes=7, limit_bytes=70, room=HostRoom(30, "rank 3 (10.0.0.2)"))
 
 
 @pytest.mark.parametrize(
