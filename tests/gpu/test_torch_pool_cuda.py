@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from kv_transfer.messages import CellRange
+from kv_transfer.cell_range import CellRange
 from kv_transfer.pairing import Pairing
 from kv_transfer.torch_pool import TorchPool
 from tandem.kv_layout import KVLayout

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from cluster import software
-from cluster.doctor import Status, examine
+from cluster.doctor import examine
+from cluster.findings import Status
 from tandem.config import load
 from tests.unit.fabric.test_gpus import FakeHost
 

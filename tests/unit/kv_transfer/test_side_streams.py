@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kv_transfer.messages import CellRange
+from kv_transfer.cell_range import CellRange
 from kv_transfer.pairing import Pairing
 from kv_transfer.runs import Runs
 from kv_transfer.torch_pool import SideStreams, TorchPool
