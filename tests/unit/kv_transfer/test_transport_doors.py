@@ -18,6 +18,8 @@ from kv_transfer.region import KVRegion
 from kv_transfer.transport import KVReceiver
 from kv_transfer.transports import claims, stranger_log, tcp_wire
 from kv_transfer.transports.catalogue import candidates, open_receivers, open_senders
+from kv_transfer.transports.grants import TOKEN_BYTES
+from kv_transfer.transports.host_sockets import greet_on_this_host
 from kv_transfer.transports.tcp_channel import PlainChannel
 from kv_transfer.transports.tcp_receiver import MAX_CONNECTIONS, TcpReceiver
 from kv_transfer.transports.tcp_sender import TcpWriter
@@ -306,3 +308,9 @@ def test_a_receiver_listens_again_after_its_process_ran_out_of_threads(
     assert "can't start new thread" in caplog.text
     receiver.close()
     os.close(target.fd)
+
+
+@pytest.mark.parametrize("name", ["shm", "cuda_ipc"])
+def test_greeting_a_socket_that_is_gone_names_the_transport(name: str) -> None:
+    with pytest.raises(TransferError, match=f"^{name}: "):
+        greet_on_this_host(bytes(TOKEN_BYTES) + b"\0tandem-kv-nobody", name)
