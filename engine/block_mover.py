@@ -1,4 +1,4 @@
-"""Moves whole blocks between the pool and host memory, and within the pool: the runner's part of `engine.block_moves`.
+"""Moves whole blocks between the pool and host memory, and within the pool: executes `engine.block_moves`.
 
 On a GPU the host's part is pinned, and every move is queued on the stream that computes: a block is saved before the
 step that overwrites it, loaded before the step that reads it, and nobody waits for either.

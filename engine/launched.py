@@ -43,7 +43,7 @@ class ComingTokens:
 
 
 class ComingKeys:
-    """See engine.runner.LaunchedStep: a step that only fills the cache. It, too, is over when the device says so."""
+    """A step that only fills the cache; over when the device says so, see engine.runner.LaunchedStep."""
 
     __slots__ = ("_done",)
 

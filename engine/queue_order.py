@@ -4,8 +4,8 @@ A prefix that is cached now may be evicted by the time its turn comes, so within
 most cached tokens among the first `WINDOW` goes first (cf. longest prefix match in SGLang, Zheng et al., 2024). The
 bound: no request is ever overtaken in this way by more than `max_overtakes` others, in its whole life.
 
-Requests that wait for somebody's blocks (`engine.in_flight`), or for a disk (`engine.cache_tiers`), are stepped over
-meanwhile.
+Requests that wait for somebody's blocks (`engine.in_flight`), or for a disk
+(`engine.cache_tiers`), are stepped over meanwhile.
 """
 
 from dataclasses import dataclass

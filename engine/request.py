@@ -87,7 +87,7 @@ class BlockTable:
 
 
 class EndRule(NamedTuple):
-    """When a request is over, worked out once (`engine.limits.end_rule`) and looked at after every token."""
+    """When a request is over: made once by `engine.limits.end_rule`, checked after every token."""
 
     token_ids: frozenset[int]
     """Sampling one of these ends the request, once it has `min_tokens`."""

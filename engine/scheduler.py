@@ -307,7 +307,7 @@ class Scheduler:
         return reason is not None
 
     def quiet_run(self) -> QuietRun:
-        """How many steps may be taken at once by `take_quiet_steps`; see `engine.quiet`. For simulations."""
+        """How many steps `take_quiet_steps` may take at once, for simulations; see `engine.quiet`."""
         if self._ahead or self.tiers is not None or self.offloading is not None:
             return NO_RUN
         return quiet_run(self._roster, self.blocks, self._config)

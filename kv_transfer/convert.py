@@ -1,4 +1,4 @@
-"""Payloads from one cache dtype to another, to the bit as the engine would have written them (`engine/kv_codes.py`).
+"""Payloads from one cache dtype to another, to the bit as the engine writes them (`engine/kv_codes.py`).
 
 Plain numpy on one thread, in tiles that stay in a core's cache; bfloat16 is uint16 and shifts. What `kv_codes.py` asks
 of values holds here: they are finite.

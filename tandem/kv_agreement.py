@@ -12,8 +12,8 @@ CONVERSIONS = frozenset(
     if plain not in QUANTISED_DTYPES
     for pair in ((plain, codes), (codes, plain))
 )
-"""(from, to): dtypes that can be made of each other, as `engine/kv_codes.py` defines it. Codes never become other
-codes: that would lose twice."""
+"""(from, to): dtypes that can be made of each other, as `engine/kv_codes.py` defines it.
+Codes never become other codes: that would lose twice."""
 
 
 def cannot_travel_as(source: str, wire: str, destination: str) -> str | None:

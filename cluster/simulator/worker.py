@@ -1,7 +1,8 @@
 """A worker: the real scheduler with its real pool and index; only what a step takes is a latency.
 
 Its life is the engine thread's: calls of others between two steps, `schedule`, the step, `commit`. Steps that only
-decode are taken many at once (`engine.quiet`); a call that comes in their midst cuts them at the next step's end.
+decode are taken many at once (`engine.quiet`); a call that comes in
+their midst cuts them at the next step's end.
 """
 
 from bisect import bisect_right

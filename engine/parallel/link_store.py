@@ -1,7 +1,8 @@
 """Where the ranks of a group leave each other what they need to meet, as torch's process groups ask for it.
 
-Within one machine that is a file that only the ranks have open (see engine.ranks.leader). Over several it is this: the
-keys lie with rank 0, and the others reach them over their authenticated links, not over a port of torch's own.
+Within one machine that is a file that only the ranks have open (see engine.ranks.leader).
+Over several it is this: the keys lie with rank 0, and the others reach them over their authenticated links, not over a
+port of torch's own.
 """
 
 from collections.abc import Sequence

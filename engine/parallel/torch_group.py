@@ -1,8 +1,9 @@
 """A ParallelGroup over torch.distributed: gloo between CPU processes, NCCL between GPUs.
 
 The process group is made directly, not through `init_process_group`, so that nothing in the process is global. On one
-machine its store is a file that only the ranks have open (see engine.ranks.leader), and gloo listens on the loopback
-device. Over several (see engine.ranks.nodes) both listen at the address at which the ranks' nodes reach each other.
+machine its store is a file that only the ranks have open (see engine.ranks.leader), and gloo
+listens on the loopback device. Over several (see engine.ranks.nodes) both listen at the address at
+which the ranks' nodes reach each other.
 """
 
 import os

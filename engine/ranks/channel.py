@@ -2,8 +2,8 @@
 
 A socket pair has no name that anybody else could connect to; the kernel closes it with its process, so the end of the
 stream is the end of the peer. A frame is one byte of kind, four of length, then the payload; descriptors travel beside
-the payload's first byte. Between nodes (see engine.ranks.door) the kernel says as much of a connection, and no
-descriptor travels.
+the payload's first byte. Between nodes (see engine.ranks.door) the kernel says as much of a
+connection, and no descriptor travels.
 """
 
 import array
@@ -53,7 +53,7 @@ class Kind(IntEnum):
     WELCOME = 14
     """-> taken in."""
     ASK = 15
-    """<- JSON, on a rank's second connection: a pulse, or something of the store; see engine.ranks.pulse."""
+    """<- JSON, on a rank's second connection: a pulse, or something of the store: engine.ranks.pulse."""
     ANSWER = 16
     """-> JSON."""
     PLACE = 17

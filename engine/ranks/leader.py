@@ -2,7 +2,8 @@
 
 What is said and what is summed go different ways. Words travel over a socket pair per rank: an idle rank sleeps in
 `read` for as long as nobody asks anything, and the end of the stream is the end of rank 0. Sums go through the group.
-Ranks of other nodes are not started here: they come (see engine.ranks.door), and then are told the same.
+Ranks of other nodes are not started here: they come (see engine.ranks.door), and then
+are told the same.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""How kernels see one layer of the paged cache, in the model's dtype or in eight-bit codes (engine/kv_codes.py).
+"""How kernels see a layer of the paged cache, in the model's dtype or in codes (engine/kv_codes.py).
 
 int8 has one float32 scale per token and key-value head, which follow a block's codes in memory, so that blocks lie
 further apart than their codes are long; fp8_e4m3 has one per key-value head of K and of V, the model's own.
