@@ -149,7 +149,7 @@ def _beside_an_engine(pool: TorchPool) -> Findings:
     rates = []
     for cycles in (0, 0, _BUSY_CYCLES):  # the first time kernels are loaded
         torch.cuda.synchronize()
-        torch.cuda._sleep(cycles)
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
         started_s = time.perf_counter()
         for _ in range(_NUM_CHECKSUMS):
             pool.checksum(reads)

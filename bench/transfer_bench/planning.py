@@ -4,6 +4,7 @@ import ctypes
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from bench.errors import CannotMeasure
@@ -83,7 +84,7 @@ def _over_shm(case: Mapping[str, Any], source: memoryview, target: memoryview) -
 
     def describe() -> None:
         for order in orders_of(case, pairing, grant):
-            copier.copy(order, landing.cells, Gate(check, lock))
+            copier.copy(order, landing.cells, Gate(check, lock), nullcontext)
             mover.checksum(placed, order.cells)
 
     return describe
