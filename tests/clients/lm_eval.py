@@ -113,7 +113,7 @@ async def compare(python: Path, count: int, model: Path) -> list[str]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_task(folder, count)
-        async with running(model__path=str(model), model__name="served") as cluster:
+        async with running(model__path=str(model), model__name="served", model__dtype="float32") as cluster:
             arguments = {
                 "model": "served",
                 "base_url": f"{cluster.local.http_url}/v1/completions",

@@ -1,0 +1,51 @@
+"""The driver's library and CUDA number the same GPUs, and a worker's own come first."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from engine.gpu_memory import GpuWish, gpu_limit_bytes
+from tandem.gpu_host import VISIBLE, NvidiaHost
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+_SHOW = """
+import json, os, sys
+from tandem.gpu_host import NvidiaHost
+
+host = NvidiaHost(os.environ)
+names = host.names()
+host.put_first([int(sys.argv[1])])
+import torch
+
+seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+print(json.dumps([names, seen]))
+"""
+
+
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_the_gpu_that_is_put_first_is_cudas_first_and_none_is_hidden(which: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != VISIBLE}
+    names = NvidiaHost(environment).names()
+    own = 0 if which == "first" else len(names) - 1
+    shown = subprocess.run(  # this interpreter, no shell
+        [sys.executable, "-c", _SHOW, str(own)], env=environment, capture_output=True, text=True, check=True
+    )
+    told, seen = json.loads(shown.stdout)
+    assert tuple(told) == names
+    assert len(seen) == len(names)
+    if len(names) > 1:  # a lone one may be a slice, which has a name of its own
+        assert seen[0] == names[own].removeprefix("GPU-")
+        assert sorted(seen) == sorted(name.removeprefix("GPU-") for name in names)
+
+
+def test_a_share_is_of_the_gpus_whole_memory() -> None:
+    total = torch.cuda.get_device_properties(0).total_memory
+    limit = gpu_limit_bytes(GpuWish(index=0, sharers=4), torch.device("cuda", 0))
+    assert limit == pytest.approx(total * 0.8 / 4, rel=0.02)
