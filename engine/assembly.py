@@ -25,8 +25,8 @@ from engine.memory import (
     DEFAULT_MEMORY_SHARE,
     MemoryBudget,
     check_room,
-    check_share_of_gpu,
     check_share_of_machine,
+    check_share_of_rank,
     estimate_workspace_bytes,
     kv_layout,
     plan_memory,
@@ -165,11 +165,7 @@ def _parts(
 ) -> EngineParts:
     size, device = spec.tensor_parallel_size, model.device
     tightest = ranks.wait_loaded(RankFacts(weights_bytes=model.weights_bytes, fingerprint=model.fingerprint))
-    if tightest.free_bytes is not None:
-        if spec.memory_bytes is None:
-            limit_bytes = min(limit_bytes, int(tightest.free_bytes * DEFAULT_MEMORY_SHARE))
-        else:
-            check_share_of_gpu(spec.memory_bytes, num_ranks=size, free_bytes=tightest.free_bytes)
+    limit_bytes = _tightened(spec, limit_bytes, tightest)
     context = _context(spec.max_model_len, config.max_context)
     layout = kv_layout(
         config,
@@ -182,14 +178,9 @@ def _parts(
     rooms = [HostRoom(free_memory_bytes()), *([] if tightest.room is None else [tightest.room])]
     slots = host_slots(_tier_sizes(spec), layout, rooms, num_nodes=_num_nodes(spec))
     budget = _budget(model, layout, spec, ranks, limit_bytes, tightest.weights_bytes, slots.num_slots)
-    if spec.memory_bytes is not None and device.type == "cpu":
-        check_room(
-            budget,
-            memory_bytes=spec.memory_bytes,
-            pool_bytes=budget.kv_bytes * size,
-            num_ranks=spec.ranks_here,
-            free_bytes=rooms[0].free_bytes,
-        )
+    if device.type == "cpu":
+        free_bytes = rooms[0].free_bytes
+        check_room(budget, memory_bytes=spec.memory_bytes, size=size, ranks_here=spec.ranks_here, free_bytes=free_bytes)
     memory = pool(budget.kv_bytes * size) if pool is not None and device.type == "cpu" else None
     ranks.use_pool(layout, budget.num_blocks, memory, num_host_slots=slots.num_slots)
     own = None if memory is None else memory.buffer[: budget.kv_bytes]
@@ -376,11 +367,21 @@ def _limit_bytes(spec: EngineSpec, device: torch.device) -> int:
     part = spec.memory_bytes // spec.tensor_parallel_size
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
-        check_share_of_gpu(spec.memory_bytes, num_ranks=spec.tensor_parallel_size, free_bytes=free)
+        check_share_of_rank(spec.memory_bytes, num_ranks=spec.tensor_parallel_size, free_bytes=free)
     else:
         here_bytes = max(part * spec.ranks_here, spec.memory_here_bytes or 0)
         check_share_of_machine(spec.memory_bytes, here_bytes=here_bytes, capacity_bytes=memory_capacity_bytes())
     return part
+
+
+def _tightened(spec: EngineSpec, limit_bytes: int, tightest: RankFacts) -> int:
+    """Where ranks have memory of their own, the one with the least decides for all."""
+    if tightest.free_bytes is None:
+        return limit_bytes
+    if spec.memory_bytes is None:
+        return min(limit_bytes, int(tightest.free_bytes * DEFAULT_MEMORY_SHARE))
+    check_share_of_rank(spec.memory_bytes, num_ranks=spec.tensor_parallel_size, free_bytes=tightest.free_bytes)
+    return limit_bytes
 
 
 def _context(wanted: int | None, most: int) -> int:

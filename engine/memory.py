@@ -93,7 +93,7 @@ def plan_memory(
     return budget
 
 
-def check_share_of_gpu(memory_bytes: int, *, num_ranks: int, free_bytes: int) -> None:
+def check_share_of_rank(memory_bytes: int, *, num_ranks: int, free_bytes: int) -> None:
     """Raises ConfigError when a rank's part of `engine.memory_bytes` is more than the memory that is its alone."""
     part = memory_bytes // num_ranks
     if part > free_bytes:
@@ -110,13 +110,15 @@ def check_share_of_machine(memory_bytes: int, *, here_bytes: int, capacity_bytes
         )
 
 
-def check_room(budget: MemoryBudget, *, memory_bytes: int, pool_bytes: int, num_ranks: int, free_bytes: int) -> None:
+def check_room(budget: MemoryBudget, *, memory_bytes: int | None, size: int, ranks_here: int, free_bytes: int) -> None:
     """Once the weights are loaded. Raises ConfigError when `free_bytes` do not hold the rest of a stated budget.
 
-    `pool_bytes`: the KV that this machine holds; `num_ranks`: of the worker, on this machine.
+    `memory_bytes`: as stated; None: the budget is part of what is free. This machine holds the KV of all `size` ranks,
+    of which `ranks_here` compute here.
     """
-    needed = pool_bytes + num_ranks * (budget.workspace_bytes + budget.offload_bytes)
-    if needed > free_bytes:
+    pool_bytes = budget.kv_bytes * size
+    needed = pool_bytes + ranks_here * (budget.workspace_bytes + budget.offload_bytes)
+    if memory_bytes is not None and needed > free_bytes:
         raise ConfigError(
             f"engine.memory_bytes is {memory_bytes}: beside the weights this worker would take {needed} bytes "
             f"({pool_bytes} of them for KV), and {free_bytes} bytes of memory are free"
