@@ -196,12 +196,16 @@ def _parts(
         pool=memory,
         disk=disk,
         stall_s=spec.stall_s,
-        guides=LlGuides(
-            spec.model_path / "tokenizer.json",
-            vocab_size=config.vocab_size,
-            eos_token_ids=sorted(config.eos_token_ids),
-            cache_bytes=grammar_cache_bytes(limit_bytes),
-        ),
+        guides=_guides(spec, config, limit_bytes),
+    )
+
+
+def _guides(spec: EngineSpec, config: ModelConfig, limit_bytes: int) -> LlGuides:
+    return LlGuides(
+        spec.model_path / "tokenizer.json",
+        vocab_size=config.vocab_size,
+        eos_token_ids=sorted(config.eos_token_ids),
+        cache_bytes=grammar_cache_bytes(limit_bytes),
     )
 
 
