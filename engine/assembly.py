@@ -227,12 +227,16 @@ def _parts(
         stall_s=spec.stall_s,
         gpus=spec.gpus or tuple(range(spec.ranks_here)),
         gpu_sharers=spec.gpu_sharers,
-        guides=LlGuides(
-            spec.model_path / "tokenizer.json",
-            vocab_size=config.vocab_size,
-            eos_token_ids=sorted(config.eos_token_ids),
-            cache_bytes=grammar_cache_bytes(limit_bytes),
-        ),
+        guides=_guides(spec, config, limit_bytes),
+    )
+
+
+def _guides(spec: EngineSpec, config: ModelConfig, limit_bytes: int) -> LlGuides:
+    return LlGuides(
+        spec.model_path / "tokenizer.json",
+        vocab_size=config.vocab_size,
+        eos_token_ids=sorted(config.eos_token_ids),
+        cache_bytes=grammar_cache_bytes(limit_bytes),
     )
 
 
