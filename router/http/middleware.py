@@ -8,14 +8,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.audit import AuditEntry, AuditLog, enter, leave
 from router.http.errors import error_response
+from router.http.request_head import check_size
 from router.http.routes import ROUTE_KEY
 from router.metrics import RouterMetrics
 from router.request_names import check_request_id
 from tandem.errors import InvalidRequest, Unavailable
 from tandem.logs import REQUEST_ID, X_REQUEST_ID
 
-MAX_HEADERS = 100
-MAX_HEADER_BYTES = 32 << 10
 _CLIENT_LEFT = 499
 """What is counted where nobody was left to answer."""
 _AGAIN_S = 1.0
@@ -86,7 +85,6 @@ def _client(scope: Scope) -> str:
 
 def _given_id(scope: Scope) -> str | None:
     headers: list[tuple[bytes, bytes]] = scope["headers"]
-    if len(headers) > MAX_HEADERS or sum(len(k) + len(v) for k, v in headers) > MAX_HEADER_BYTES:
-        raise InvalidRequest(f"more than {MAX_HEADERS} headers, or {MAX_HEADER_BYTES} bytes of them")
+    check_size(headers)
     given = [value for key, value in headers if key == b"x-request-id"]
     return check_request_id(given[0].decode("latin-1"), "X-Request-Id") if given else None

@@ -31,6 +31,7 @@ _REFUSALS = {
     "409": "The client reads the stream elsewhere",
     "413": "The body, or the KV that it needs, is beyond a hard bound",
     "429": "A limit or a queue is full; Retry-After says when to come back",
+    "431": "More headers, or longer ones, than are taken",
     "500": "A fault of the cluster's",
     "503": "No worker can take it now; Retry-After says when to come back",
     "504": "Its time ran out",

@@ -1,10 +1,15 @@
-"""One HTTP connection: uvicorn's protocol with bounded heads, bounded waiting, and a `Link` for each request."""
+"""One HTTP connection: uvicorn's protocol with bounded heads, bounded waiting, and a `Link` for each request.
+
+Closing a socket whose client is still sending resets it, and takes with it an answer that the client has not read yet.
+So an end behind an answer waits for the client's own, and reads on meanwhile, within bounds of bytes and time.
+"""
 
 import asyncio
 import logging
 import select
 from collections.abc import Callable
-from typing import Any, cast
+from http import HTTPStatus
+from typing import Any, NoReturn, cast
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -12,12 +17,16 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from router.http.connections import Connections
 from router.http.errors import error_object
 from router.http.link import EXTENSION
-from router.http.middleware import MAX_HEADER_BYTES
-from tandem.errors import Unavailable
+from router.http.request_head import MAX_HEADER_BYTES, HeadTooLarge, TargetTooLong, check_framing
+from tandem.errors import InvalidRequest, ServingError, Unavailable
 
 _MAX_URL_BYTES = 8 << 10
 _MAX_HEAD_BYTES = 4 * MAX_HEADER_BYTES
-"""Beyond what the application answers with 400, the connection is closed: a head may otherwise be endless."""
+"""Beyond what the application answers itself the connection ends with the answer: a head may otherwise be endless."""
+_MOST_BEHIND_HEAD = 1 << 20
+"""Bytes that are read on, and thrown away, behind the answer to a head that is refused."""
+_MOST_BEHIND_BODY = 256 << 20
+"""Behind an answer that came before its request's body had ended."""
 _MOST_AHEAD = 64
 """Requests that a client may send before it has their answers; a small one takes a hundred times its bytes here."""
 _HUNG_UP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
@@ -27,10 +36,12 @@ _WARN_EVERY_S = 60.0
 _log = logging.getLogger(__name__)
 
 
-def _full() -> bytes:
-    body = orjson.dumps(error_object(Unavailable("too many connections, all of them with a request under way")))
-    head = "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close"
-    return f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+def _refusal(error: ServingError, *headers: str) -> bytes:
+    """An answer without an application, the last of its connection."""
+    body, status = orjson.dumps(error_object(error)), HTTPStatus(error.http_status)
+    line = f"HTTP/1.1 {status.value} {status.phrase}"
+    head = (line, "content-type: application/json", "connection: close", f"content-length: {len(body)}", *headers)
+    return "\r\n".join(head).encode() + b"\r\n\r\n" + body
 
 
 class ConnectionWatch:
@@ -82,8 +93,15 @@ class Connection(HttpToolsProtocol):
     """uvicorn's; httptools itself collects heads without a bound."""
 
     _head_bytes = 0
+    _untold_bytes = 0
+    """Fed to the parser since it last told of anything: it collects one header, however long, before it does."""
+    _is_in_head = False
     _is_receiving = False
     """A request's head or body has begun and not ended."""
+    _refused: ServingError | None = None
+    """Why no more of this connection is read."""
+    _most_behind: int | None = None
+    """While it ends behind an answer: how many bytes are read on."""
     _links: "tuple[_DirectLink, ...]" = ()
     """Of requests without a complete answer: several when a client sends the next ones ahead."""
 
@@ -96,9 +114,24 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Has a place, or hears that there is none."""
         super().connection_made(transport)
+        self._answers = _AnswerTransport(self)
         if not self._watch.opened(self):
             transport.write(_FULL)
             transport.close()
+
+    def close_behind_answer(self) -> None:
+        """What the answer was the last of; its client may not have sent all that it asked."""
+        if self.is_ending:
+            return
+        if self._is_receiving or _has_come(self.transport):
+            self._end_when_read(_MOST_BEHIND_BODY)
+        else:
+            self.transport.close()
+
+    @property
+    def is_ending(self) -> bool:
+        """Nothing more is written."""
+        return self._most_behind is not None or self.transport.is_closing()
 
     def give_up(self) -> None:
         """Close it; what its client has not read by now is lost."""
@@ -106,6 +139,41 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
         else:
             self.transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of requests, or what comes behind the last answer."""
+        if self._most_behind is not None:
+            self._most_behind -= len(data)
+            if self._most_behind < 0:
+                self.transport.close()
+            return
+        self._untold_bytes += len(data)
+        super().data_received(data)
+        if self._untold_bytes > _MAX_HEAD_BYTES and self._refused is None:
+            self._refused = HeadTooLarge(f"a header, or a chunk's extension, of more than {_MAX_HEAD_BYTES} bytes")
+            self.send_400_response("")
+
+    def send_400_response(self, msg: str) -> None:
+        """What the parser, or we while it parses, take for no request: answered, where no other answer is under way,
+        and the end. `msg`: uvicorn's word for it."""
+        cycle = self.cycle
+        is_next = cycle is None or cycle.response_complete
+        # Or of this very request the head was good, and its body is not.
+        if is_next or not (self._is_in_head or self.pipeline or cycle.response_started):
+            self.transport.write(_refusal(self._refused or InvalidRequest(msg)))
+        self._refused = self._refused or InvalidRequest(msg)
+        self._lose_clients()
+        self._end_when_read(_MOST_BEHIND_HEAD)
+
+    def _end_when_read(self, most_bytes: int) -> None:
+        """No answer follows: close the connection when its client has, or has sent so much more, or in time."""
+        if self.is_ending:
+            return
+        self._most_behind = most_bytes
+        self._books.answered(self, self._watch.now_s(), is_sending=True)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
 
     def end_behind_answer(self) -> None:
         """The answer that is under way is the last over this connection: its client asks elsewhere next."""
@@ -136,42 +204,68 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """A request's first byte."""
-        self._head_bytes = 0
-        self._is_receiving = True
+        self._head_bytes = self._untold_bytes = 0
+        self._is_in_head = self._is_receiving = True
         self._books.head_begins(self, self._watch.now_s())
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
         """A piece of it."""
         super().on_url(url)
-        self._count(len(url), _MAX_URL_BYTES)
+        self._untold_bytes = 0
+        self._head_bytes += len(url)
+        if self._head_bytes > _MAX_URL_BYTES:
+            self._refuse(TargetTooLong(f"the request's target is longer than {_MAX_URL_BYTES} bytes"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One of the head."""
-        super().on_header(name, value)
-        self._count(len(name) + len(value), _MAX_HEAD_BYTES)
+        """One of the head, or one behind a chunked body, which means nothing here."""
+        if self._is_in_head:
+            super().on_header(name, value)
+        self._untold_bytes = 0
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > _MAX_HEAD_BYTES:
+            self._refuse(HeadTooLarge(f"more than {_MAX_HEAD_BYTES} bytes of headers"))
 
     def on_headers_complete(self) -> None:
         """The application has it now."""
+        self._untold_bytes = 0
+        try:
+            check_framing(self.headers, self.parser.get_http_version())
+        except InvalidRequest as error:
+            self._refuse(error)
         super().on_headers_complete()
+        self._is_in_head = False
+        # An exchange that is over is told to close here, and not while its client sends.
+        self.cycle.transport = cast("Any", self._answers)
         self._books.head_complete(self)
         if len(self.pipeline) > _MOST_AHEAD:
-            raise ValueError("too many requests sent ahead")
+            self._refuse(InvalidRequest(f"more than {_MOST_AHEAD} requests sent ahead"))
         # The application has not begun: its task runs later.
         link = _DirectLink(self)
         self._links = (*self._links, link)
         cast("dict[str, Any]", self.scope)["extensions"] = {EXTENSION: link}
 
+    def on_body(self, body: bytes) -> None:
+        """A piece of it."""
+        self._untold_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         """Its last byte."""
+        self._untold_bytes = 0
         super().on_message_complete()
         self._is_receiving = False
 
     def on_response_complete(self) -> None:
         """The answer's last byte has been handed to the transport."""
         self._links = tuple(link for link in self._links if not link.answered())
+        if self._most_behind is not None:
+            # What was asked behind the last answer gets none.
+            self.pipeline.clear()
+            self._lose_clients()
         goes_on = bool(self.pipeline)
-        super().on_response_complete()
+        if self._most_behind is None:
+            super().on_response_complete()
         now_s = self._watch.now_s()
         if not goes_on:
             self._books.answered(self, now_s, is_sending=self._is_receiving)
@@ -182,15 +276,19 @@ class Connection(HttpToolsProtocol):
         """Closed, by whomever."""
         super().connection_lost(exc)
         self._books.closed(self)
+        self._lose_clients()
+        self._answers.lost()
+
+    def _lose_clients(self) -> None:
+        """Of requests that get no answer any more."""
         for link in self._links:
             link.client_left()
         self._links = ()
 
-    def _count(self, size: int, most: int) -> None:
-        self._head_bytes += size
-        if self._head_bytes > most:
-            # uvicorn answers a parser's error with 400 and closes.
-            raise ValueError("request head too large")
+    def _refuse(self, error: ServingError) -> NoReturn:
+        """From within the parser, which stops: `send_400_response` is called next."""
+        self._refused = error
+        raise error
 
 
 def _has_hung_up(transport: asyncio.Transport) -> bool:
@@ -205,6 +303,27 @@ def _has_come(transport: asyncio.Transport) -> bool:
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
     return bool(poll.poll(0))
+
+
+class _AnswerTransport:
+    """What exchanges of uvicorn's take for the transport: its end is the connection's to choose."""
+
+    __slots__ = ("_connection", "write")
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection: Connection | None = connection
+        """Until it is lost: it holds its last exchange, which holds this."""
+        self.write = connection.transport.write
+
+    def is_closing(self) -> bool:
+        return self._connection is None or self._connection.is_ending
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close_behind_answer()
+
+    def lost(self) -> None:
+        self._connection = None
 
 
 class _DirectLink:
@@ -259,4 +378,4 @@ class _DirectLink:
             self._on_leave()
 
 
-_FULL = _full()
+_FULL = _refusal(Unavailable("too many connections, all of them with a request under way"), "retry-after: 1")

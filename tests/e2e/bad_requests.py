@@ -11,7 +11,7 @@ GOOD = body(range(300, 320), 8)
 TALK: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
 _MIB = 1 << 20
 _ITSELF = {"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"}
-OK, REFUSED, UNKNOWN, TOO_LARGE = {200}, {400}, {404}, {413}
+OK, REFUSED, UNKNOWN, TOO_LARGE, HEAD_TOO_LARGE = {200}, {400}, {404}, {413}, {431}
 
 Bad = tuple[str, Any, dict[str, str], set[int]]
 """Where, what (bytes as they are, else JSON), headers, and the statuses of which it gets one."""
@@ -73,14 +73,14 @@ BAD: dict[str, Bad] = {
     ),
     "a template": _chat({"chat_template": "{% for i in range(10**9) %}x{% endfor %}"}),
     "a template's arguments": _chat({"chat_template_kwargs": {"a": 1}}),
-    "a request id of 1 MiB": _headed({"X-Request-Id": "a" * _MIB}, REFUSED),
+    "a request id of 1 MiB": _headed({"X-Request-Id": "a" * _MIB}, HEAD_TOO_LARGE),
     "a request id of two words": _headed({"X-Request-Id": "a b"}, REFUSED),
     "cache_salt of 1 MiB": _plain({"cache_salt": "a" * _MIB}),
     "headers of others": _headed(
         {"X-Tandem-Tenant": "admin", "X-Priority": "-99", "X-Worker-Id": "decode-0", "X-Forwarded-For": "::1"}, OK
     ),
     "a field of others": _plain({"tenant": "admin"}),
-    "1,000 headers": _headed({f"X-{index}": "1" for index in range(1000)}, REFUSED),
+    "1,000 headers": _headed({f"X-{index}": "1" for index in range(1000)}, HEAD_TOO_LARGE),
     "seed 2^64": _plain({"seed": 2**64}),
     "another model": _plain({"model": "gpt-4"}, UNKNOWN),
     "another route": ("/v1/nowhere", GOOD, {}, UNKNOWN),

@@ -119,18 +119,18 @@ async def test_endless_body_is_answered_while_it_comes(door: HttpDoor) -> None:
 
 
 @pytest.mark.parametrize(
-    "head",
+    ("status", "head"),
     [
-        [b"GET /health HTTP/1.1\r\n", *[b"X-A: " + b"x" * 4096 + b"\r\n"] * 64],
-        [b"GET /health HTTP/1.1\r\nX-Request-Id: " + b"x" * (1 << 20) + b"\r\n\r\n"],
-        [b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\n\r\n"],
-        [b"\x16\x03\x01\x02\x00\x01\x00"],
-        [b"GET /health HTTP/1.1\r\nX-Request-Id: a\r\nBad Header\r\n\r\n"],
+        (431, [b"GET /health HTTP/1.1\r\n", *[b"X-A: " + b"x" * 4096 + b"\r\n"] * 64]),
+        (431, [b"GET /health HTTP/1.1\r\nX-Request-Id: " + b"x" * (1 << 20) + b"\r\n\r\n"]),
+        (414, [b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\n\r\n"]),
+        (400, [b"\x16\x03\x01\x02\x00\x01\x00"]),
+        (400, [b"GET /health HTTP/1.1\r\nX-Request-Id: a\r\nBad Header\r\n\r\n"]),
     ],
 )
-async def test_hostile_heads_are_cut_off(door: HttpDoor, head: list[bytes]) -> None:
+async def test_hostile_heads_are_cut_off(door: HttpDoor, head: list[bytes], status: int) -> None:
     answer = await raw(door, *head)
-    assert answer == b"" or answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
     async with httpx.AsyncClient(trust_env=False) as client:
         assert (await client.get(f"http://127.0.0.1:{door.port}/health")).status_code == 200
 
