@@ -1,5 +1,5 @@
-"""The gRPC door's one interceptor: it asks for a key before anything is read, errors of `tandem.errors` become status
-codes, and every answer is counted.
+"""The gRPC door's one interceptor: it asks for a key before anything is read and whatever is called, errors of
+`tandem.errors` become status codes, every answer is counted, and so are the calls that are under way.
 
 All our calls take one message. gRPC would wait for it without end and before anybody is asked for a key, and answer
 bytes that are no message with its own words and a trace in the log: so it is told that there may be several, and the
@@ -9,7 +9,7 @@ one is read here.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 from urllib.parse import unquote
 
@@ -21,7 +21,7 @@ from router.audit import NO_AUDIT, AuditEntry, AuditLog, enter, leave
 from router.auth import ApiKeys, Caller
 from router.grpc.status_details import status_details
 from router.metrics import RouterMetrics
-from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, ServingError
+from tandem.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, ServingError
 from tandem.logs import REQUEST_ID
 from tandem.rpc_details import DETAILS_KEY
 
@@ -31,13 +31,19 @@ MESSAGE_TIMEOUT_S = 30.0
 _RETRY_AFTER = "retry-after"
 _PARAM = "tandem-error-param"
 _OWN_SERVICE = "/tandem.v1."
+_HEALTH_SERVICE = "/grpc.health.v1."
+MOST_CALLS = 16384
+"""Under way at a time, of all clients: each has a task and buffers, tens of kilobytes of them."""
+_AGAIN_S = 1.0
+_UNKNOWN = "unknown"
 _log = logging.getLogger(__name__)
 _Reading = Callable[[bytes], Any]
 _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
-    """Wraps the handlers of our own services; health and reflection answer for themselves."""
+    """Wraps the handlers of our own services. Reflection answers for itself, to who has a key; health to everybody, as
+    /health does."""
 
     def __init__(
         self,
@@ -46,18 +52,22 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
         audit: AuditLog = NO_AUDIT,
         *,
         message_timeout_s: float = MESSAGE_TIMEOUT_S,
+        most_calls: int = MOST_CALLS,
     ) -> None:
-        """`message_timeout_s`: for a call's message to come."""
+        """`message_timeout_s`: for a call's message to come. `most_calls`: further ones are told to come back."""
         self._metrics = metrics
         self._keys = keys
         self._audit = audit
         self._message_timeout_s = message_timeout_s
+        self._most_calls = most_calls
+        self._num_calls = 0
 
     async def intercept_service(self, continuation: _Continuation, details: grpc.HandlerCallDetails) -> Any:
-        """The handler, with its errors translated."""
+        """The handler, with its errors translated; without a key not even whether there is such a method is told."""
         handler = await continuation(details)
         if handler is None or not details.method.startswith(_OWN_SERVICE):
-            return handler
+            is_health = handler is not None and details.method.startswith(_HEALTH_SERVICE)
+            return handler if is_health else self._for_keys(handler, details)
         method = details.method.rpartition("/")[2]
         read, write = handler.request_deserializer, handler.response_serializer
         if handler.unary_stream is not None:
@@ -65,6 +75,15 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
             return grpc.stream_stream_rpc_method_handler(call, response_serializer=write)
         call = self._translated(method, read, handler.unary_unary)
         return grpc.stream_unary_rpc_method_handler(call, response_serializer=write)
+
+    def _for_keys(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
+        """What is none of ours, or one that refuses: of a name that is not known none is counted or written down."""
+        try:
+            caller_by(details.invocation_metadata, self._keys)
+        except ServingError as error:
+            method = _UNKNOWN if handler is None else details.method.rpartition("/")[2]
+            return grpc.stream_stream_rpc_method_handler(self._translated(method, bytes, _raising(error)))
+        return handler
 
     def _translated(self, method: str, read: _Reading, call: Callable[[Any, Any], Awaitable[Any]]) -> Any:
         """One answer returned, or many written to the context."""
@@ -81,7 +100,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
             REQUEST_ID.set(entry.own_id)  # the call's task ends with it
             try:
                 entry.caller = caller_of(context, self._keys)
-                answer = await call(await self._message(read, context), context)
+                answer = await self._answer(read, call, context)
             except ServingError as error:
                 await self._abort(entry, context, error)
             except Exception:  # noqa: BLE001  # the interceptor: a bug becomes INTERNAL, its trace goes to the log
@@ -97,6 +116,16 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
                 self._audit.keep(entry)
 
         return translated
+
+    async def _answer(self, read: _Reading, call: Callable[[Any, Any], Awaitable[Any]], context: Any) -> Any:
+        """The call's. Raises what it raises, and Overloaded where too many are under way."""
+        if self._num_calls >= self._most_calls:
+            raise Overloaded(f"{self._num_calls} calls are under way", retry_after_s=_AGAIN_S)
+        self._num_calls += 1
+        try:
+            return await call(await self._message(read, context), context)
+        finally:
+            self._num_calls -= 1
 
     async def _message(self, read: _Reading, context: Any) -> Any:
         """The call's. Raises InvalidRequest, and DeadlineExceeded when it does not come."""
@@ -134,11 +163,23 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
 
 def caller_of(context: Any, keys: ApiKeys) -> Caller:
     """Whom a call's metadata prove. Raises Unauthenticated."""
+    return caller_by(context.invocation_metadata(), keys)
+
+
+def caller_by(metadata: Iterable[tuple[str, str | bytes]] | None, keys: ApiKeys) -> Caller:
+    """Whom such metadata prove. Raises Unauthenticated."""
     sent: dict[str, str] = {}
-    for key, value in context.invocation_metadata() or ():
+    for key, value in metadata or ():
         if isinstance(value, str):
             sent.setdefault(key, value)
     return keys.caller(sent)
+
+
+def _raising(error: ServingError) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def refuse(_message: Any, _context: Any) -> None:
+        raise error
+
+    return refuse
 
 
 def _address(peer: str) -> str:

@@ -24,6 +24,11 @@ from tandem.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 _MAX_AGE_MS = 600_000
 """Then clients are told to connect anew, and what is under way may end."""
 _LONGEST_MS = 2**31 - 1
+_STREAMS = 8192
+"""Calls of one connection at a time; its client keeps further ones until there is room."""
+_PENDING = 1 << 16
+"""Calls that have come and are not accepted yet, which is soon: gRPC ends what is beyond with a bare CANCELLED, by
+default from a thousand on."""
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
@@ -62,6 +67,11 @@ def _connection_options(config: RouterConfig, most: int) -> dict[str, int]:
         "grpc.max_allowed_incoming_connections": most,
         "grpc.server_handshake_timeout_ms": math.ceil(1000 * config.connections.head_timeout_s),
         "grpc.max_connection_idle_ms": math.ceil(1000 * config.connections.keep_alive_s),
+        "grpc.max_concurrent_streams": _STREAMS,
+        # Calls that a client sends before it has heard of that number would be reset, some as UNAVAILABLE.
+        "grpc.http.overload_protection": 0,
+        "grpc.server.max_pending_requests": _PENDING,
+        "grpc.server.max_pending_requests_hard_limit": _PENDING,
         "grpc.max_connection_age_ms": _MAX_AGE_MS,
         "grpc.max_connection_age_grace_ms": min(_LONGEST_MS, math.ceil(1000 * longest_s)),
     }
