@@ -11,11 +11,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
+from router.batches.private_files import make_private, open_private
+
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
     """Wait until nobody else is inside for this folder."""
-    with (folder / "alone").open("ab") as lock:
+    with open_private(folder / "alone", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -29,9 +31,9 @@ class Places:
 
     def take(self) -> IO[bytes] | None:
         """A place, to be closed; None when all are taken."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_private(self._folder)
         for number in range(self._most):
-            place = (self._folder / str(number)).open("ab")
+            place = open_private(self._folder / str(number), "ab")
             try:
                 fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

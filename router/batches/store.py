@@ -22,13 +22,15 @@ from typing import IO, Any
 import orjson
 
 from router.batches.lines import number_of
+from router.batches.private_files import FOLDER, close_to_others, make_private, open_private
 from router.batches.shared_locks import Places, alone, take_all
 from router.batches.values import Batch, ObjectNotFound, StoredFile
 from tandem.errors import ConfigError, Overloaded
 
 _FILE_ID = re.compile(r"file-[0-9a-f]{32}(-output|-errors)?")
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
-_BATCHES = "tenants/*/batches/*/batch.json"
+_INCOMING, _UPLOADS, _TENANTS = "incoming", "uploads", "tenants"
+_BATCHES = f"{_TENANTS}/*/batches/*/batch.json"
 OUTPUT, ERRORS = "output", "errors"
 _UPLOAD_S = 3600.0
 """Longer than any upload may take."""
@@ -56,15 +58,17 @@ class BatchStore:
     def open(self) -> None:
         """Make the folder. Raises ConfigError when it cannot be."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            (self._folder / "incoming").mkdir(exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True, mode=FOLDER)
+            make_private(self._folder / _INCOMING)
+            for name in (_INCOMING, _UPLOADS, _TENANTS):
+                close_to_others(self._folder / name)
         except OSError as error:
             raise ConfigError(f"router.batches.path: {self._folder}: {error.strerror}") from None
 
     def may_run(self) -> bool:
         """Whether this process is the one that runs batches: the first that asks, until its end."""
         if self._lock is None:
-            lock = (self._folder / "lock").open("ab")
+            lock = open_private(self._folder / "lock", "ab")
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -83,12 +87,12 @@ class BatchStore:
 
     def incoming(self) -> Path:
         """A path for what is being uploaded."""
-        return self._folder / "incoming" / secrets.token_hex(16)
+        return self._folder / _INCOMING / secrets.token_hex(16)
 
     def begin_upload(self, tenant: str) -> ExitStack:
         """A place for what is about to be uploaded, to be closed. Raises Overloaded when all are taken."""
-        of_tenant = Places(self._of(tenant, "uploads"), MOST_UPLOADS_OF_TENANT)
-        place = take_all(of_tenant, Places(self._folder / "uploads", MOST_UPLOADS))
+        of_tenant = Places(self._of(tenant, _UPLOADS), MOST_UPLOADS_OF_TENANT)
+        place = take_all(of_tenant, Places(self._folder / _UPLOADS, MOST_UPLOADS))
         if place is None:
             raise Overloaded("too many files are on their way", retry_after_s=1.0)
         return place
@@ -169,7 +173,7 @@ class BatchStore:
     def save(self, batch: Batch) -> None:
         """As it is now."""
         folder = self._of(batch.tenant, "batches") / batch.id
-        folder.mkdir(exist_ok=True)
+        make_private(folder)
         _write(folder / "batch.json", batch.to_json())
 
     def batch(self, tenant: str, name: str) -> Batch:
@@ -201,7 +205,7 @@ class BatchStore:
 
     def cancel(self, batch: Batch) -> None:
         """Ask for it."""
-        self._mark(batch).touch()
+        open_private(self._mark(batch), "ab").close()
 
     def is_cancelled(self, batch: Batch) -> bool:
         """Whether somebody asked for it."""
@@ -227,7 +231,7 @@ class BatchStore:
 
     def sweep(self, now_s: float) -> None:
         """Delete what has been kept long enough, and uploads that were never finished."""
-        for path in self._folder.glob("tenants/*/files/file-*.json"):
+        for path in self._folder.glob(f"{_TENANTS}/*/files/file-*.json"):
             told = _told(path)
             if told is not None and told.get("expires_s", now_s + 1) <= now_s:
                 path.unlink(missing_ok=True)
@@ -239,7 +243,7 @@ class BatchStore:
                 num_ended[batch.tenant] += 1
                 if batch.created_s + self._keep_s <= now_s or num_ended[batch.tenant] > MOST_ENDED:
                     shutil.rmtree(path.parent, ignore_errors=True)
-        for path in (self._folder / "incoming").iterdir():
+        for path in (self._folder / _INCOMING).iterdir():
             with suppress(FileNotFoundError):  # its upload has just ended
                 if path.stat().st_mtime + _UPLOAD_S <= now_s:
                     path.unlink(missing_ok=True)
@@ -247,8 +251,8 @@ class BatchStore:
     def _of(self, tenant: str, kind: str) -> Path:
         # A tenant's name may have any characters.
         name = blake2b(tenant.encode(), digest_size=16, person=b"tandem-batches").hexdigest()
-        folder = self._folder / "tenants" / name / kind
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = self._folder / _TENANTS / name / kind
+        make_private(folder)
         return folder
 
 
@@ -277,7 +281,7 @@ class Results:
         """The one result of a line of the input. Raises OSError, and there is none."""
         if number in self.done:
             return
-        with self._paths[is_error].open("ab", buffering=0) as file:
+        with open_private(self._paths[is_error], "ab", buffering=0) as file:
             begin = file.tell()
             if file.write(line) < len(line):
                 # The disk is full: what follows must not stand behind half a line.
@@ -336,7 +340,8 @@ def _write(path: Path, data: dict[str, Any]) -> None:
     """As a whole or not at all."""
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        fresh.write_bytes(orjson.dumps(data))
+        with open_private(fresh, "wb") as file:
+            file.write(orjson.dumps(data))
         fresh.replace(path)
     except OSError:
         fresh.unlink(missing_ok=True)

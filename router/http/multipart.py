@@ -8,6 +8,7 @@ from pathlib import Path
 
 from starlette.requests import ClientDisconnect, Request
 
+from router.batches.private_files import open_private
 from router.http.json_body import BodyTimeout
 from tandem.errors import Cancelled, InvalidRequest, RequestTooLarge
 
@@ -47,7 +48,7 @@ async def _receive(request: Request, raw: Path, most: int) -> None:
     size = 0
     try:
         async with asyncio.timeout(UPLOAD_TIMEOUT_S):
-            with raw.open("wb") as file:
+            with open_private(raw, "wb") as file:
                 async for chunk in request.stream():
                     size += len(chunk)
                     if size > most:
@@ -79,7 +80,7 @@ def _take_apart(raw: Path, content: Path, boundary: bytes, max_bytes: int) -> Up
                 raise RequestTooLarge(f"the file is larger than {max_bytes} bytes", param="file")
             given = _FILENAME.search(head)
             filename = given[1].decode("utf-8", "replace") if given is not None else "file"
-            with content.open("wb") as out:
+            with open_private(content, "wb") as out:
                 for start in range(begin, end, 1 << 20):
                     out.write(body[start : min(end, start + (1 << 20))])
     if filename is None:
