@@ -5,14 +5,14 @@ import socket
 import threading
 from collections.abc import Iterator
 
+from kv_transfer.transports.stranger_log import StrangerLog
+
 ACCEPT_PAUSE_S = 0.1
 """Between two tries to accept when the process has no room for one more connection."""
 
-log = logging.getLogger(__name__)
 
-
-def accepted(server: socket.socket, closing: threading.Event, name: str) -> Iterator[socket.socket]:
-    """Each connection to `server`, until it is hung up on after `closing` was set. `name`: of the transport."""
+def accepted(server: socket.socket, closing: threading.Event, strangers: StrangerLog) -> Iterator[socket.socket]:
+    """Each connection to `server`, until it is hung up on after `closing` was set."""
     while True:
         try:
             sock, _address = server.accept()
@@ -20,12 +20,12 @@ def accepted(server: socket.socket, closing: threading.Event, name: str) -> Iter
             # Out of descriptors or memory: that passes, and a receiver that stopped listening would not come back.
             if closing.wait(ACCEPT_PAUSE_S):
                 return
-            log.warning("no %s peer can be accepted now: %s", name, error)
+            strangers.tell("no peer can be accepted now", error, level=logging.WARNING)
             continue
         yield sock
 
 
-def begins(thread: threading.Thread, name: str) -> bool:
+def begins(thread: threading.Thread, strangers: StrangerLog) -> bool:
     """Start the thread that serves a connection; False when the process can have no more threads now.
 
     That passes, too, and must not end the thread that accepts.
@@ -33,6 +33,6 @@ def begins(thread: threading.Thread, name: str) -> bool:
     try:
         thread.start()
     except RuntimeError as error:
-        log.warning("no %s peer can be served now: %s", name, error)
+        strangers.tell("no peer can be served now", error, level=logging.WARNING)
         return False
     return True

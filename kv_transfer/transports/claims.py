@@ -24,6 +24,7 @@ from kv_transfer.transports import claim_wire
 from kv_transfer.transports.accepting import accepted, begins
 from kv_transfer.transports.claim_wire import Kind
 from kv_transfer.transports.grants import TOKEN_BYTES, GrantTable
+from kv_transfer.transports.stranger_log import StrangerLog
 from tandem.errors import TransferError
 
 HELLO_S = 5.0
@@ -55,6 +56,7 @@ class ClaimReceiver(ABC):
 
     def __init__(self, server: socket.socket, name: str) -> None:
         self._name = name
+        self._strangers = StrangerLog(name)
         self._grants = GrantTable()
         self._lock = threading.Lock()
         self._writers: set[Writer] = set()
@@ -131,9 +133,9 @@ class ClaimReceiver(ABC):
         self._server.close()
 
     def _accept(self) -> None:
-        for sock in accepted(self._server, self._closing, self._name):
+        for sock in accepted(self._server, self._closing, self._strangers):
             if (refusal := self._refuses(sock)) is not None:
-                log.info("%s writer refused: %s", self._name, refusal)
+                self._strangers.tell("a connection was refused", refusal)
                 sock.close()
                 continue
             writer = Writer(sock=sock)
@@ -144,18 +146,23 @@ class ClaimReceiver(ABC):
                 # Under the lock, so that close() finds a thread that it can join.
                 thread_name = f"kv-{self._name}-peer"
                 writer.thread = threading.Thread(target=self._serve, args=(writer,), name=thread_name, daemon=True)
-                if not begins(writer.thread, self._name):
+                if not begins(writer.thread, self._strangers):
                     sock.close()
                     continue
                 self._writers.add(writer)
 
     def _serve(self, writer: Writer) -> None:
+        is_known = False
         try:
             self._greet(writer)
+            is_known = True
             while (message := self._next(writer)) is not None:
                 self._on_message(writer, *message)
         except (OSError, TransferError) as error:
-            log.info("%s writer dropped: %s", self._name, error)
+            if is_known:
+                log.info("%s writer dropped: %s", self._name, error)
+            else:
+                self._strangers.tell("a connection was dropped before it was served", error)
             if writer.claims and self.shut_out_s is None:
                 _await_end(writer.sock)
         self._drop(writer)

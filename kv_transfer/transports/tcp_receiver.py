@@ -19,6 +19,7 @@ from kv_transfer.transport import QuietListener
 from kv_transfer.transports import tcp_wire
 from kv_transfer.transports.accepting import accepted, begins
 from kv_transfer.transports.grants import TOKEN_BYTES, GrantTable
+from kv_transfer.transports.stranger_log import StrangerLog
 from kv_transfer.transports.tcp_channel import Channel, PlainChannel, hang_up
 from kv_transfer.transports.tcp_inbound import Inbound, Peer, answer, next_header
 from kv_transfer.transports.tcp_settings import MAX_STREAMS, NAME, PLAIN, TcpSettings
@@ -45,6 +46,7 @@ class TcpReceiver:
         self._mover = load_mover()
         self._grants = GrantTable()
         self._secret = secrets.token_bytes(TOKEN_BYTES)
+        self._strangers = StrangerLog(NAME)
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._connections: dict[Channel, threading.Thread] = {}
@@ -101,11 +103,11 @@ class TcpReceiver:
             thread.join()
 
     def _accept(self) -> None:
-        for sock in accepted(self._server, self._closing, NAME):
+        for sock in accepted(self._server, self._closing, self._strangers):
             try:
                 channel = self._channel(sock)
             except OSError as error:
-                log.info("tcp sender dropped: %s", error)
+                self._strangers.tell("a connection was dropped", error)
                 sock.close()
                 continue
             self._start(channel)
@@ -123,22 +125,26 @@ class TcpReceiver:
                 del self._greeting[oldest]
                 oldest.hang_up()
             thread = threading.Thread(target=self._serve, args=(channel,), name="kv-tcp-peer", daemon=True)
-            if not begins(thread, NAME):
+            if not begins(thread, self._strangers):
                 channel.close()
                 return
             self._connections[channel] = thread
             self._greeting[channel] = None
 
     def _serve(self, channel: Channel) -> None:
-        name, peer = 0, Peer()
+        name, peer, is_known = 0, Peer(), False
         try:
             deadline_s = time.monotonic() + self._settings.stall_s
             self._secure(channel, deadline_s)
             name, peer, seed = self._greet(channel, deadline_s)
+            is_known = True
             stall_s = self._settings.stall_s
             self._run(Inbound(channel, peer, self._grants, seed=seed, mover=self._mover, stall_s=stall_s))
         except (OSError, TransferError) as error:
-            log.info("tcp sender dropped: %s", error)
+            if is_known:
+                log.info("tcp sender dropped: %s", error)
+            else:
+                self._strangers.tell("a connection was dropped before it was served", error)
         finally:
             with self._lock:
                 del self._connections[channel]

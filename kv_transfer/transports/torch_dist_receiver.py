@@ -23,6 +23,7 @@ from kv_transfer.transports.communicator import RECEIVER, Communicator, Communic
 from kv_transfer.transports.device_lane import between_devices, entrance
 from kv_transfer.transports.dial import advert_of, listen
 from kv_transfer.transports.grants import TOKEN_BYTES, Grant, GrantTable
+from kv_transfer.transports.stranger_log import StrangerLog
 from kv_transfer.transports.torch_dist_intakes import DeviceIntake, HostIntake, Intake
 from kv_transfer.transports.torch_dist_wire import MAX_PAYLOAD_BYTES, Header, Kind, Meeting
 from tandem.errors import TransferError
@@ -54,6 +55,7 @@ class TorchDistReceiver:
         self._stall_s = stall_s
         self._grants = GrantTable()
         self._secret = secrets.token_bytes(TOKEN_BYTES)
+        self._strangers = StrangerLog(NAME)
         self._lock = threading.Lock()
         self._closing = threading.Event()
         nccl.prepare(stall_s)
@@ -98,13 +100,13 @@ class TorchDistReceiver:
         self._store = None
 
     def _accept(self) -> None:
-        for sock in accepted(self._server, self._closing, NAME):
+        for sock in accepted(self._server, self._closing, self._strangers):
             with self._lock:
                 if self._closing.is_set() or len(self._peers) >= MAX_WRITERS:
                     sock.close()
                     continue
                 thread = threading.Thread(target=self._serve, args=(sock,), name="kv-dist-peer", daemon=True)
-                if not begins(thread, NAME):
+                if not begins(thread, self._strangers):
                     sock.close()
                     continue
                 self._peers[sock] = thread
@@ -127,7 +129,10 @@ class TorchDistReceiver:
                 landed = session.take(header, self._grants.find(header.token))
                 self._answer(sock, Kind.DONE if landed else Kind.REFUSED, header.number)
         except (OSError, TransferError) as error:
-            log.info("torch_dist sender dropped: %s", error)
+            if session is None:
+                self._strangers.tell("a connection was dropped before it was served", error)
+            else:
+                log.info("torch_dist sender dropped: %s", error)
         finally:
             if session is not None:
                 session.close()

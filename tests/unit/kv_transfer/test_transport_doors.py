@@ -1,6 +1,7 @@
 """What strangers and broken peers can do at the sockets of `tcp` and `shm`: nothing."""
 
 import errno
+import logging
 import os
 import random
 import select
@@ -15,7 +16,7 @@ import pytest
 from kv_transfer.messages import TransferKey
 from kv_transfer.region import KVRegion
 from kv_transfer.transport import KVReceiver
-from kv_transfer.transports import claims, tcp_wire
+from kv_transfer.transports import claims, stranger_log, tcp_wire
 from kv_transfer.transports.catalogue import candidates, open_receivers, open_senders
 from kv_transfer.transports.tcp_channel import PlainChannel
 from kv_transfer.transports.tcp_receiver import MAX_CONNECTIONS, TcpReceiver
@@ -145,6 +146,43 @@ def test_hostile_bytes_end_only_their_connection(tcp, greet: bool, data: bytes) 
     assert not any(block_bytes(target, [0, *range(2, NUM_BLOCKS)]))
     writer.close()
     os.close(source.fd)
+
+
+def test_strangers_are_logged_at_a_bounded_rate(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stranger_log, "EVERY_S", 1e9)
+    receiver = TcpReceiver(settings=TcpSettings(stall_s=WAIT_S))
+    caplog.set_level(logging.INFO)
+    for number in range(5 * stranger_log.BURST):
+        with dial(receiver, greet=False) as sock:
+            sock.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10 if number % 2 else b"")
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_WR)
+                assert sock.recv(1) == b""
+    receiver.close()
+    told = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
+    assert len(told) == stranger_log.BURST
+    assert told[0].startswith("tcp: a connection was dropped before it was served: ")
+
+
+def test_a_known_sender_that_is_dropped_is_always_logged(tcp, caplog: pytest.LogCaptureFixture) -> None:
+    _target, receiver = tcp
+    caplog.set_level(logging.INFO)
+    for _ in range(2 * stranger_log.BURST):
+        with dial(receiver, greet=True) as sock:
+            sock.sendall(b"x" * tcp_wire.HEADER_BYTES)
+            with suppress(ConnectionResetError):
+                assert sock.recv(1) == b""
+    receiver.close()
+    told = [record for record in caplog.records if "tcp sender dropped" in record.getMessage()]
+    assert len(told) == 2 * stranger_log.BURST
+
+
+def test_what_was_left_out_is_told_with_the_next_line() -> None:
+    budget = stranger_log.LineBudget(burst=2, every_s=10.0)
+    assert [budget.take(now_s) for now_s in (0.0, 0.0, 1.0, 2.0, 9.9, 10.0, 10.0)] == [0, 0, None, None, None, 3, None]
+    assert [budget.take(1000.0) for _ in range(4)] == [1, 0, None, None], "silence saves up no more than the burst"
 
 
 def test_a_frame_for_a_revoked_grant_is_read_past(tcp) -> None:
