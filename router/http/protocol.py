@@ -114,6 +114,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Has a place, or hears that there is none."""
         super().connection_made(transport)
+        self._answers = _AnswerTransport(self)
         if not self._watch.opened(self):
             transport.write(_FULL)
             transport.close()
@@ -235,7 +236,7 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         self._is_in_head = False
         # An exchange that is over is told to close here, and not while its client sends.
-        self.cycle.transport = cast("Any", _AnswerTransport(self))
+        self.cycle.transport = cast("Any", self._answers)
         self._books.head_complete(self)
         if len(self.pipeline) > _MOST_AHEAD:
             self._refuse(InvalidRequest(f"more than {_MOST_AHEAD} requests sent ahead"))
@@ -276,6 +277,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
         self._books.closed(self)
         self._lose_clients()
+        self._answers.lost()
 
     def _lose_clients(self) -> None:
         """Of requests that get no answer any more."""
@@ -304,19 +306,24 @@ def _has_come(transport: asyncio.Transport) -> bool:
 
 
 class _AnswerTransport:
-    """What an exchange of uvicorn's takes for the transport: its end is the connection's to choose."""
+    """What exchanges of uvicorn's take for the transport: its end is the connection's to choose."""
 
     __slots__ = ("_connection", "write")
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        self._connection: Connection | None = connection
+        """Until it is lost: it holds its last exchange, which holds this."""
         self.write = connection.transport.write
 
     def is_closing(self) -> bool:
-        return self._connection.is_ending
+        return self._connection is None or self._connection.is_ending
 
     def close(self) -> None:
-        self._connection.close_behind_answer()
+        if self._connection is not None:
+            self._connection.close_behind_answer()
+
+    def lost(self) -> None:
+        self._connection = None
 
 
 class _DirectLink:
