@@ -55,6 +55,7 @@ PURE = (
     "tandem.board.keys",
     "tandem.board.settings",
     "tandem.dialect",
+    "tandem.gpu_placement",
     "tandem.kv_agreement",
     "tandem.session_versions",
     "cluster.autoscale.controller",
